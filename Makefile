@@ -1,0 +1,43 @@
+# Two commands do all the set-up: `make demo` and `make test`. Both need Python 3.11+, make and the package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test lint bench tools generate lock clean chaos
+.DEFAULT_GOAL := test
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "backstay needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(VENV)/.installed  ## the main job on the embedded cluster, live
+	$(BIN)/backstay run examples/digits/job.yaml
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds that they are fresh
+	$(BIN)/python -m backstay_spec.crd > crds/backstay.dev_trainingjobs.yaml
+	cp crds/backstay.dev_trainingjobs.yaml helm/backstay/crds/
+	sh operator/backstay_rpc/generate.sh
+
+tools:
+	sh tests/tools.sh
+
+lock:  ## rewrites requirements.lock from pyproject.toml
+	$(PYTHON) -m venv .lock-venv && .lock-venv/bin/pip install --quiet uv
+	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --extra dev -o requirements.lock pyproject.toml requirements.build.in
+	rm -rf .lock-venv
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What a TrainingJob is, and what follows from one: types, rules, pod manifests, plan and status. Pure."""

@@ -1,0 +1,66 @@
+"""The names that the operator writes into pods and the trainer reads out of them.
+
+This module is the only place where the two meet besides the control messages of `backstay_rpc`;
+it exists so that neither has to import the other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GROUP: Final = "backstay.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+KIND: Final = "TrainingJob"
+PLURAL: Final = "trainingjobs"
+SINGULAR: Final = "trainingjob"
+SHORT_NAME: Final = "tj"
+
+# Labels. https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/
+LABEL_JOB: Final = f"{GROUP}/job"
+LABEL_ROLE: Final = f"{GROUP}/role"
+LABEL_INDEX: Final = f"{GROUP}/index"
+LABEL_INCARNATION: Final = f"{GROUP}/incarnation"
+
+# The values of LABEL_ROLE and of BACKSTAY_ROLE.
+ROLE_SERVER: Final = "parameter-server"
+ROLE_WORKER: Final = "worker"
+ROLE_EVALUATOR: Final = "evaluator"
+
+CONTAINER: Final = "trainer"
+
+# Ports inside a pod. A pod has an address of its own, so they are the same in every pod.
+PORT_CONTROL: Final = 7077  # gRPC, the control service of backstay_rpc
+PORT_DATA: Final = 7078  # Arrow Flight (gRPC), tensors
+PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz
+PORT_NAME_CONTROL: Final = "rpc"
+PORT_NAME_DATA: Final = "data"
+PORT_NAME_METRICS: Final = "metrics"
+
+CHECKPOINT_MOUNT: Final = "/backstay/checkpoints"
+CODE_MOUNT: Final = "/backstay/code"
+TERMINATION_LOG: Final = "/dev/termination-log"
+
+# The environment of a pod. None of these can be overridden by a template.
+ENV_PREFIX: Final = "BACKSTAY_"
+ENV_JOB: Final = "BACKSTAY_JOB"
+ENV_NAMESPACE: Final = "BACKSTAY_NAMESPACE"
+ENV_JOB_UID: Final = "BACKSTAY_JOB_UID"
+ENV_ROLE: Final = "BACKSTAY_ROLE"  # ROLE_SERVER | ROLE_WORKER | ROLE_EVALUATOR
+ENV_INDEX: Final = "BACKSTAY_INDEX"  # shard, rank, or 0
+ENV_INCARNATION: Final = "BACKSTAY_INCARNATION"
+ENV_SERVERS: Final = "BACKSTAY_SERVERS"  # host:port of each shard's Service (control), by shard, comma-separated
+ENV_PORT: Final = "BACKSTAY_PORT"  # PORT_CONTROL
+ENV_DATA_PORT: Final = "BACKSTAY_DATA_PORT"  # PORT_DATA
+ENV_METRICS_PORT: Final = "BACKSTAY_METRICS_PORT"  # PORT_METRICS
+ENV_POD_NAME: Final = "BACKSTAY_POD_NAME"  # fieldRef metadata.name
+ENV_POD_IP: Final = "BACKSTAY_POD_IP"  # fieldRef status.podIP: what other pods connect to
+ENV_TOKEN: Final = "BACKSTAY_TOKEN"  # noqa: S105  # secretKeyRef: hex, the job's token (O7)
+ENV_CONFIG: Final = "BACKSTAY_CONFIG"  # JSON, `RuntimeConfig` of backstay_spec.runtime
+ENV_TERMINATION_LOG: Final = "BACKSTAY_TERMINATION_LOG"  # where to write the termination message
+# Set by a kubelet, not by the operator: the address to bind (default: all of the pod's).
+ENV_BIND: Final = "BACKSTAY_BIND"
+
+SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secret
+
+ANNOTATION_PREFIX: Final = f"{GROUP}"

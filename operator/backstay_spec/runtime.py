@@ -1,0 +1,41 @@
+"""What a pod is told about its job: the part of a TrainingJob's spec that the training runtime needs.
+
+The operator serialises one `RuntimeConfig` into `BACKSTAY_CONFIG` of every pod; what may change while a job runs is
+sent again on the control channel (O8), so a pod's environment is only where it starts from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class CheckpointConfig(BaseModel):
+    """Where and how often checkpoints are written."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    uri: str
+    every_steps: int | None = Field(default=None, ge=1)
+    every_seconds: float | None = Field(default=None, gt=0)
+    keep: int = Field(default=3, ge=1)
+
+
+class RuntimeConfig(BaseModel):
+    """The job as the training runtime sees it. Unknown fields are ignored, so an older trainer runs under a newer operator."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    shards: int = Field(ge=1)
+    workers: int = Field(ge=1)
+    mode: Literal["Sync", "Async"] = "Sync"
+    backups: int | str = 0  # a number or whole percents such as "5%"; `backstay_spec.quorum.backups_of` turns it into a number
+    max_non_finite: int = Field(default=3, ge=1)
+    max_staleness: int | None = Field(default=None, ge=0)
+    staleness_damping: bool = False
+    stall_seconds: float = Field(default=300, gt=0)
+    standbys: int = Field(default=0, ge=0, le=1)
+    evaluator: bool = False
+    checkpoint: CheckpointConfig | None = None
+    log_format: Literal["text", "json"] = "text"
