@@ -1,0 +1,12 @@
+"""The control channel between operator, servers and workers: generated messages, and how a call proves who it is from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+AUTHORIZATION: Final = "authorization"
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The gRPC call metadata that carries the job's token (O7)."""
+    return ((AUTHORIZATION, f"Bearer {token}"),)

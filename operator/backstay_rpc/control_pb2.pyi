@@ -1,0 +1,589 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Activity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTIVITY_UNSPECIFIED: _ClassVar[Activity]
+    STARTING: _ClassVar[Activity]
+    COMPILING: _ClassVar[Activity]
+    TRAINING: _ClassVar[Activity]
+    WAITING: _ClassVar[Activity]
+    LEAVING: _ClassVar[Activity]
+
+class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REJECT_UNSPECIFIED: _ClassVar[RejectReason]
+    LATE: _ClassVar[RejectReason]
+    DUPLICATE: _ClassVar[RejectReason]
+    STALE: _ClassVar[RejectReason]
+    OLD_TERM: _ClassVar[RejectReason]
+    OLD_INCARNATION: _ClassVar[RejectReason]
+    NOT_IN_WORLD: _ClassVar[RejectReason]
+    ABANDONED: _ClassVar[RejectReason]
+ACTIVITY_UNSPECIFIED: Activity
+STARTING: Activity
+COMPILING: Activity
+TRAINING: Activity
+WAITING: Activity
+LEAVING: Activity
+REJECT_UNSPECIFIED: RejectReason
+LATE: RejectReason
+DUPLICATE: RejectReason
+STALE: RejectReason
+OLD_TERM: RejectReason
+OLD_INCARNATION: RejectReason
+NOT_IN_WORLD: RejectReason
+ABANDONED: RejectReason
+
+class Peer(_message.Message):
+    __slots__ = ("role", "index", "incarnation", "pod")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    POD_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    index: int
+    incarnation: int
+    pod: str
+    def __init__(self, role: _Optional[str] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., pod: _Optional[str] = ...) -> None: ...
+
+class Leaf(_message.Message):
+    __slots__ = ("path", "shape", "dtype")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, path: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "partition_digest", "steps")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    shard: int
+    expected_incarnation: int
+    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    partition_digest: bytes
+    steps: int
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., partition_digest: _Optional[bytes] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "coordinator_incarnation")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    term: int
+    version: int
+    world: int
+    data_address: str
+    key_step: int
+    done: bool
+    coordinator_incarnation: int
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: _Optional[bool] = ..., coordinator_incarnation: _Optional[int] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("peer", "shard", "expected_incarnation", "term", "version", "activity", "step_seconds")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    shard: int
+    expected_incarnation: int
+    term: int
+    version: int
+    activity: Activity
+    step_seconds: float
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("term", "version", "world", "done", "incarnations", "failed")
+    class IncarnationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    world: int
+    done: bool
+    incarnations: _containers.ScalarMap[str, int]
+    failed: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class GradientId(_message.Message):
+    __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    KEY_STEP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    rank: int
+    key_step: int
+    incarnation: int
+    attempt: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., rank: _Optional[int] = ..., key_step: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class GradientInfo(_message.Message):
+    __slots__ = ("finite", "examples", "loss", "metrics", "compute_seconds", "wait_seconds")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    FINITE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    finite: bool
+    examples: int
+    loss: float
+    metrics: _containers.ScalarMap[str, float]
+    compute_seconds: float
+    wait_seconds: float
+    def __init__(self, finite: _Optional[bool] = ..., examples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class Staged(_message.Message):
+    __slots__ = ("id", "info")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    id: GradientId
+    info: GradientInfo
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("id", "weight")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    id: GradientId
+    weight: float
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("term", "version", "contributions", "world", "skip", "clip_factor", "checkpoint", "final")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    world: int
+    skip: bool
+    clip_factor: float
+    checkpoint: bool
+    final: bool
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: _Optional[bool] = ..., clip_factor: _Optional[float] = ..., checkpoint: _Optional[bool] = ..., final: _Optional[bool] = ...) -> None: ...
+
+class NormRequest(_message.Message):
+    __slots__ = ("term", "version", "contributions")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+
+class Norm(_message.Message):
+    __slots__ = ("term", "version", "sum_of_squares")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    sum_of_squares: float
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., sum_of_squares: _Optional[float] = ...) -> None: ...
+
+class Reject(_message.Message):
+    __slots__ = ("id", "reason", "next_key_step")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NEXT_KEY_STEP_FIELD_NUMBER: _ClassVar[int]
+    id: GradientId
+    reason: RejectReason
+    next_key_step: int
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("term", "version", "files", "error")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    files: _containers.RepeatedCompositeFieldContainer[File]
+    error: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class File(_message.Message):
+    __slots__ = ("name", "size", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class ShardMessage(_message.Message):
+    __slots__ = ("hello", "staged", "lost", "norm", "written", "applied", "failed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    hello: Peer
+    staged: Staged
+    lost: GradientId
+    norm: Norm
+    written: Written
+    applied: int
+    failed: str
+    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., lost: _Optional[_Union[GradientId, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., applied: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class CoordinatorMessage(_message.Message):
+    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "settings")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    REJECT_FIELD_NUMBER: _ClassVar[int]
+    NORM_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    commit: Commit
+    reject: Reject
+    norm_request: NormRequest
+    done: Done
+    rollback: Rollback
+    settings: Settings
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ...) -> None: ...
+
+class Settings(_message.Message):
+    __slots__ = ("world", "term", "version")
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    world: int
+    term: int
+    version: int
+    def __init__(self, world: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Rollback(_message.Message):
+    __slots__ = ("term", "version", "checkpoint")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    checkpoint: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("version", "checkpoint", "failed")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    checkpoint: str
+    failed: str
+    def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class ProgressRequest(_message.Message):
+    __slots__ = ("shard", "expected_incarnation", "generation", "world", "incarnations", "checkpoint", "stall_seconds")
+    class IncarnationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    expected_incarnation: int
+    generation: int
+    world: int
+    incarnations: _containers.ScalarMap[str, int]
+    checkpoint: CheckpointSettings
+    stall_seconds: float
+    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ...) -> None: ...
+
+class CheckpointSettings(_message.Message):
+    __slots__ = ("every_steps", "every_seconds", "keep")
+    EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    every_steps: int
+    every_seconds: float
+    keep: int
+    def __init__(self, every_steps: _Optional[int] = ..., every_seconds: _Optional[float] = ..., keep: _Optional[int] = ...) -> None: ...
+
+class Straggler(_message.Message):
+    __slots__ = ("rank", "delay_seconds")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DELAY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    delay_seconds: float
+    def __init__(self, rank: _Optional[int] = ..., delay_seconds: _Optional[float] = ...) -> None: ...
+
+class Stalled(_message.Message):
+    __slots__ = ("rank", "incarnation", "reason")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    reason: str
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class CheckpointReport(_message.Message):
+    __slots__ = ("uri", "step", "term", "unix_seconds", "error")
+    URI_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    step: int
+    term: int
+    unix_seconds: float
+    error: str
+    def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., term: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ProgressReply(_message.Message):
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics")
+    class ContributedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TrainMetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_REDONE_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_METRICS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    term: int
+    step: int
+    loss: float
+    has_loss: bool
+    examples_per_second: float
+    world: int
+    stalled: _containers.RepeatedCompositeFieldContainer[Stalled]
+    stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
+    lost: _containers.RepeatedCompositeFieldContainer[Peer]
+    checkpoint: CheckpointReport
+    done: bool
+    failed: str
+    contributed: _containers.ScalarMap[int, int]
+    metrics: _containers.ScalarMap[str, float]
+    steps_redone: int
+    train_metrics: _containers.ScalarMap[str, float]
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class EvaluatedRequest(_message.Message):
+    __slots__ = ("peer", "term", "step", "metrics", "error")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    term: int
+    step: int
+    metrics: _containers.ScalarMap[str, float]
+    error: str
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class EvaluatedReply(_message.Message):
+    __slots__ = ("done",)
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    def __init__(self, done: _Optional[bool] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("peer", "reason")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    reason: str
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("peer", "shard", "expected_incarnation", "term", "partition_digest")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    shard: int
+    expected_incarnation: int
+    term: int
+    partition_digest: bytes
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., partition_digest: _Optional[bytes] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon")
+    PUSH_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
+    push_begin: PushBegin
+    chunk: Chunk
+    end: End
+    pull: Pull
+    params_begin: ParamsBegin
+    refused: Refused
+    abandon: Abandon
+    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
+
+class PushBegin(_message.Message):
+    __slots__ = ("id", "info", "bytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    id: GradientId
+    info: GradientInfo
+    bytes: int
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("block", "offset")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    offset: int
+    def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ("min_version",)
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    min_version: int
+    def __init__(self, min_version: _Optional[int] = ...) -> None: ...
+
+class Abandon(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ParamsBegin(_message.Message):
+    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NEXT_KEY_STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    world: int
+    bytes: int
+    outcome: RejectReason
+    next_key_step: int
+    done: bool
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
