@@ -1,0 +1,294 @@
+"""What a TrainingJob says, as typed models: the shape and the defaults of its spec.
+
+These models say *shape* only: names, types, defaults, meaning. What makes a spec right or wrong beyond its
+shape is in `backstay_spec.rules`; the CustomResourceDefinition is generated from both by `backstay_spec.crd`,
+and `backstay_spec.validation` turns untrusted JSON into these models. Attributes are snake_case, their JSON
+names camelCase; the docstring under a field is its description in the CRD and in ``kubectl explain``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from backstay_spec.types_status import TrainingJobStatus
+
+__all__ = [
+    "Checkpoint",
+    "CleanPods",
+    "Code",
+    "Evaluator",
+    "Gang",
+    "Json",
+    "ObjectMeta",
+    "ParameterServers",
+    "RunPolicy",
+    "Scheduling",
+    "TrainingJob",
+    "TrainingJobSpec",
+    "TrainingJobStatus",
+    "Update",
+    "UpdateMode",
+    "Workers",
+]
+
+Json: TypeAlias = dict[str, Any]
+"""A Kubernetes object that we pass on: a pod template, a volume, an environment variable."""
+
+UpdateMode: TypeAlias = Literal["Sync", "Async"]
+CleanPods: TypeAlias = Literal["Running", "All", "None"]
+
+
+class SpecModel(BaseModel):
+    """A part of the spec: immutable, no unknown fields, no coercion (``"3"`` is not a number, as for the
+    API server)."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        populate_by_name=True,
+        alias_generator=to_camel,
+        use_attribute_docstrings=True,
+    )
+
+
+class Code(SpecModel):
+    """Where the training script comes from when it is not in the image."""
+
+    config_map: str
+    """Name of a ConfigMap in the job's namespace; its files become the working directory of every pod.
+    `backstay run` uses the folder of the YAML file instead."""
+
+
+class ParameterServers(SpecModel):
+    """The pods that hold the parameters and apply the updates, one active pod for each shard."""
+
+    replicas: int = 1
+    """Number of shards that the parameters are split over."""
+
+    standbys: int = 0
+    """Hot standbys for each shard, 0 or 1. A standby holds the same state and takes over when the active
+    server dies."""
+
+    template: Json | None = None
+    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+
+    max_restarts: int = 10
+    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
+    not charged."""
+
+
+class Workers(SpecModel):
+    """The pods that compute gradients."""
+
+    replicas: int = 1
+    """Worker pods in all, backups included; `kubectl scale` and autoscalers set this."""
+
+    stall_seconds: int = 300
+    """A worker counts as hung when it gives no gradient for this long, or for 20 times its own median step if that is
+    longer. Compiling has a limit of its own."""
+
+    template: Json | None = None
+    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+
+    max_restarts: int = 100
+    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
+    not charged."""
+
+
+class Evaluator(SpecModel):
+    """One pod that runs `evaluate` on new parameters; `{}` asks for one with the defaults."""
+
+    template: Json | None = None
+    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+
+    max_restarts: int = 10
+    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
+    not charged."""
+
+
+class Update(SpecModel):
+    """How gradients become updates."""
+
+    mode: UpdateMode = "Sync"
+    """`Sync`: an update is the mean of one gradient each of (workers - backups) workers, computed on the same version.
+    `Async`: every gradient is an update of its own."""
+
+    backups: int | str = 0
+    """Sync only: workers that an update does not wait for. A number of pods, or whole percents: "5%" is N + N*5% pods
+    for an update of N gradients."""
+
+    max_non_finite: int = 3
+    """This many non-finite gradients in a row fail the job; fewer are counted, and change nothing."""
+
+    max_staleness: int | None = None
+    """Async only: a gradient computed more than this many versions ago is rejected and computed again.
+    Absent: no bound."""
+
+    staleness_damping: bool = False
+    """Async only: scale a gradient by 1/(1+staleness)."""
+
+
+class Checkpoint(SpecModel):
+    """Where and how often the job's state is stored; with neither `uri` nor `volume` nothing is stored."""
+
+    uri: str | None = None
+    """A folder that every server can reach, as an fsspec URI: `s3://bucket/folder`, `gs://bucket/folder`,
+    `file:///shared/folder`."""
+
+    volume: Json | None = None
+    """A Volume source without its name, such as `persistentVolumeClaim: {claimName: ckpt}`. Mounted at
+    /backstay/checkpoints in servers and evaluator; servers on several nodes need one that can be shared
+    (ReadWriteMany)."""
+
+    every_steps: int | None = None
+    """Store after this many updates. With `everySeconds` too, whichever comes first."""
+
+    every_seconds: int = 60
+    """Store after this many seconds; 0: not by time. A job's last step is always stored."""
+
+    keep: int = 3
+    """How many whole checkpoints of the job are kept."""
+
+
+class RunPolicy(SpecModel):
+    """When the job runs, how long it may, and what is left of it afterwards."""
+
+    suspend: bool = False
+    """Delete the job's pods, workers first, and keep its state in its checkpoint. A suspended job may be
+    edited freely."""
+
+    active_deadline_seconds: int | None = None
+    """The job fails when it has run this long, not counting the time it was suspended. Absent: no limit."""
+
+    pending_deadline_seconds: int = 600
+    """The job fails when a pod that it cannot do without could not be started for this long."""
+
+    ttl_seconds_after_finished: int | None = None
+    """Delete the TrainingJob this long after it ended. Absent: never."""
+
+    clean_pods: CleanPods = "Running"
+    """Which pods are deleted when the job ended: those still `Running`, `All`, or `None`."""
+
+
+class Gang(SpecModel):
+    """All pods join a PodGroup, so that a gang scheduler starts them together. The PodGroup is yours: the
+    job names it."""
+
+    pod_group: str
+    """Name of a PodGroup in the job's namespace."""
+
+    kind: Literal["Coscheduling", "Volcano"] = "Coscheduling"
+    """Whose PodGroup it is: that of the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or of Volcano."""
+
+
+class Scheduling(SpecModel):
+    """Passed on to the pods' scheduler, for every role."""
+
+    priority_class_name: str | None = None
+    """The pods' PriorityClass."""
+
+    scheduler_name: str | None = None
+    """The pods' scheduler. Absent: the cluster's default."""
+
+    gang: Gang | None = None
+    """Start all pods together or none."""
+
+    queue: str | None = None
+    """Name of a Kueue LocalQueue that admits each of the job's pods (label `kueue.x-k8s.io/queue-name`)."""
+
+    def pod_labels(self) -> dict[str, str]:
+        """Labels that every pod gets so that `queue` and `gang` take effect."""
+        labels = {}
+        if self.queue is not None:
+            labels["kueue.x-k8s.io/queue-name"] = self.queue
+        if self.gang is not None and self.gang.kind == "Coscheduling":
+            labels["scheduling.x-k8s.io/pod-group"] = self.gang.pod_group
+        return labels
+
+    def pod_annotations(self) -> dict[str, str]:
+        """Annotations that every pod gets so that `gang` takes effect."""
+        if self.gang is not None and self.gang.kind == "Volcano":
+            return {"scheduling.k8s.io/group-name": self.gang.pod_group}
+        return {}
+
+
+class TrainingJobSpec(SpecModel):
+    """What to train, with how many pods, and how."""
+
+    image: str
+    """Container image of every role; a role's template may name another."""
+
+    command: list[str] = Field(default_factory=list)
+    """Command of every role, such as `[python, train.py]`. Absent: the image's entrypoint."""
+
+    args: list[str] = Field(default_factory=list)
+    """Arguments of the command."""
+
+    env: list[Json] = Field(default_factory=list)
+    """Environment variables of every role, as in a container. Names beginning with `BACKSTAY_` are the operator's."""
+
+    env_from: list[Json] = Field(default_factory=list)
+    """Sources of environment variables of every role, as in a container."""
+
+    working_dir: str | None = None
+    """Working directory of every role. `backstay run` takes a relative or absent one as the folder of the YAML file."""
+
+    code: Code | None = None
+    """Files to mount as the working directory."""
+
+    parameter_servers: ParameterServers = Field(default_factory=ParameterServers)
+    """The parameter servers."""
+
+    workers: Workers = Field(default_factory=Workers)
+    """The workers."""
+
+    evaluator: Evaluator | None = None
+    """The evaluator. Absent: none; worker 0 then evaluates once, at the end."""
+
+    update: Update = Field(default_factory=Update)
+    """How gradients become updates."""
+
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """Where and how often the job's state is stored."""
+
+    run_policy: RunPolicy = Field(default_factory=RunPolicy)
+    """When the job runs, and what is left of it afterwards."""
+
+    scheduling: Scheduling = Field(default_factory=Scheduling)
+    """Where the pods run."""
+
+
+class ObjectMeta(BaseModel):
+    """The metadata of an object, as far as Backstay reads it; everything else is kept as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True, alias_generator=to_camel)
+
+    name: str = ""
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
+    resource_version: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+
+
+class TrainingJob(BaseModel):
+    """A job that trains a JAX model with parameter servers and keeps training when pods die."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, alias_generator=to_camel)
+
+    api_version: Literal["backstay.dev/v1alpha1"] = "backstay.dev/v1alpha1"
+    kind: Literal["TrainingJob"] = "TrainingJob"
+    metadata: ObjectMeta
+    spec: TrainingJobSpec
+    status: TrainingJobStatus = Field(default_factory=TrainingJobStatus)
+
+    def to_dict(self) -> Json:
+        """The job as JSON for the API server: camelCase, absent values left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -1,0 +1,205 @@
+"""What the operator reports about a job: the shape of `status`.
+
+Every field is either for people (phase, step, loss), for other controllers (conditions, replicas, selector), or
+the operator's own memory (incarnations, backoff, world, term), kept here so that nothing is lost when the
+operator restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic.alias_generators import to_camel
+
+__all__ = [
+    "Backoff",
+    "CheckpointStatus",
+    "Condition",
+    "FiniteFloat",
+    "Phase",
+    "Role",
+    "RoleStatus",
+    "Time",
+    "TrainingJobStatus",
+    "format_time",
+    "slot_key",
+]
+
+Phase: TypeAlias = Literal["Pending", "Starting", "Running", "Suspended", "Succeeded", "Failed"]
+Role: TypeAlias = Literal["ParameterServer", "Worker", "Evaluator"]
+
+
+def _whole_seconds(value: datetime) -> datetime:
+    """metav1.Time has whole seconds and UTC; a model must equal itself after a round trip."""
+    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    return aware.astimezone(UTC).replace(microsecond=0)
+
+
+def format_time(value: datetime) -> str:
+    """A time as metav1.Time writes it: ``2026-01-31T12:00:00Z``."""
+    return _whole_seconds(value).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity, and a diverged loss must not stop a status from being written."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Time: TypeAlias = Annotated[
+    datetime,
+    Field(strict=False),
+    AfterValidator(_whole_seconds),
+    PlainSerializer(format_time, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+FiniteFloat: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
+
+
+def slot_key(role: str, index: int) -> str:
+    """The key of a pod's place in `incarnations` and `backoff`: ``worker-3``.
+
+    Args:
+        role: the value of the role label (`contract.ROLE_WORKER`, ...), not the CamelCase `Role`.
+        index: shard, rank, or 0.
+    """
+    return f"{role}-{index}"
+
+
+class StatusModel(BaseModel):
+    """A part of the status: immutable; unknown fields are dropped, so an older operator can read a newer
+    one's status."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="ignore",
+        populate_by_name=True,
+        alias_generator=to_camel,
+        use_attribute_docstrings=True,
+    )
+
+
+class Condition(StatusModel):
+    """A metav1.Condition."""
+
+    type: str
+    """Name of the condition in CamelCase."""
+
+    status: Literal["True", "False", "Unknown"]
+    """Whether the condition holds."""
+
+    reason: str
+    """Why, as one word in CamelCase for programs."""
+
+    message: str = ""
+    """Why, as a sentence for people."""
+
+    last_transition_time: Time
+    """When `status` last changed."""
+
+    observed_generation: int | None = None
+    """The `metadata.generation` that the condition was seen for."""
+
+
+class RoleStatus(StatusModel):
+    """The pods of one role."""
+
+    desired: int = 0
+    """Pods that there should be, standbys included."""
+
+    ready: int = 0
+    """Pods that are ready."""
+
+    restarts: int = 0
+    """Pods replaced after a crash: charged to `maxRestarts`."""
+
+    disruptions: int = 0
+    """Pods replaced after an eviction, a preemption, a lost node or a deletion: charged to nobody."""
+
+
+class Backoff(StatusModel):
+    """A place whose pods die before they did any work, and which therefore waits before the next one."""
+
+    failures: int = 0
+    """Crashes in a row before the first gradient."""
+
+    not_before: Time | None = None
+    """The replacement is not created before this time."""
+
+
+class CheckpointStatus(StatusModel):
+    """The newest whole checkpoint."""
+
+    step: int
+    """The version that it holds."""
+
+    uri: str = ""
+    """Where it is: `backstay.load` reads it."""
+
+    time: Time | None = None
+    """When the operator first heard of it."""
+
+
+class TrainingJobStatus(StatusModel):
+    """What was last seen of the job."""
+
+    phase: Phase | None = None
+    """One word for people, derived from the conditions."""
+
+    conditions: list[Condition] = Field(default_factory=list)
+    """The state of the job as standard conditions."""
+
+    observed_generation: int | None = None
+    """The `metadata.generation` that this status answers."""
+
+    start_time: Time | None = None
+    """When the job began to run; after a suspension, when it began again."""
+
+    completion_time: Time | None = None
+    """When the job ended."""
+
+    step: int | None = None
+    """Updates applied."""
+
+    examples_per_second: FiniteFloat = None
+    """Examples trained on per second, over all workers, lately."""
+
+    loss: FiniteFloat = None
+    """Loss of the newest update; absent when it is not finite."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """What `evaluate` returned last; finite values only."""
+
+    replicas: int = 0
+    """Worker pods that exist: for the scale subresource."""
+
+    selector: str = ""
+    """Label selector of the worker pods: for the scale subresource."""
+
+    workers: str | None = None
+    """Workers ready and desired, as `3/4`, for `kubectl get`."""
+
+    roles: dict[Role, RoleStatus] = Field(default_factory=dict)
+    """The pods by role."""
+
+    incarnations: dict[str, int] = Field(default_factory=dict)
+    """The newest incarnation of each place, such as `worker-3: 2`: the fencing tokens. Written before the
+    pod is created."""
+
+    backoff: dict[str, Backoff] = Field(default_factory=dict)
+    """The places, such as `worker-3`, whose next pod waits."""
+
+    term: int | None = None
+    """The stretch of history without a rollback that the job is in."""
+
+    world: int | None = None
+    """The number of ranks in force, as the coordinator last put it in force."""
+
+    checkpoint: CheckpointStatus | None = None
+    """The newest whole checkpoint."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The status as JSON for the API server: camelCase, absent values left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
