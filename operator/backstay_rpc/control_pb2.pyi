@@ -26,6 +26,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OLD_INCARNATION: _ClassVar[RejectReason]
     NOT_IN_WORLD: _ClassVar[RejectReason]
     ABANDONED: _ClassVar[RejectReason]
+    OUT_OF_ORDER: _ClassVar[RejectReason]
 ACTIVITY_UNSPECIFIED: Activity
 STARTING: Activity
 COMPILING: Activity
@@ -40,6 +41,7 @@ OLD_TERM: RejectReason
 OLD_INCARNATION: RejectReason
 NOT_IN_WORLD: RejectReason
 ABANDONED: RejectReason
+OUT_OF_ORDER: RejectReason
 
 class Peer(_message.Message):
     __slots__ = ("role", "index", "incarnation", "pod")
@@ -80,7 +82,7 @@ class JoinRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., partition_digest: _Optional[bytes] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "coordinator_incarnation")
+    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "coordinator_incarnation", "failed")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +91,7 @@ class JoinReply(_message.Message):
     KEY_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     version: int
@@ -97,7 +100,8 @@ class JoinReply(_message.Message):
     key_step: int
     done: bool
     coordinator_incarnation: int
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: _Optional[bool] = ..., coordinator_incarnation: _Optional[int] = ...) -> None: ...
+    failed: str
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: _Optional[bool] = ..., coordinator_incarnation: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("peer", "shard", "expected_incarnation", "term", "version", "activity", "step_seconds")
@@ -118,7 +122,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "version", "world", "done", "incarnations", "failed")
+    __slots__ = ("term", "version", "world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -132,13 +136,17 @@ class HeartbeatReply(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
     done: bool
     incarnations: _containers.ScalarMap[str, int]
     failed: str
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ...) -> None: ...
+    checkpoint: str
+    checkpoint_step: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
@@ -245,6 +253,22 @@ class Reject(_message.Message):
     next_key_step: int
     def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ...) -> None: ...
 
+class Save(_message.Message):
+    __slots__ = ("term", "version")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("term", "version")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -268,7 +292,7 @@ class File(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class ShardMessage(_message.Message):
-    __slots__ = ("hello", "staged", "lost", "norm", "written", "applied", "failed")
+    __slots__ = ("hello", "staged", "lost", "norm", "written", "applied", "failed", "position")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +300,7 @@ class ShardMessage(_message.Message):
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     hello: Peer
     staged: Staged
     lost: GradientId
@@ -283,23 +308,26 @@ class ShardMessage(_message.Message):
     written: Written
     applied: int
     failed: str
-    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., lost: _Optional[_Union[GradientId, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., applied: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
+    position: Position
+    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., lost: _Optional[_Union[GradientId, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., applied: _Optional[int] = ..., failed: _Optional[str] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "settings")
+    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "settings", "save")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     REJECT_FIELD_NUMBER: _ClassVar[int]
     NORM_REQUEST_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     reject: Reject
     norm_request: NormRequest
     done: Done
     rollback: Rollback
     settings: Settings
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ...) -> None: ...
+    save: Save
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., settings: _Optional[_Union[Settings, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ...) -> None: ...
 
 class Settings(_message.Message):
     __slots__ = ("world", "term", "version")
@@ -312,24 +340,28 @@ class Settings(_message.Message):
     def __init__(self, world: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollback(_message.Message):
-    __slots__ = ("term", "version", "checkpoint")
+    __slots__ = ("term", "version", "checkpoint", "world")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     checkpoint: str
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
+    world: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("version", "checkpoint", "failed")
+    __slots__ = ("version", "checkpoint", "failed", "reason")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     version: int
     checkpoint: str
     failed: str
-    def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("shard", "expected_incarnation", "generation", "world", "incarnations", "checkpoint", "stall_seconds")
@@ -399,7 +431,7 @@ class CheckpointReport(_message.Message):
     def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., term: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "failed_reason", "live_workers")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +470,8 @@ class ProgressReply(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STEPS_REDONE_FIELD_NUMBER: _ClassVar[int]
     TRAIN_METRICS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REASON_FIELD_NUMBER: _ClassVar[int]
+    LIVE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
@@ -455,7 +489,9 @@ class ProgressReply(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     steps_redone: int
     train_metrics: _containers.ScalarMap[str, float]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    failed_reason: str
+    live_workers: int
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., failed_reason: _Optional[str] = ..., live_workers: _Optional[int] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("peer", "term", "step", "metrics", "error")
