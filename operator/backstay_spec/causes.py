@@ -1,0 +1,323 @@
+"""Why a pod died, or why it cannot start, read from its status alone (O4).
+
+The table is whole and pure, so what is charged to a budget, what is replaced for nothing and what fails the job at once
+is decided in one place. Sources: the pod lifecycle and the pod disruption conditions of Kubernetes,
+https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions, and the kubelet's reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Final
+
+from backstay_spec import contract
+from backstay_spec.events import shortened
+from backstay_spec.observed import Manifest
+
+
+class Cause(StrEnum):
+    """Why a pod is dead: the reason in events and metrics."""
+
+    CRASHED = "Crashed"
+    OUT_OF_MEMORY = "OutOfMemory"
+    EXITED_EARLY = "ExitedEarly"
+    STALLED = "Stalled"
+    EVICTED = "Evicted"
+    PREEMPTED = "Preempted"
+    NODE_LOST = "NodeLost"
+    NODE_SHUTDOWN = "NodeShutdown"
+    NOT_ADMITTED = "NotAdmitted"
+    DELETED = "Deleted"
+    VANISHED = "Vanished"
+
+    @property
+    def charged(self) -> bool:
+        """Whether the program is to blame, so that its role's `maxRestarts` pays."""
+        return self in _CHARGED
+
+
+_CHARGED: Final = frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.EXITED_EARLY, Cause.STALLED})
+
+# The reason of the condition DisruptionTarget.
+_DISRUPTIONS: Final = {
+    "PreemptionByScheduler": Cause.PREEMPTED,
+    "EvictionByEvictionAPI": Cause.EVICTED,
+    "DeletionByTaintManager": Cause.NODE_LOST,
+    "DeletionByPodGC": Cause.NODE_LOST,
+    "TerminationByKubelet": Cause.EVICTED,
+}
+# `status.reason` of a pod; all that begin with OutOf are an admission that failed for want of a resource.
+_REASONS: Final = {
+    "Evicted": Cause.EVICTED,
+    "Preempting": Cause.PREEMPTED,
+    "NodeLost": Cause.NODE_LOST,
+    "Terminated": Cause.NODE_SHUTDOWN,
+    "NodeShutdown": Cause.NODE_SHUTDOWN,
+    "Shutdown": Cause.NODE_SHUTDOWN,
+    "NodeAffinity": Cause.NOT_ADMITTED,
+    "UnexpectedAdmissionError": Cause.NOT_ADMITTED,
+    "AdmissionError": Cause.NOT_ADMITTED,
+}
+
+
+class Blocked(StrEnum):
+    """Why a pod does not start: the reason in the condition PodsReady."""
+
+    IMAGE_INVALID = "InvalidImageName"
+    POD_INVALID = "InvalidPod"
+    IMAGE_PULL = "ImagePullFailed"
+    CONFIG = "ContainerConfigFailed"
+    UNSCHEDULABLE = "Unschedulable"
+    REFUSED = "PodRefused"
+    NOT_STARTED = "NotStarted"
+
+    @property
+    def permanent(self) -> bool:
+        """Whether trying again cannot mend it."""
+        return self in (Blocked.IMAGE_INVALID, Blocked.POD_INVALID)
+
+
+_WAITING: Final = {
+    "InvalidImageName": Blocked.IMAGE_INVALID,
+    "ErrImagePull": Blocked.IMAGE_PULL,
+    "ImagePullBackOff": Blocked.IMAGE_PULL,
+    "ErrImageNeverPull": Blocked.IMAGE_PULL,
+    "ImageInspectError": Blocked.IMAGE_PULL,
+    "RegistryUnavailable": Blocked.IMAGE_PULL,
+    "SignatureValidationFailed": Blocked.IMAGE_PULL,
+    "CreateContainerConfigError": Blocked.CONFIG,
+    "CreateContainerError": Blocked.CONFIG,
+    "RunContainerError": Blocked.CONFIG,
+    "PreStartHookError": Blocked.CONFIG,
+    "PostStartHookError": Blocked.CONFIG,
+}
+_PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a pod is dead.
+
+    Attributes:
+        cause: the cause.
+        text: the same for people, without the pod's name: ``exit code 137 (SIGKILL)``.
+    """
+
+    cause: Cause
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a pod does not start, with what Kubernetes says about it."""
+
+    blocked: Blocked
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a server left as its termination message.
+
+    Attributes:
+        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``.
+        reason, message: why it failed.
+        step, checkpoint: what it reached, None or empty where it did not say.
+        metrics: of the last evaluation, finite values only.
+    """
+
+    result: str
+    reason: str = ""
+    message: str = ""
+    step: int | None = None
+    checkpoint: str = ""
+    metrics: Mapping[str, float] | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job has reached its last step."""
+        return self.result in ("Succeeded", "AlreadyComplete")
+
+
+def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
+    """The `terminated` state of the container `trainer`, or None while it has not ended."""
+    for status in _statuses(pod, "containerStatuses"):
+        if status.get("name") == contract.CONTAINER:
+            state: Mapping[str, Any] | None = (status.get("state") or {}).get("terminated")
+            return state
+    return None
+
+
+def outcome_of(pod: Manifest) -> Outcome | None:
+    """The outcome that a server's pod tells, or None: it has not ended, or its message is not one of ours.
+
+    ``Succeeded`` counts only with exit code 0: without it the message may be a log's last lines.
+    """
+    state = terminated_state(pod)
+    if state is None:
+        return None
+    try:
+        said = json.loads(state.get("message") or "")
+    except ValueError:
+        return None
+    if not isinstance(said, dict) or said.get("result") not in ("Succeeded", "AlreadyComplete", "Failed"):
+        return None
+    if said["result"] != "Failed" and state.get("exitCode") != 0:
+        return None
+    step, metrics = said.get("step"), said.get("metrics")
+    return Outcome(
+        result=said["result"],
+        reason=_text(said.get("reason")),
+        message=_text(said.get("message")),
+        step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
+        checkpoint=_text(said.get("checkpoint")),
+        metrics=finite(metrics) if isinstance(metrics, dict) else None,
+    )
+
+
+def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """The metrics that JSON can hold: finite numbers under names."""
+    kept = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+            kept[str(name)] = float(value)
+    return kept
+
+
+def verdict_of(pod: Manifest) -> Verdict:
+    """Why this pod, which is dead, died.
+
+    A disruption is believed before an exit code: an evicted or deleted container ends with whatever code its
+    program makes of SIGTERM.
+    """
+    status: Mapping[str, Any] = pod.get("status") or {}
+    disruption = _condition(status, "DisruptionTarget")
+    reason = status.get("reason") or ""
+    said = status.get("message") or ""
+    state = terminated_state(pod)
+    if disruption is not None and disruption.get("status") == "True":
+        why = disruption.get("reason") or ""
+        cause = _DISRUPTIONS.get(why, Cause.EVICTED)
+        if why == "TerminationByKubelet" and reason in _REASONS:
+            cause = _REASONS[reason]
+        return Verdict(cause, _joined(why, disruption.get("message") or said))
+    if reason in _REASONS or reason.lower().startswith("outof"):
+        return Verdict(_REASONS.get(reason, Cause.NOT_ADMITTED), _joined(reason, said))
+    if _deleted_before_it_ended(pod, state):
+        return Verdict(Cause.DELETED, "deleted")
+    return _exit_verdict(status, state, reason, said)
+
+
+def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, reason: str, said: str) -> Verdict:
+    states = [(s.get("state") or {}).get("terminated") for s in status.get("containerStatuses") or ()]
+    if any(s is not None and s.get("reason") == "OOMKilled" for s in states):
+        return Verdict(Cause.OUT_OF_MEMORY, "a container needed more memory than its limit (OOMKilled)")
+    if state is None:
+        return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", said))
+    if state.get("reason") == "ContainerStatusUnknown":
+        return Verdict(Cause.NODE_LOST, "the node lost its container (ContainerStatusUnknown)")
+    code = state.get("exitCode")
+    if code == 0:
+        return Verdict(Cause.EXITED_EARLY, "exit code 0 before the job was done")
+    named = state.get("reason") or ""
+    text = exit_text(code if isinstance(code, int) else -1)
+    if named not in ("", "Error"):
+        text = f"{text}, {named}"
+    return Verdict(Cause.CRASHED, _joined(text, _last_words(state.get("message") or "")))
+
+
+def exit_text(code: int) -> str:
+    """An exit code for people, with the signal's name where a shell's convention tells one."""
+    if code > 128:
+        try:
+            return f"exit code {code} ({signal.Signals(code - 128).name})"
+        except ValueError:
+            pass
+    return f"exit code {code}"
+
+
+def obstacle_of(pod: Manifest) -> Obstacle | None:
+    """Why this pod, which lives, has not started; None once a container of it runs or ran."""
+    status: Mapping[str, Any] = pod.get("status") or {}
+    started = False
+    for field in ("initContainerStatuses", "containerStatuses"):
+        for container in _statuses(pod, field):
+            state = container.get("state") or {}
+            waiting = state.get("waiting") or {}
+            blocked = _WAITING.get(waiting.get("reason") or "")
+            if blocked is not None:
+                said = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")
+                return Obstacle(blocked, said)
+            started = started or "running" in state or "terminated" in state
+    if started or status.get("phase") not in (None, "Pending"):
+        return None
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled is not None and scheduled.get("status") == "False":
+        why = scheduled.get("message") or scheduled.get("reason") or ""
+        return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
+    return Obstacle(Blocked.NOT_STARTED, "its containers have not started")
+
+
+def refusal_obstacle(reason: str, message: str) -> Obstacle:
+    """Why a pod could not be created, from the API server's refusal."""
+    blocked = Blocked.POD_INVALID if reason in _PERMANENT_REFUSALS else Blocked.REFUSED
+    return Obstacle(blocked, _joined(reason, message))
+
+
+def parse_time(text: Any) -> datetime | None:
+    """A metav1.Time, aware; None when there is none."""
+    if not isinstance(text, str) or not text:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def _deleted_before_it_ended(pod: Manifest, state: Mapping[str, Any] | None) -> bool:
+    metadata = pod.get("metadata") or {}
+    deadline = parse_time(metadata.get("deletionTimestamp"))
+    if deadline is None:
+        return False
+    ended = parse_time(state.get("finishedAt")) if state is not None else None
+    if ended is None:
+        return (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
+    # deletionTimestamp is when the grace period is over, not when the deletion was asked for.
+    asked = deadline - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
+    return ended >= asked
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == kind:
+            found: Mapping[str, Any] = condition
+            return found
+    return None
+
+
+def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:
+    return (pod.get("status") or {}).get(field) or ()
+
+
+def _last_words(message: str) -> str:
+    """What a termination message tells a person: our JSON's `message`, or the last lines of a log."""
+    try:
+        said = json.loads(message)
+    except ValueError:
+        said = None
+    if isinstance(said, dict):
+        return _joined(_text(said.get("reason")), _text(said.get("message")))
+    return shortened("\n".join(message.strip().splitlines()[-5:]), 400)
+
+
+def _joined(head: str, tail: str) -> str:
+    return f"{head}: {shortened(tail, 600)}" if head and tail else head or shortened(tail, 600)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

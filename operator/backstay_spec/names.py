@@ -1,0 +1,118 @@
+"""The names and labels of everything that a job owns: pure functions of the job, so that two operators agree on them.
+
+A name holds the job's name for people and five characters of its uid hashed, so that a job that was deleted and made
+again under its old name never meets the old one's leftovers. Job names have at most 40 characters; the longest name
+here adds 23 to that, and a DNS-1035 label may have 63.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from backstay_spec import contract
+from backstay_spec.types_status import Role, slot_key
+
+# Beside the labels of the contract: two jobs may have had one name, and a selector must not catch the dead one's pods.
+LABEL_JOB_UID: Final = f"{contract.GROUP}/job-uid"
+LABEL_APP_NAME: Final = "app.kubernetes.io/name"
+LABEL_APP_INSTANCE: Final = "app.kubernetes.io/instance"
+LABEL_APP_COMPONENT: Final = "app.kubernetes.io/component"
+LABEL_APP_PART_OF: Final = "app.kubernetes.io/part-of"
+LABEL_APP_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGER: Final = "backstay"
+
+ROLE_OF_LABEL: Final[dict[str, Role]] = {
+    contract.ROLE_SERVER: "ParameterServer",
+    contract.ROLE_WORKER: "Worker",
+    contract.ROLE_EVALUATOR: "Evaluator",
+}
+_SHORT: Final = {contract.ROLE_SERVER: "ps", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "eval"}
+_TEXT: Final = {
+    contract.ROLE_SERVER: "parameter server",
+    contract.ROLE_WORKER: "worker",
+    contract.ROLE_EVALUATOR: "evaluator",
+}
+# No vowels, so that no word is spelled by accident; 27 letters to the fifth are 14 million.
+_ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """A pod's place in a job, which survives its pods: a role and an index.
+
+    Attributes:
+        role: value of the role label (`contract.ROLE_WORKER`, ...).
+        index: shard, rank, or 0.
+    """
+
+    role: str
+    index: int
+
+    @property
+    def key(self) -> str:
+        """Its key in `status.incarnations`."""
+        return slot_key(self.role, self.index)
+
+    @property
+    def text(self) -> str:
+        """For people: ``worker 3``."""
+        return _TEXT[self.role] if self.role == contract.ROLE_EVALUATOR else f"{_TEXT[self.role]} {self.index}"
+
+
+def short_hash(uid: str) -> str:
+    """Five characters of a uid hashed."""
+    number = int.from_bytes(hashlib.sha256(uid.encode()).digest()[:8])
+    letters = []
+    for _ in range(5):
+        number, digit = divmod(number, len(_ALPHABET))
+        letters.append(_ALPHABET[digit])
+    return "".join(letters)
+
+
+def pod_name(job: str, uid: str, slot: Slot, incarnation: int) -> str:
+    """``{job}-{ps|worker|eval}-{index}-{incarnation}-{hash}``."""
+    return f"{job}-{_SHORT[slot.role]}-{slot.index}-{incarnation}-{short_hash(uid)}"
+
+
+def service_name(job: str, uid: str, shard: int) -> str:
+    """The Service of a shard: ``{job}-ps-{shard}-{hash}``."""
+    return f"{job}-ps-{shard}-{short_hash(uid)}"
+
+
+def secret_name(job: str, uid: str) -> str:
+    """The Secret with the job's token: ``{job}-token-{hash}``."""
+    return f"{job}-token-{short_hash(uid)}"
+
+
+def network_policy_name(job: str, uid: str) -> str:
+    """The job's NetworkPolicy: ``{job}-ingress-{hash}``."""
+    return f"{job}-ingress-{short_hash(uid)}"
+
+
+def job_labels(job: str, uid: str) -> dict[str, str]:
+    """The labels that select a job's objects, and no other's of the same name."""
+    return {contract.LABEL_JOB: job, LABEL_JOB_UID: uid}
+
+
+def object_labels(job: str, uid: str, component: str) -> dict[str, str]:
+    """The labels of an object that belongs to a job: ours and the recommended ones."""
+    return {
+        **job_labels(job, uid),
+        LABEL_APP_NAME: "trainingjob",
+        LABEL_APP_INSTANCE: job,
+        LABEL_APP_COMPONENT: component,
+        LABEL_APP_PART_OF: MANAGER,
+        LABEL_APP_MANAGED_BY: MANAGER,
+    }
+
+
+def slot_labels(job: str, uid: str, slot: Slot, incarnation: int) -> dict[str, str]:
+    """The labels by which a Service selects one incarnation of one place (O3)."""
+    return {
+        **job_labels(job, uid),
+        contract.LABEL_ROLE: slot.role,
+        contract.LABEL_INDEX: str(slot.index),
+        contract.LABEL_INCARNATION: str(incarnation),
+    }

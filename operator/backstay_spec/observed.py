@@ -1,0 +1,112 @@
+"""What the planner is shown of the world, so that `plan` needs no clock, no cluster and no memory of its own.
+
+The operator fills one `Observed` a job from its indices, overlaid with its own writes (an object that a create
+returned is in it before the watch reports it; a pod that it deleted has its deletionTimestamp), and from the answers
+of the job's servers (O8). Raw manifests are passed as they are; the planner reads the few fields it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeAlias
+
+Manifest: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A worker that the servers hold for hung: it answers no heartbeat, or gives no gradient for too long."""
+
+    rank: int
+    incarnation: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a job's servers answered last on the control channel (O8), put together from one round of calls.
+
+    Attributes:
+        taken: when the answers came, aware, of the operator's clock.
+        reached: the shards whose server answered.
+        term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
+        world: ranks in force; None while the coordinator has not been reached.
+        stalled: hung workers.
+        contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
+        checkpoint_step, checkpoint_uri: the newest whole checkpoint.
+        checkpoint_error: why the newest attempt at one failed; empty when it did not.
+        done: the last step's checkpoint is whole, and the pods are leaving.
+    """
+
+    taken: datetime
+    reached: frozenset[int] = frozenset()
+    term: int | None = None
+    step: int | None = None
+    loss: float | None = None
+    examples_per_second: float | None = None
+    world: int | None = None
+    stalled: tuple[Stalled, ...] = ()
+    contributed: Mapping[int, int] = field(default_factory=dict)
+    checkpoint_step: int | None = None
+    checkpoint_uri: str = ""
+    checkpoint_error: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The API server's answer to a create that it refused; the object certainly does not exist as ours.
+
+    Attributes:
+        reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
+            by an object of another owner). ``Invalid`` and ``BadRequest`` cannot be mended by trying again.
+        message: its `message`.
+        at: when; the planner tries again `plan.REFUSED_RETRY` later.
+    """
+
+    reason: str
+    message: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that is known of one job's objects.
+
+    Attributes:
+        pods, services, network_policies: raw manifests of every object in the job's namespace that carries the label
+            ``backstay.dev/job=<its name>``, other owners' included; the planner leaves those alone.
+        secret_ensured: this operator process created the job's Secret, or was told 409. Secrets are never read (O7).
+        progress: the newest answers of the servers; None until there were any.
+        missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
+        refused: name of an object -> why its last create was refused; forgotten once a create succeeds.
+        status_written: when this process last wrote the job's status; None when it did not. Paces what progress
+            alone changes (O8).
+    """
+
+    pods: tuple[Manifest, ...] = ()
+    services: tuple[Manifest, ...] = ()
+    network_policies: tuple[Manifest, ...] = ()
+    secret_ensured: bool = False
+    progress: Progress | None = None
+    missing: frozenset[str] = frozenset()
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    status_written: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What of the operator's own settings the planner needs.
+
+    Attributes:
+        operator_namespace: where the operator runs; its calls pass each job's NetworkPolicy.
+        operator_labels: labels that the operator's pods carry there; empty: any pod of that namespace.
+        log_format: how pods log, ``text`` or ``json``.
+    """
+
+    operator_namespace: str
+    operator_labels: Mapping[str, str] = field(default_factory=dict)
+    log_format: str = "text"
