@@ -1,0 +1,78 @@
+"""Everything that Backstay raises on purpose, as one tree.
+
+* `BackstayError`
+    * `ConfigurationError` -- an argument, a function of the script or the pod's environment is wrong; also a `ValueError`
+        * `TreeError` -- the parameters are no tree of arrays that can be trained
+        * `OptimizerError` -- the optimizer cannot be computed shard by shard
+    * `CheckpointError` -- a checkpoint cannot be written or read, or does not fit
+    * `Refused` -- a server said no, and would say it again
+        * `Superseded` -- a newer incarnation of this pod lives: this one must stop
+    * `PeerLost` -- a connection broke or fell silent: connecting again may help
+        * `WaitedTooLong` -- it did not help within the limit
+    * `JobFailed` -- the job as a whole has failed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackstayError",
+    "CheckpointError",
+    "ConfigurationError",
+    "JobFailed",
+    "OptimizerError",
+    "PeerLost",
+    "Refused",
+    "Superseded",
+    "TreeError",
+    "WaitedTooLong",
+]
+
+
+class BackstayError(Exception):
+    """The root of the tree."""
+
+
+class ConfigurationError(BackstayError, ValueError):
+    """Something that the user wrote is wrong; the message says what would be right."""
+
+
+class TreeError(ConfigurationError):
+    """The parameters are no tree of arrays that can be trained; the message names the leaf."""
+
+
+class OptimizerError(ConfigurationError):
+    """The optimizer's update mixes what different shards hold, or has a form that shards cannot compute."""
+
+
+class CheckpointError(BackstayError):
+    """A checkpoint cannot be written or read, is damaged, or belongs to other parameters."""
+
+
+class Refused(BackstayError):  # noqa: N818  # it is what happened, as in "connection refused"
+    """A server refused for good. `code` is a gRPC status name such as ``INVALID_ARGUMENT``."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{message} ({code})")
+        self.code = code
+        self.message = message
+
+
+class Superseded(Refused):
+    """A newer incarnation of this pod lives; this one must stop."""
+
+
+class PeerLost(BackstayError):  # noqa: N818
+    """A connection broke or fell silent; connecting again may help."""
+
+
+class WaitedTooLong(PeerLost):
+    """Connecting again did not help within the limit."""
+
+
+class JobFailed(BackstayError):  # noqa: N818
+    """The job has failed. `reason` is one CamelCase word, such as ``NonFiniteGradients``."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
