@@ -1,7 +1,7 @@
 """Everything that Backstay raises on purpose, as one tree.
 
 * `BackstayError`
-    * `ConfigurationError` -- an argument, a function of the script or the pod's environment is wrong; also a `ValueError`
+    * `ConfigurationError` -- an argument, a function of the script or the environment is wrong; also a `ValueError`
         * `TreeError` -- the parameters are no tree of arrays that can be trained
         * `OptimizerError` -- the optimizer cannot be computed shard by shard
     * `CheckpointError` -- a checkpoint cannot be written or read, or does not fit

@@ -1,0 +1,61 @@
+"""Train JAX models on Kubernetes with parameter servers, and keep training when pods die.
+
+    import backstay, jax, optax
+
+    result = backstay.train(init=init, loss=loss, batches=batches, optimizer=optax.adam(1e-3), steps=500)
+
+The same script trains in one process without a cluster, and becomes a parameter server, a worker or an evaluator
+inside a job's pod. Names are loaded when they are first used, because a replacement's start-up is lost training time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from . import errors
+    from ._batch_key import BatchKey
+    from ._checkpoint import Checkpoint, load
+    from ._data import from_dataset, from_iterator
+    from ._result import Result
+    from ._train import train
+    from .errors import BackstayError
+
+__version__: Final = "0.1.0"
+
+__all__ = [
+    "BackstayError",
+    "BatchKey",
+    "Checkpoint",
+    "Result",
+    "errors",
+    "from_dataset",
+    "from_iterator",
+    "load",
+    "train",
+]
+
+_HOMES: Final = {
+    "BackstayError": ".errors",
+    "BatchKey": "._batch_key",
+    "Checkpoint": "._checkpoint",
+    "Result": "._result",
+    "from_dataset": "._data",
+    "from_iterator": "._data",
+    "load": "._checkpoint",
+    "train": "._train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module(".errors", __name__)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

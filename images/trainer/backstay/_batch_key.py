@@ -1,0 +1,43 @@
+"""What a batch is a function of, so that a replaced worker computes exactly what the dead one was computing (T4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["BatchKey"]
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """Names one batch; `batches(key)` must be a pure function of it.
+
+    Attributes:
+        step: in Sync mode the version of the parameters; in Async mode the number of this rank's gradients before it.
+        rank: this worker's index, ``0 <= rank < world``.
+        world: the number of ranks in force.
+        seed: the job's seed.
+    """
+
+    step: int
+    rank: int
+    world: int
+    seed: int = 0
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """A generator of random numbers of this (seed, step, rank) alone; it starts anew with each key."""
+        return np.random.default_rng(np.random.SeedSequence(entropy=self.seed, spawn_key=(self.step, self.rank)))
+
+    @cached_property
+    def key(self) -> jax.Array:
+        """A JAX PRNG key of this (seed, step, rank) alone."""
+        import jax
+
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), self.step), self.rank)

@@ -1,0 +1,30 @@
+"""What `train` gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a training.
+
+    Attributes:
+        params: the parameters after the last update, the same pytree as `init` returned.
+        step: how many updates were applied.
+        loss: the loss of the newest gradient that this process computed; None when it computed none.
+        metrics: what `evaluate` returned for `params`; empty where it was not called.
+        checkpoint: where the last checkpoint is; None when none is stored.
+        train_metrics: what `loss` returned beside the loss, of the newest gradient.
+    """
+
+    params: Any
+    step: int
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
