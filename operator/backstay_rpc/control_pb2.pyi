@@ -282,14 +282,26 @@ class Written(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class File(_message.Message):
-    __slots__ = ("name", "size", "sha256")
+    __slots__ = ("name", "size", "sha256", "ranges")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     sha256: str
-    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., sha256: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("key", "start", "stop")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    start: int
+    stop: int
+    def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class ShardMessage(_message.Message):
     __slots__ = ("hello", "staged", "lost", "norm", "written", "applied", "failed", "position")

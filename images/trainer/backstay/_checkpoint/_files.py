@@ -1,0 +1,174 @@
+"""A folder of files, on a POSIX file system or any fsspec URI, in which a file appears whole or not at all.
+
+On POSIX that is a rename after an fsync; elsewhere it is one PUT, which object stores make atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import CheckpointError
+
+
+class Folder(Protocol):
+    """What the store needs of a place for checkpoints. Every method raises `CheckpointError` naming the file."""
+
+    uri: str
+
+    def names(self) -> list[str]:
+        """The names of the files in it; none when it does not exist."""
+
+    def read(self, name: str) -> bytes:
+        """The whole content."""
+
+    def size(self, name: str) -> int | None:
+        """In bytes; None when there is no such file."""
+
+    def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
+        """Make `name` appear whole; `fill` writes to the local path it is given."""
+
+    def delete(self, name: str) -> None:
+        """Remove it; not an error when it is not there."""
+
+
+class PosixFolder:
+    """A local (or mounted) folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.uri = str(path)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot list checkpoints in {self.path}: {error}") from error
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.path / name).stat().st_size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+
+    def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
+        temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if isinstance(fill, bytes):
+                temporary.write_bytes(fill)
+            else:
+                fill(str(temporary))
+            _fsync(temporary)
+            temporary.replace(self.path / name)
+            _fsync(self.path)
+        except Exception as error:
+            # Whatever went wrong (a full disk, say), the half-written file must not stay and fill the disk further.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
+
+    def delete(self, name: str) -> None:
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot delete {self.path / name}: {error}") from error
+
+
+class RemoteFolder:
+    """Any fsspec file system: s3://, gs://, memory:// ..."""
+
+    def __init__(self, uri: str, filesystem: Any, path: str) -> None:
+        self.uri = uri
+        self._fs = filesystem
+        self._path = path.rstrip("/")
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def names(self) -> list[str]:
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise CheckpointError(f"cannot list checkpoints in {self.uri}: {error}") from error
+        return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+
+    def read(self, name: str) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._at(name)))
+        except Exception as error:
+            raise CheckpointError(f"cannot read {self.uri}/{name}: {error}") from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            return int(self._fs.info(self._at(name))["size"])
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise CheckpointError(f"cannot read {self.uri}/{name}: {error}") from error
+
+    def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
+        import tempfile
+
+        try:
+            if isinstance(fill, bytes):
+                self._fs.pipe_file(self._at(name), fill)
+                return
+            with tempfile.TemporaryDirectory(prefix="backstay-") as scratch:
+                local = str(Path(scratch) / name)
+                fill(local)
+                self._fs.put_file(local, self._at(name))
+        except Exception as error:
+            raise CheckpointError(f"cannot write {self.uri}/{name}: {error}") from error
+
+    def delete(self, name: str) -> None:
+        try:
+            self._fs.rm_file(self._at(name))
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise CheckpointError(f"cannot delete {self.uri}/{name}: {error}") from error
+
+
+def open_folder(uri: str) -> Folder:
+    """The folder at `uri`: a path, a file: URI, or any URI that fsspec knows.
+
+    Raises:
+        CheckpointError: `uri` names a file system that is not installed or does not exist.
+    """
+    if "://" not in uri:
+        return PosixFolder(Path(uri).expanduser())
+    if uri.startswith("file://"):
+        return PosixFolder(Path(uri.removeprefix("file://")))
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"cannot open the checkpoint folder {uri}: {error}") from error
+    return RemoteFolder(uri.rstrip("/"), filesystem, path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,130 @@
+"""Finds any range of any array of a checkpoint again, whatever number of shards wrote it (resharding, T7)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from ._manifest import Manifest
+from ._store import CheckpointStore
+
+# https://huggingface.co/docs/safetensors: the names of dtypes in a file's header.
+_DTYPES: dict[str, np.dtype[np.generic]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "C64": np.dtype(np.complex64),
+}
+
+
+class Reader:
+    """Reads ranges of a checkpoint's arrays; safe to use from several threads.
+
+    Files are read whole (so that their checksum can be compared) and the last `cache` of them are kept.
+    """
+
+    def __init__(self, store: CheckpointStore, manifest: Manifest, *, cache: int = 2) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._cache_size = cache
+        self._cache: OrderedDict[int, dict[str, NDArray[np.generic]]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._where: dict[str, list[tuple[int, int, int, str]]] = {}
+        for number, info in enumerate(manifest.files):
+            for part in info.ranges:
+                self._where.setdefault(part.key, []).append((part.start, part.stop, number, part.tensor))
+        for parts in self._where.values():
+            parts.sort()
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys of all arrays in the checkpoint, sorted."""
+        return tuple(sorted(self._where))
+
+    def size(self, key: str) -> int:
+        """The number of elements of the flattened array `key`; 0 when the checkpoint has none of that name."""
+        return max((stop for _, stop, _, _ in self._where.get(key, ())), default=0)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._where
+
+    def read(self, key: str, start: int, stop: int) -> NDArray[np.generic]:
+        """Elements ``start:stop`` of the flattened array `key`, as a new one-dimensional array of the stored dtype.
+
+        Raises:
+            CheckpointError: the checkpoint has no such key, does not hold the whole range, or a file is damaged.
+        """
+        parts = self._where.get(key)
+        if parts is None:
+            raise CheckpointError(f"the checkpoint {self.manifest.name} in {self._store.uri} holds no array {key!r}")
+        pieces: list[NDArray[np.generic]] = []
+        at = start
+        for first, last, number, tensor in parts:
+            if first == last and start == stop:
+                return self._tensor(number, tensor).copy()
+            if last <= at or first >= stop:
+                continue
+            if first > at:
+                break
+            upto = min(last, stop)
+            pieces.append(self._tensor(number, tensor)[at - first : upto - first])
+            at = upto
+        if at != stop or not pieces:
+            raise CheckpointError(
+                f"the checkpoint {self.manifest.name} in {self._store.uri} holds only elements {start}:{at} of "
+                f"{key!r}, {start}:{stop} are needed"
+            )
+        return np.concatenate(pieces)
+
+    def parameter(self, index: int) -> NDArray[np.generic]:
+        """Leaf `index` of the parameters, whole, in its own shape."""
+        leaf = self.manifest.leaves[index]
+        size = math.prod(leaf.shape)
+        return self.read(f"params/{leaf.path}", 0, size).reshape(leaf.shape)
+
+    def _tensor(self, number: int, tensor: str) -> NDArray[np.generic]:
+        with self._lock:
+            content = self._cache.get(number)
+            if content is None:
+                content = self._load(number)
+                self._cache[number] = content
+                while len(self._cache) > self._cache_size:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(number)
+        try:
+            return content[tensor]
+        except KeyError:
+            raise CheckpointError(f"{self.manifest.files[number].name} holds no tensor {tensor!r}") from None
+
+    def _load(self, number: int) -> dict[str, NDArray[np.generic]]:
+        info = self.manifest.files[number]
+        data = self._store.read_file(info)
+        content = {}
+        try:
+            tensors = safetensors.deserialize(data)
+        except safetensors.SafetensorError as error:
+            raise CheckpointError(f"{info.name} is not a safetensors file: {error}") from error
+        for name, spec in tensors:
+            dtype = _DTYPES.get(spec["dtype"])
+            if dtype is None:
+                raise CheckpointError(f"{info.name}: tensor {name!r} has the unknown dtype {spec['dtype']}")
+            content[name] = np.frombuffer(spec["data"], dtype=dtype)
+        return content

@@ -1,0 +1,67 @@
+"""A tree of parameters written down as JSON, so that dicts, lists and tuples come back without pickling anything.
+
+Leaves are numbered in JAX's order of flattening. Any other kind of node is remembered by its name only: reading it
+back needs an example tree (`like`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..errors import CheckpointError
+
+
+def describe_structure(tree: Any) -> dict[str, Any]:
+    """The structure of `tree` as JSON: dicts (with string, integer or boolean keys), lists, tuples, None and leaves."""
+    counter = iter(range(jax.tree.structure(tree).num_leaves))
+
+    def walk(node: Any) -> dict[str, Any]:
+        if node is None:
+            return {"none": True}
+        if jax.tree_util.all_leaves([node]):
+            return {"leaf": next(counter)}
+        kind = type(node)
+        if kind is dict and all(type(key) in {str, int, bool} for key in node):
+            # JAX flattens dicts in sorted order of their keys.
+            return {"dict": [[key, walk(node[key])] for key in sorted(node)]}
+        if kind is list:
+            return {"list": [walk(child) for child in node]}
+        if kind is tuple:
+            return {"tuple": [walk(child) for child in node]}
+        children = jax.tree_util.tree_flatten(node, is_leaf=lambda child: child is not node)[0]
+        return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": [walk(child) for child in children]}
+
+    return walk(tree)
+
+
+def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
+    """The tree that `structure` describes, with `leaves`.
+
+    Raises:
+        CheckpointError: there is a node that is no dict, list or tuple, or `structure` is damaged.
+    """
+
+    def walk(node: Any) -> Any:
+        match node:
+            case {"none": True}:
+                return None
+            case {"leaf": int(index)} if 0 <= index < len(leaves):
+                return leaves[index]
+            case {"dict": list(items)}:
+                return {key: walk(child) for key, child in items}
+            case {"list": list(children)}:
+                return [walk(child) for child in children]
+            case {"tuple": list(children)}:
+                return tuple(walk(child) for child in children)
+            case {"other": str(name)}:
+                raise CheckpointError(
+                    f"the checkpoint's parameters contain a {name}, which only `like` can bring back: "
+                    "call backstay.load(uri, like=init(key)) with a tree of the same structure"
+                )
+            case _:
+                raise CheckpointError(f"the manifest's structure is damaged at {node!r}")
+
+    return walk(structure)
