@@ -98,7 +98,9 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             at = ".".join(str(part) for part in first["loc"]) or "the whole file"
-            raise CheckpointError(f"{where} is not a checkpoint manifest of format {FORMAT}: {at}: {first['msg']}") from None
+            raise CheckpointError(
+                f"{where} is not a checkpoint manifest of format {FORMAT}: {at}: {first['msg']}"
+            ) from None
 
 
 def manifest_name(version: int, term: int, incarnation: int) -> str:

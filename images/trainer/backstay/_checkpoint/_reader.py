@@ -119,7 +119,7 @@ class Reader:
         data = self._store.read_file(info)
         content = {}
         try:
-            tensors = safetensors.deserialize(data)
+            tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"{info.name} is not a safetensors file: {error}") from error
         for name, spec in tensors:

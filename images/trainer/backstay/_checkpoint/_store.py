@@ -98,7 +98,9 @@ class CheckpointStore:
             size = self._folder.size(info.name)
             if size != info.size:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise CheckpointError(f"{self.uri}/{info.name} {found}, {info.size} bytes were written: no checkpoint made")
+                raise CheckpointError(
+                    f"{self.uri}/{info.name} {found}, {info.size} bytes were written: no checkpoint made"
+                )
         self._folder.write(manifest.name, manifest.model_dump_json(indent=1).encode())
 
     def prune(self, *, keep: int, term: int) -> list[str]:
@@ -127,10 +129,10 @@ class CheckpointStore:
         loose = [
             name
             for name in names
-            if (order := order_of_shard(name)) is not None
+            if (made := order_of_shard(name)) is not None
             and name not in needed
-            and order[0] <= term
-            and order < newest[:2]
+            and made[0] <= term
+            and made < newest[:2]
         ]
         # Manifests go first: a checkpoint without its manifest is no checkpoint, one without its files is a torn one.
         for name in (*doomed, *loose):
@@ -174,7 +176,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be listed.
         """
-        skipped = []
+        skipped: list[str] = []
         for name in self.manifests():
             order = order_of_manifest(name)
             if before is not None and order is not None and order[:2] >= before:

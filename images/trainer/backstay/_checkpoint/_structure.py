@@ -6,6 +6,7 @@ back needs an example tree (`like`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..errors import CheckpointError
 
 def describe_structure(tree: Any) -> dict[str, Any]:
     """The structure of `tree` as JSON: dicts (with string, integer or boolean keys), lists, tuples, None and leaves."""
-    counter = iter(range(jax.tree.structure(tree).num_leaves))
+    counter = itertools.count()
 
     def walk(node: Any) -> dict[str, Any]:
         if node is None:

@@ -1,0 +1,224 @@
+"""T7: a checkpoint is whole or it does not exist; T6: no history deletes a newer one's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backstay._checkpoint import CheckpointStore, Entry, Manifest, ManifestLeaf, Reader, load
+from backstay._checkpoint._structure import describe_structure, rebuild
+from backstay.errors import CheckpointError
+
+PARAMS = {
+    "w": np.arange(24, dtype=np.float32).reshape(4, 6),
+    "layers": [
+        {"b": np.arange(5, dtype=ml_dtypes.bfloat16)},
+        (np.float64(3.5) * np.ones(()), np.zeros((0, 3), np.float32)),
+    ],
+    "none": None,
+}
+
+
+def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
+    return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def write(
+    store: CheckpointStore, params: Any, *, version: int, term: int = 1, shards: int = 1, incarnation: int = 0
+) -> Manifest:
+    named = leaves_of(params)
+    files = []
+    for shard in range(shards):
+        entries = []
+        for path, array in named:
+            first, last = shard * array.size // shards, (shard + 1) * array.size // shards
+            entries.append(Entry(f"params/{path}", first, last, array.reshape(-1)[first:last]))
+        files.append(
+            store.write_shard(entries, version=version, term=term, shard=shard, shards=shards, incarnation=incarnation)
+        )
+    manifest = Manifest(
+        version=version,
+        term=term,
+        incarnation=incarnation,
+        shards=shards,
+        leaves=tuple(ManifestLeaf(path=path, shape=array.shape, dtype=array.dtype.name) for path, array in named),
+        structure=describe_structure(params),
+        files=tuple(files),
+    )
+    store.write_manifest(manifest)
+    return manifest
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(params=["posix", "file", "memory"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "posix":
+        return str(tmp_path / "ckpt")
+    if request.param == "file":
+        return f"file://{tmp_path}/ckpt"
+    return f"memory://{tmp_path.name}-{abs(hash(request.node.nodeid))}/ckpt"
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_t7_what_was_written_is_read_whatever_the_number_of_shards(uri: str, shards: int) -> None:
+    store = CheckpointStore(uri)
+    manifest = write(store, PARAMS, version=7, shards=shards)
+    assert_same(load(uri).params, PARAMS)
+    assert load(uri).step == 7
+    assert_same(load(f"{uri}/{manifest.name}").params, PARAMS)
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_t7_any_range_is_found_again_in_another_partition(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, 50))
+    shards = data.draw(st.integers(1, 5))
+    array = np.arange(size, dtype=np.int32)
+    store = CheckpointStore(str(tmp_path_factory.mktemp("c")))
+    manifest = write(store, {"a": array}, version=1, shards=shards)
+    start = data.draw(st.integers(0, size - 1))
+    stop = data.draw(st.integers(start + 1, size))
+    reader = Reader(store, manifest, cache=1)
+    np.testing.assert_array_equal(reader.read("params/['a']", start, stop), array[start:stop])
+    with pytest.raises(CheckpointError, match="holds only elements"):
+        reader.read("params/['a']", start, size + 1)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest torn", "manifest of the future"])
+def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(tmp_path: Path, damage: str) -> None:
+    store = CheckpointStore(str(tmp_path))
+    write(store, PARAMS, version=5)
+    newer = write(store, jax.tree.map(lambda x: x + 1, PARAMS), version=6)
+    file = tmp_path / newer.files[0].name
+    content = bytearray(file.read_bytes())
+    manifest = tmp_path / newer.name
+    match damage:
+        case "truncated":
+            file.write_bytes(content[:-1])
+        case "flipped":
+            content[-1] ^= 1
+            file.write_bytes(content)
+        case "missing":
+            file.unlink()
+        case "manifest torn":
+            manifest.write_bytes(manifest.read_bytes()[:100])
+        case "manifest of the future":
+            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    found = load(str(tmp_path))
+    assert found.step == 5
+    assert_same(found.params, PARAMS)
+    assert len(found.skipped) == 1
+    assert newer.name in found.skipped[0]
+
+
+def test_t7_files_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    store.write_shard([Entry("params/a", 0, 2, np.zeros(2))], version=3, term=1, shard=0, shards=1, incarnation=0)
+    assert store.newest().manifest is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        load(str(tmp_path))
+
+
+def test_t7_a_manifest_is_refused_when_a_file_is_not_there(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    manifest = write(store, PARAMS, version=3)
+    (tmp_path / manifest.name).unlink()
+    (tmp_path / manifest.files[0].name).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        store.write_manifest(manifest)
+    assert store.manifests() == []
+
+
+def test_t6_the_newest_is_by_term_and_then_version(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path))
+    write(store, PARAMS, version=90, term=1)
+    write(store, PARAMS, version=40, term=2)
+    newest = store.newest().manifest
+    assert newest is not None
+    assert (newest.term, newest.version) == (2, 40)
+
+
+def test_t6_keep_never_deletes_a_newer_terms_files(uri: str) -> None:
+    store = CheckpointStore(uri)
+    for version in (10, 20, 30):
+        write(store, PARAMS, version=version, term=1)
+    write(store, PARAMS, version=15, term=2)
+    store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=18, term=2, shard=0, shards=1, incarnation=1)
+    before = set(store._folder.names())
+    store.prune(keep=1, term=1)
+    after = set(store._folder.names())
+    assert {name for name in before if "-term-00000002-" in name} <= after
+    assert store.newest().manifest is not None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=8, unique=True), st.integers(1, 4)
+)
+@settings(max_examples=40, deadline=None)
+def test_t7_pruning_leaves_the_newest_whole(
+    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[int, int]], keep: int
+) -> None:
+    store = CheckpointStore(str(tmp_path_factory.mktemp("c")))
+    for term, version in made:
+        write(store, {"a": np.full(3, version, np.float32)}, version=version, term=term, shards=2)
+    store.prune(keep=keep, term=3)
+    left = store.manifests()
+    assert len(left) == min(keep, len(made))
+    assert [store.open(name).order[:2] for name in left] == sorted(made, reverse=True)[:keep]
+    assert len(store._folder.names()) == 3 * len(left)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path / "file" / "not-a-folder"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=1, term=1, shard=0, shards=1, incarnation=0)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_other_nodes_need_an_example(tmp_path: Path) -> None:
+    params = {"p": Point(np.zeros(2, np.float32), [np.ones(3, np.float32)])}
+    write(CheckpointStore(str(tmp_path)), params, version=1)
+    with pytest.raises(CheckpointError, match="like"):
+        load(str(tmp_path))
+    assert_same(load(str(tmp_path), like=params).params, params)
+    with pytest.raises(CheckpointError, match=r"\(5,\)"):
+        load(str(tmp_path), like={"p": Point(np.zeros(5, np.float32), [np.ones(3, np.float32)])})
+
+
+TREES = st.recursive(
+    st.just(np.zeros(1)) | st.none(),
+    lambda child: (
+        st.lists(child, max_size=3)
+        | st.lists(child, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), child, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_structures_come_back_as_they_were(tree: Any) -> None:
+    numbered, structure = jax.tree.flatten(tree)
+    numbered = [np.full(1, number) for number in range(len(numbered))]
+    tree = jax.tree.unflatten(structure, numbered)
+    assert_same(rebuild(describe_structure(tree), numbered), tree)
