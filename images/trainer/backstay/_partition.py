@@ -1,0 +1,299 @@
+"""Which shard holds which element of which leaf, and in what blocks they travel and are updated.
+
+Every pod of a job computes the partition for itself from the tree and the optimizer's rule; so it is a pure function,
+and its digest is compared when a pod joins.
+
+Elementwise groups (see `backstay._rules`) are laid out as one line of bytes in the order of the leaves and cut where
+the shards fill up; at most ``shards - 1`` leaves are cut, always at multiples of 64 bytes. All other groups stay whole
+and are dealt out first, the largest first. A shard may end up with nothing, when there is less than one cache line or
+one group for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from ._tree import LeafSpec, TreeSpec
+from .errors import ConfigurationError
+
+BLOCK_BYTES: Final = 4 << 20
+"""Large enough that dispatching costs nothing, small enough that sending one hides computing the next."""
+
+LINE_BYTES: Final = 64
+"""What JAX needs to alias host memory; cuts fall on multiples of it."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start:stop`` of the flattened leaf `leaf` stand at `offset` of a block. All in elements."""
+
+    leaf: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Block:
+    """A one-dimensional array of `size` elements of one dtype, sent and updated as one.
+
+    The pieces cover it without gaps in order of offset. `rule` is the program of `backstay._rules` that updates it:
+    blocks of equal rule, dtype and size run the same executable when the rule is elementwise.
+    """
+
+    dtype: np.dtype[Any]
+    size: int
+    pieces: tuple[Piece, ...]
+    rule: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """What one shard holds: `blocks` in the order in which they are updated and sent; `groups` of the rule that it
+    holds whole (indices; a group of empty leaves has no block but may have optimizer state)."""
+
+    shard: int
+    blocks: tuple[Block, ...]
+    groups: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All shards of a tree. `digest` (SHA-256, 32 bytes) is equal in every pod that has the same tree and layout."""
+
+    tree: TreeSpec
+    shards: tuple[ShardLayout, ...]
+    digest: bytes
+
+
+class GroupLike(Protocol):
+    """Leaves that are updated together; if `elementwise`, it is a single leaf that may be cut and packed."""
+
+    @property
+    def leaves(self) -> tuple[int, ...]: ...
+    @property
+    def elementwise(self) -> bool: ...
+    @property
+    def program(self) -> int: ...
+
+
+class RuleLike(Protocol):
+    """The part of a rule that the partition depends on."""
+
+    @property
+    def groups(self) -> tuple[Any, ...]: ...  # of GroupLike
+
+
+@dataclass(frozen=True)
+class _Range:
+    leaf: int
+    start: int
+    stop: int
+
+
+def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BLOCK_BYTES) -> Partition:
+    """Lay `tree` out over `shards` shards.
+
+    Args:
+        tree: the parameters.
+        rule: `backstay._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
+        shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
+        block_bytes: the most bytes in a block of an elementwise group, at least 64.
+
+    Raises:
+        ConfigurationError: `shards` or `block_bytes` is too small.
+    """
+    if shards < 1:
+        raise ConfigurationError(f"shards is {shards}: must be at least 1")
+    if block_bytes < LINE_BYTES:
+        raise ConfigurationError(f"block_bytes is {block_bytes}: must be at least {LINE_BYTES}")
+    groups: tuple[GroupLike, ...] = rule.groups
+    _check_cover(tree, groups)
+
+    loads = [0] * shards
+    whole: list[list[int]] = [[] for _ in range(shards)]
+    bulky = [index for index, group in enumerate(groups) if not group.elementwise]
+    for index in sorted(bulky, key=lambda i: (-_nbytes(tree, groups[i]), i)):
+        shard = min(range(shards), key=lambda s: (loads[s], len(whole[s]), s))
+        whole[shard].append(index)
+        loads[shard] += _nbytes(tree, groups[index])
+
+    line = sorted((group for group in groups if group.elementwise), key=lambda group: group.leaves)
+    ranges = _cut([(group.leaves[0], tree.leaves[group.leaves[0]]) for group in line], _room(loads, tree, line))
+    programs = {group.leaves[0]: group.program for group in line}
+
+    layouts = []
+    for shard in range(shards):
+        blocks = _pack(tree, ranges[shard], programs, block_bytes)
+        for index in whole[shard]:
+            for leaf in groups[index].leaves:
+                spec = tree.leaves[leaf]
+                if spec.size:
+                    blocks.append(Block(spec.dtype, spec.size, (Piece(leaf, 0, spec.size, 0),), groups[index].program))
+        blocks.sort(key=lambda block: (block.pieces[0].leaf, block.pieces[0].start))
+        layouts.append(ShardLayout(shard, tuple(blocks), tuple(sorted(whole[shard]))))
+    return Partition(tree, tuple(layouts), _digest(tree, layouts))
+
+
+def gather(block: Block, leaves: Sequence[Array]) -> Array:
+    """The block's elements out of whole leaves: a view where it is one contiguous piece, else a packed copy.
+
+    Args:
+        block: of a partition of the tree.
+        leaves: every leaf of the tree, C-contiguous; only those of the block are touched.
+
+    Returns:
+        1-D, ``block.size`` elements of ``block.dtype``.
+    """
+    if len(block.pieces) == 1:
+        piece = block.pieces[0]
+        return leaves[piece.leaf].reshape(-1)[piece.start : piece.stop]
+    packed = np.empty(block.size, block.dtype)
+    for piece in block.pieces:
+        packed[piece.offset : piece.offset + piece.size] = leaves[piece.leaf].reshape(-1)[piece.start : piece.stop]
+    return packed
+
+
+def scatter(block: Block, data: Array, leaves: Sequence[Array]) -> None:
+    """Write a block's elements to their places in whole, writable, C-contiguous leaves."""
+    for piece in block.pieces:
+        target = leaves[piece.leaf].reshape(-1)[piece.start : piece.stop]
+        target[...] = data[piece.offset : piece.offset + piece.size]
+
+
+def _nbytes(tree: TreeSpec, group: GroupLike) -> int:
+    return sum(tree.leaves[leaf].nbytes for leaf in group.leaves)
+
+
+def _check_cover(tree: TreeSpec, groups: Sequence[GroupLike]) -> None:
+    held = sorted(leaf for group in groups for leaf in group.leaves)
+    if held != list(range(len(tree.leaves))):
+        raise ValueError(f"the rule's groups hold the leaves {held}: must hold each of {len(tree.leaves)} once")
+
+
+def _room(loads: Sequence[int], tree: TreeSpec, line: Sequence[GroupLike]) -> list[int]:
+    """How many bytes of the line each shard takes, so that all fill up to the same level. Sums to the line's bytes."""
+    total = sum(_nbytes(tree, group) for group in line)
+    low, high = min(loads), max(loads) + total
+    while low < high:  # the lowest level that takes it all
+        middle = (low + high) // 2
+        if sum(max(0, middle - load) for load in loads) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    rooms = [max(0, low - load) for load in loads]
+    surplus = sum(rooms) - total
+    for shard in range(len(rooms) - 1, -1, -1):
+        if surplus and rooms[shard]:
+            rooms[shard] -= 1
+            surplus -= 1
+    return rooms
+
+
+def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int]) -> list[list[_Range]]:
+    """Walk the line of leaves and give every shard its stretch; each bound is rounded by itself, so errors never add."""
+    result: list[list[_Range]] = [[] for _ in rooms]
+    bounds = np.cumsum(rooms, dtype=np.int64)
+    shard, at = 0, 0  # `at`: the byte of the line where the present leaf starts
+    for leaf, spec in line:
+        start = 0
+        while start < spec.size:
+            if shard == len(rooms) - 1:
+                stop = spec.size
+            else:
+                stop = _nearest_cut(int(bounds[shard]) - at, spec)
+            if stop > start:
+                result[shard].append(_Range(leaf, start, stop))
+                start = stop
+            if start < spec.size:
+                shard += 1
+        at += spec.nbytes
+    return result
+
+
+def _nearest_cut(position: int, spec: LeafSpec) -> int:
+    """The element at which to cut, nearest to byte `position`: a multiple of a cache line, or the leaf's end."""
+    if position >= spec.nbytes:
+        return spec.size
+    if position <= 0:
+        return 0
+    step = max(1, LINE_BYTES // spec.dtype.itemsize)
+    below = position // (step * spec.dtype.itemsize) * step
+    above = min(below + step, spec.size)
+    nearer_above = (above - position / spec.dtype.itemsize) < (position / spec.dtype.itemsize - below)
+    return above if nearer_above else below
+
+
+def _pack(tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], block_bytes: int) -> list[Block]:
+    """Cut ranges into full blocks of their own; what remains of each is packed, by rule and dtype, into shared ones.
+
+    So a rule and dtype has at most two sizes of block, hence two executables, in a shard.
+    """
+    blocks: list[Block] = []
+    rests: dict[tuple[int, str], list[_Range]] = {}
+    for part in ranges:
+        spec, program = tree.leaves[part.leaf], programs[part.leaf]
+        size = _block_size(spec.dtype, block_bytes)
+        start = part.start
+        while part.stop - start >= size:
+            blocks.append(Block(spec.dtype, size, (Piece(part.leaf, start, start + size, 0),), program))
+            start += size
+        if start < part.stop:
+            rests.setdefault((program, spec.dtype.name), []).append(_Range(part.leaf, start, part.stop))
+    for (program, _), rest in rests.items():
+        dtype = tree.leaves[rest[0].leaf].dtype
+        size = _block_size(dtype, block_bytes)
+        pieces: list[Piece] = []
+        filled = 0
+        for part in rest:
+            start = part.start
+            while start < part.stop:
+                stop = min(part.stop, start + size - filled)
+                pieces.append(Piece(part.leaf, start, stop, filled))
+                filled += stop - start
+                start = stop
+                if filled == size:
+                    blocks.append(Block(dtype, filled, tuple(pieces), program))
+                    pieces, filled = [], 0
+        if pieces:
+            blocks.append(Block(dtype, filled, tuple(pieces), program))
+    return blocks
+
+
+def _block_size(dtype: np.dtype[Any], block_bytes: int) -> int:
+    step = max(1, LINE_BYTES // dtype.itemsize)
+    return block_bytes // (step * dtype.itemsize) * step
+
+
+def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout]) -> bytes:
+    document = {
+        "leaves": [[leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves],
+        "shards": [
+            [
+                [block.dtype.name, block.size, block.rule, [[p.leaf, p.start, p.stop, p.offset] for p in block.pieces]]
+                for block in layout.blocks
+            ]
+            for layout in layouts
+        ],
+    }
+    return hashlib.sha256(json.dumps(document, separators=(",", ":")).encode()).digest()
