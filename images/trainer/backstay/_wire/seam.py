@@ -1,0 +1,271 @@
+"""What the worker loop, the shard and the transport owe each other, as Protocols and plain values.
+
+It exists so that none of them knows how the others are reached, and so that a test, a benchmark or another transport
+can stand in for any of them. The vocabulary is that of `backstay_rpc.control_pb2`; what a shard and the coordinator
+say to each other is in `_coordination.seam`. No clock, no I/O, no pyarrow, no JAX here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, RejectReason
+
+__all__ = [
+    "Answer",
+    "BlockLike",
+    "Bytes",
+    "CheckpointHook",
+    "DataClient",
+    "Engine",
+    "FrameStream",
+    "GradientPush",
+    "Incoming",
+    "LayoutLike",
+    "Mode",
+    "Pulled",
+    "Refusal",
+    "ShardPort",
+    "block_nbytes",
+]
+
+Mode: TypeAlias = Literal["Sync", "Async"]
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class Refusal(Exception):  # noqa: N818  # it is what happened
+    """The server says no to one stream: it becomes the frame `Refused`, and the stream ends.
+
+    Attributes:
+        code: a gRPC status name. `INVALID_ARGUMENT`: frames that break the rules, another partition.
+            `FAILED_PRECONDITION`: another incarnation, term, shard or version than the server's. `PERMISSION_DENIED`:
+            a newer incarnation of the caller was seen. `RESOURCE_EXHAUSTED`: too much at once. `UNAVAILABLE`: the shard
+            is not ready or going away. `ABORTED`: the job has failed.
+        message: names the thing, what is wrong, and what would be right.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class BlockLike(Protocol):
+    """The part of `_partition.Block` that matters here: `size` elements of `dtype`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def size(self) -> int: ...
+
+
+class LayoutLike(Protocol):
+    """The part of `_partition.ShardLayout` that matters here."""
+
+    @property
+    def shard(self) -> int: ...
+    @property
+    def blocks(self) -> Sequence[BlockLike]: ...
+
+
+def block_nbytes(layout: LayoutLike) -> tuple[int, ...]:
+    """The size in bytes of each block of a shard."""
+    return tuple(int(b.size) * np.dtype(b.dtype).itemsize for b in layout.blocks)
+
+
+class Engine(Protocol):
+    """The state of one shard on the device, as far as the shard uses it; one thread at a time."""
+
+    @property
+    def version(self) -> int: ...
+    def apply(
+        self,
+        gradients: Sequence[Sequence[np.ndarray]],
+        *,
+        weights: Sequence[float],
+        divisor: int,
+        clip_factor: float = 1.0,
+    ) -> None: ...
+    def skip(self) -> None: ...
+    def block(self, b: int) -> np.ndarray: ...
+    def sum_of_squares(
+        self, gradients: Sequence[Sequence[np.ndarray]], weights: Sequence[float], divisor: int
+    ) -> float: ...
+    def snapshot(self) -> object: ...
+
+
+CheckpointHook: TypeAlias = Callable[[object, int, int], None]
+"""`hook(engine.snapshot(), term, version)`, called by the shard's apply thread before the next update. It hands the
+work to another thread and returns."""
+
+
+# ---- The transport ----
+
+
+class FrameStream(Protocol):
+    """One end of a data stream: frames with an optional body, in order, both ways at once.
+
+    One thread may read while another writes. Neither knows what the frames mean.
+    """
+
+    def read(self) -> tuple[Frame, Bytes | None] | None:
+        """The next frame; None when the other end closed or vanished (a server cannot tell which).
+
+        The body is valid for as long as it is referenced, and read-only.
+
+        Raises:
+            PeerLost: client end: the stream broke, the server ended it with an error, or `cancel` was called.
+            Refused: client end: the server did not accept the call at all (token, method).
+            Refusal: server end: bytes that are no frame.
+        """
+        ...
+
+    def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+        """Sends a frame; blocks while the other end does not keep up. `body` is sent as it stands, without a copy, and
+        must never change afterwards for as long as something else references it.
+
+        Raises:
+            PeerLost: the stream is broken.
+        """
+        ...
+
+    def alive(self) -> bool:
+        """False once the other end is known to be gone. Never blocks."""
+        ...
+
+
+# ---- The server's side ----
+
+
+class Incoming(Protocol):
+    """A gradient on its way into staging."""
+
+    @property
+    def blocks(self) -> Sequence[Bytes]:
+        """Writable memory for each block, in bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The parameters of one version, while they are being computed.
+
+    Attributes:
+        block: waits for a block of this version, whatever is applied meanwhile. Raises `Refusal` when the shard
+            stops first.
+        outcome, next_key_step, done: as in `Pulled`.
+    """
+
+    term: int
+    version: int
+    world: int
+    block: Callable[[int], np.ndarray]
+    outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
+    next_key_step: int = 0
+    done: bool = False
+
+
+class ShardPort(Protocol):
+    """A shard, as a data stream sees it (`_shard.ShardRuntime`). Thread-safe; a `Refusal` ends only its own stream."""
+
+    @property
+    def block_nbytes(self) -> Sequence[int]: ...
+    def admit(self, hello: Hello) -> None:
+        """Raises `Refusal` unless the caller means this shard, incarnation, term and partition."""
+        ...
+
+    def begin(self, hello: Hello, push: GradientId, info: GradientInfo) -> Incoming:
+        """Takes memory for a gradient. Raises `Refusal`."""
+        ...
+
+    def moved_on(self, incoming: Incoming) -> bool:
+        """This gradient cannot become part of an update any more: answer now. Never blocks."""
+        ...
+
+    def complete(self, incoming: Incoming) -> None:
+        """All of the gradient is here, end mark included."""
+        ...
+
+    def lose(self, incoming: Incoming) -> None:
+        """The rest of the gradient will not come. Nothing happens if it is complete already."""
+        ...
+
+    def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
+        """Waits for the version that answers a push, or (None) for one of at least `min_version`. None when `alive`
+        says that nobody wants it any more. Raises `Refusal` when the shard stops first."""
+        ...
+
+
+# ---- The worker's side ----
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPush:
+    """One shard's part of one gradient.
+
+    Attributes:
+        blocks: one array per block of the shard, in order, C-contiguous, of the block's size and dtype. They are sent
+            as they are, without a copy: whoever owns the memory must not change it while they are referenced.
+    """
+
+    id: GradientId
+    info: GradientInfo
+    blocks: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One shard's answer. The parameters stand in the buffers that the call was given.
+
+    Attributes:
+        version: of the parameters.
+        world: ranks in force at that version.
+        outcome: what became of the push before; `REJECT_UNSPECIFIED`: it is part of `version` or one before, or there
+            was no push.
+        next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
+        done: the job has ended.
+    """
+
+    term: int
+    version: int
+    world: int
+    outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
+    next_key_step: int = 0
+    done: bool = False
+
+
+class DataClient(Protocol):
+    """A worker's or evaluator's stream to one shard; blocking, used by one thread at a time."""
+
+    @property
+    def shard(self) -> int: ...
+
+    def exchange(self, push: GradientPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+        """Push a gradient (or nothing), and wait for the newest parameters.
+
+        Args:
+            push: this shard's part of a gradient, or None to pull only.
+            min_version: used without a push: the least version wanted. With a push the server answers with a version
+                of at least `push.id.version + 1` (Sync), or with the one that holds the gradient (Async).
+            into: one writable uint8 array per block, of the block's size in bytes. What they hold is undefined when an
+                error is raised.
+
+        Raises:
+            errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller
+                lives.
+            errors.PeerLost: the stream ended, the shard is going away, or `cancel` was called.
+        """
+        ...
+
+    def cancel(self, why: str) -> None:
+        """Ends the stream and whatever `exchange` is waiting for, from any thread: it raises `PeerLost` with `why`."""
+        ...
+
+    def close(self) -> None:
+        """Ends the stream. Idempotent."""
+        ...
