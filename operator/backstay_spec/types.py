@@ -8,11 +8,12 @@ names camelCase; the docstring under a field is its description in the CRD and i
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = [
@@ -73,7 +74,7 @@ class ParameterServers(SpecModel):
     """Hot standbys for each shard, 0 or 1. A standby holds the same state and takes over when the active
     server dies."""
 
-    template: Json | None = None
+    template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
 
     max_restarts: int = 10
@@ -91,7 +92,7 @@ class Workers(SpecModel):
     """A worker counts as hung when it gives no gradient for this long, or for 20 times its own median step if that is
     longer. Compiling has a limit of its own."""
 
-    template: Json | None = None
+    template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
 
     max_restarts: int = 100
@@ -102,7 +103,7 @@ class Workers(SpecModel):
 class Evaluator(SpecModel):
     """One pod that runs `evaluate` on new parameters; `{}` asks for one with the defaults."""
 
-    template: Json | None = None
+    template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
 
     max_restarts: int = 10
@@ -139,7 +140,7 @@ class Checkpoint(SpecModel):
     """A folder that every server can reach, as an fsspec URI: `s3://bucket/folder`, `gs://bucket/folder`,
     `file:///shared/folder`."""
 
-    volume: Json | None = None
+    volume: Annotated[Json | None, Shape(Volume)] = None
     """A Volume source without its name, such as `persistentVolumeClaim: {claimName: ckpt}`. Mounted at
     /backstay/checkpoints in servers and evaluator; servers on several nodes need one that can be shared
     (ReadWriteMany)."""
@@ -228,10 +229,10 @@ class TrainingJobSpec(SpecModel):
     args: list[str] = Field(default_factory=list)
     """Arguments of the command."""
 
-    env: list[Json] = Field(default_factory=list)
+    env: Annotated[list[Json], Shape(EnvVar)] = Field(default_factory=list)
     """Environment variables of every role, as in a container. Names beginning with `BACKSTAY_` are the operator's."""
 
-    env_from: list[Json] = Field(default_factory=list)
+    env_from: Annotated[list[Json], Shape(EnvFrom)] = Field(default_factory=list)
     """Sources of environment variables of every role, as in a container."""
 
     working_dir: str | None = None

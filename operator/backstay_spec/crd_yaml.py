@@ -1,0 +1,80 @@
+"""JSON values as YAML for people: block style, long text folded, nothing of YAML that needs a library to write.
+
+It exists because `backstay_spec` imports pydantic and the standard library only, and because the CRD that users
+read and review should not be one line of JSON. The same value always gives the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+__all__ = ["to_yaml"]
+
+WIDTH: Final = 110
+
+# Plain scalars that every YAML reader takes as the string that they are; all else is quoted as JSON, which is YAML too.
+_PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_NOT_STRINGS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf"})
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
+            return value
+        return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
+
+
+def _folds(value: str) -> bool:
+    """Whether a string reads better folded, and comes back the same: single spaces, no line ends."""
+    return len(value) > WIDTH // 2 and value.isprintable() and value == " ".join(value.split())
+
+
+def _lines(value: Any, indent: int) -> Iterator[str]:
+    """The lines of a mapping or a list that is not empty."""
+    pad = " " * indent
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _entry(f"{pad}{_scalar(key)}:", item, indent)
+        return
+    for item in value:
+        if isinstance(item, Mapping | list | tuple) and item:
+            first, *rest = _lines(item, indent + 2)
+            yield f"{pad}- {first.lstrip()}"
+            yield from rest
+        else:
+            yield f"{pad}- {_scalar(item) if not isinstance(item, Mapping | list | tuple) else json.dumps(item)}"
+
+
+def _entry(head: str, item: Any, indent: int) -> Iterator[str]:
+    if isinstance(item, Mapping) and item:
+        yield head
+        yield from _lines(item, indent + 2)
+    elif isinstance(item, list | tuple) and item:
+        yield head
+        yield from _lines(item, indent)
+    elif isinstance(item, Mapping | list | tuple):
+        yield f"{head} {json.dumps(item)}"
+    elif isinstance(item, str) and _folds(item):
+        yield f"{head} >-"
+        pad = " " * (indent + 2)
+        width = max(40, WIDTH - len(pad))
+        for line in textwrap.wrap(item, width, break_long_words=False, break_on_hyphens=False):
+            yield pad + line
+    else:
+        yield f"{head} {_scalar(item)}"
+
+
+def to_yaml(value: Mapping[str, Any] | Sequence[Any]) -> str:
+    """A JSON mapping or list as YAML, ending in a line end.
+
+    Raises:
+        TypeError: it holds something that is not JSON.
+    """
+    if not value:
+        return json.dumps(value) + "\n"
+    return "\n".join(_lines(value, 0)) + "\n"

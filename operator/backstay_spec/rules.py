@@ -1,0 +1,389 @@
+"""Every rule about a spec beyond its shape, once: what the API server enforces and what `backstay validate` says.
+
+Three tables:
+
+- `BOUNDS`: one field alone (range, length, pattern). Becomes OpenAPI keywords in the CRD; `crd_check` applies the
+  same keywords.
+- `RULES`: fields against each other, and what a template may not hold. Each has a CEL expression for the API server
+  and a
+  Python predicate for us, over the same JSON with defaults filled in; a test holds that their verdicts agree.
+- `CHANGES`: what may change while a job runs. From one path come both the CEL transition rule and the Python predicate.
+
+Paths are as in `errors.SpecError`; ``[]`` stands for every item of a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from backstay_spec.contract import CONTAINER, ENV_PREFIX, GROUP, LABEL_JOB
+
+__all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "Bound", "Change", "Rule"]
+
+MAX_NAME: Final = 40
+"""Longest name of a job: role, index, incarnation and a hash follow it in pod names, which are labels of at most 63."""
+
+INT32_MAX: Final = 2**31 - 1
+DNS_LABEL: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+DNS_SUBDOMAIN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+CONTAINER_NAME: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+_NAME = "the name of an object: lower-case letters, digits, '-' and '.', beginning and ending with a letter or a digit"
+_CONTAINER = f"the name of a container: {CONTAINER} for the one that trains, or lower-case letters, digits and '-'"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one field alone must be; `None` where there is no such bound.
+
+    Attributes:
+        path: the field.
+        right: what would be right, to be read after "must be"; a pattern has one.
+    """
+
+    path: str
+    minimum: int | None = None
+    maximum: int | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    pattern: str | None = None
+    min_items: int | None = None
+    max_items: int | None = None
+    min_properties: int | None = None
+    max_properties: int | None = None
+    right: str = ""
+
+    def keywords(self) -> dict[str, int | str]:
+        """The bound as OpenAPI v3 keywords."""
+        words = {
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "minLength": self.min_length,
+            "maxLength": self.max_length,
+            "pattern": self.pattern,
+            "minItems": self.min_items,
+            "maxItems": self.max_items,
+            "minProperties": self.min_properties,
+            "maxProperties": self.max_properties,
+        }
+        return {word: value for word, value in words.items() if value is not None}
+
+
+def _count(path: str, minimum: int, maximum: int = INT32_MAX) -> Bound:
+    return Bound(path, minimum=minimum, maximum=maximum)
+
+
+def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, right: str = _NAME) -> Bound:
+    return Bound(path, min_length=1, max_length=max_length, pattern=pattern, right=right)
+
+
+TEMPLATES: Final = ("spec.parameterServers.template", "spec.workers.template", "spec.evaluator.template")
+_ENVS: Final = ("spec.env", *(f"{template}.spec.containers[].env" for template in TEMPLATES))
+_ENV_NAME = "the name of an environment variable: printable ASCII without '='"
+
+# The lengths and numbers of items are for the API server, which refuses a CRD whose CEL rules could cost too much.
+BOUNDS: Final[tuple[Bound, ...]] = (
+    Bound(
+        "spec.image",
+        min_length=1,
+        max_length=1024,
+        pattern=r"^[^ \t\r\n]+$",
+        right="an image reference without spaces, such as ghcr.io/me/train:1",
+    ),
+    Bound("spec.command", max_items=256),
+    Bound("spec.args", max_items=1024),
+    Bound("spec.env", max_items=256),
+    Bound("spec.envFrom", max_items=64),
+    Bound("spec.workingDir", min_length=1, max_length=1024),
+    _named("spec.code.configMap"),
+    _count("spec.parameterServers.replicas", 1, 256),
+    _count("spec.parameterServers.standbys", 0, 1),
+    _count("spec.parameterServers.maxRestarts", 0),
+    _count("spec.workers.replicas", 1, 10_000),
+    _count("spec.workers.stallSeconds", 1),
+    _count("spec.workers.maxRestarts", 0),
+    _count("spec.evaluator.maxRestarts", 0),
+    Bound(
+        "spec.update.backups",
+        minimum=0,
+        maximum=9_999,
+        max_length=4,
+        pattern=r"^(0|[1-9][0-9]{0,2})%$",
+        right="a whole number of pods, or whole percents such as '5%'",
+    ),
+    _count("spec.update.maxNonFinite", 1),
+    _count("spec.update.maxStaleness", 0),
+    Bound(
+        "spec.checkpoint.uri",
+        min_length=1,
+        max_length=1024,
+        pattern=r"^([A-Za-z][A-Za-z0-9+.:-]*://|/).+$",
+        right="a URI such as s3://bucket/folder, or an absolute path",
+    ),
+    Bound(
+        "spec.checkpoint.volume",
+        min_properties=1,
+        right="the source of a volume, such as persistentVolumeClaim: {claimName: ckpt}",
+    ),
+    _count("spec.checkpoint.everySteps", 1),
+    _count("spec.checkpoint.everySeconds", 0),
+    _count("spec.checkpoint.keep", 1, 10_000),
+    _count("spec.runPolicy.activeDeadlineSeconds", 1),
+    _count("spec.runPolicy.pendingDeadlineSeconds", 1),
+    _count("spec.runPolicy.ttlSecondsAfterFinished", 0),
+    _named("spec.scheduling.priorityClassName"),
+    _named("spec.scheduling.schedulerName"),
+    _named("spec.scheduling.queue", max_length=63),
+    _named("spec.scheduling.gang.podGroup", max_length=63),
+    *(Bound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", right=_ENV_NAME) for env in _ENVS),
+    *(Bound(f"{template}.metadata.labels", max_properties=64) for template in TEMPLATES),
+    *(Bound(f"{template}.spec.containers", max_items=16) for template in TEMPLATES),
+    *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, right=_CONTAINER) for template in TEMPLATES),
+    *(Bound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields against each other.
+
+    Attributes:
+        at: path of the value that carries the rule, `self` in `cel`; empty for the object itself.
+        field: the field that is reported, relative to `at`; empty for `at` itself.
+        reads: fields that the rule looks at, relative to `at`; it is not judged where one of them is malformed.
+        cel: the rule for the API server.
+        holds: the same for us: takes the JSON value at `at`, with defaults filled in.
+        message: what must be, and what would be right.
+    """
+
+    at: str
+    field: str
+    reads: tuple[str, ...]
+    cel: str
+    holds: Callable[[Any], bool]
+    message: str
+
+
+def _few_backups(spec: Any) -> bool:
+    backups = spec["update"]["backups"]
+    return not isinstance(backups, int) or backups == 0 or backups < spec["workers"]["replicas"]
+
+
+def _backups_in_sync(update: Any) -> bool:
+    return update["mode"] == "Sync" or update["backups"] in (0, "0%")
+
+
+def _good_name(job: Any) -> bool:
+    name = job["metadata"]["name"]
+    return len(name) <= MAX_NAME and re.search(DNS_LABEL.replace("$", r"\Z"), name) is not None
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        at="",
+        field="metadata.name",
+        reads=("metadata.name",),
+        cel=f"size(self.metadata.name) <= {MAX_NAME} && self.metadata.name.matches('{DNS_LABEL}')",
+        holds=_good_name,
+        message=f"must be at most {MAX_NAME} lower-case letters, digits and '-', beginning with a letter and ending "
+        "with a letter or a digit, because pods and Services are named after the job",
+    ),
+    Rule(
+        at="spec",
+        field="workingDir",
+        reads=("code", "workingDir"),
+        cel="!(has(self.code) && has(self.workingDir))",
+        holds=lambda spec: not ("code" in spec and "workingDir" in spec),
+        message="must be left out together with spec.code, whose files are the working directory",
+    ),
+    Rule(
+        at="spec",
+        field="update.backups",
+        reads=("update.backups", "workers.replicas"),
+        cel="type(self.update.backups) != int || self.update.backups == 0 || "
+        "self.update.backups < self.workers.replicas",
+        holds=_few_backups,
+        message="must be less than spec.workers.replicas, because an update needs at least one gradient; percents such "
+        "as '5%' follow the number of workers",
+    ),
+    Rule(
+        at="spec.update",
+        field="backups",
+        reads=("mode", "backups"),
+        cel="self.mode == 'Sync' || (type(self.backups) == int ? self.backups == 0 : self.backups == '0%')",
+        holds=_backups_in_sync,
+        message="must be left out in mode Async, which never waits for a worker; backups are for mode Sync",
+    ),
+    Rule(
+        at="spec.update",
+        field="maxStaleness",
+        reads=("mode", "maxStaleness"),
+        cel="self.mode == 'Async' || !has(self.maxStaleness)",
+        holds=lambda update: update["mode"] == "Async" or "maxStaleness" not in update,
+        message="must be left out in mode Sync, where no gradient is stale; it is for mode Async",
+    ),
+    Rule(
+        at="spec.update",
+        field="stalenessDamping",
+        reads=("mode", "stalenessDamping"),
+        cel="self.mode == 'Async' || !self.stalenessDamping",
+        holds=lambda update: update["mode"] == "Async" or not update["stalenessDamping"],
+        message="must be false in mode Sync, where no gradient is stale; it is for mode Async",
+    ),
+    Rule(
+        at="spec.checkpoint",
+        field="volume",
+        reads=("uri", "volume"),
+        cel="!(has(self.uri) && has(self.volume))",
+        holds=lambda checkpoint: not ("uri" in checkpoint and "volume" in checkpoint),
+        message="must be left out together with spec.checkpoint.uri: checkpoints are stored in one place",
+    ),
+    Rule(
+        at="spec.checkpoint.volume",
+        field="name",
+        reads=("name",),
+        cel="!has(self.name)",
+        holds=lambda volume: "name" not in volume,
+        message="must be left out, the operator names the volume; give the source alone, such as "
+        "persistentVolumeClaim: {claimName: ckpt}",
+    ),
+    *(
+        Rule(
+            at=f"{env}[].name",
+            field="",
+            reads=("",),
+            cel=f"!self.startsWith('{ENV_PREFIX}')",
+            holds=lambda name: not name.startswith(ENV_PREFIX),
+            message=f"must not begin with {ENV_PREFIX}: these variables are the operator's; choose another name",
+        )
+        for env in _ENVS
+    ),
+    *(
+        Rule(
+            at=f"{env}[]",
+            field="valueFrom",
+            reads=("value", "valueFrom"),
+            cel="!(has(self.value) && has(self.valueFrom)) || self.value == ''",
+            holds=lambda env: not ("value" in env and "valueFrom" in env) or env["value"] == "",
+            message="must be left out together with value: a variable has one source",
+        )
+        for env in _ENVS
+    ),
+    *(
+        Rule(
+            at=f"{template}.metadata.labels",
+            field="",
+            reads=("",),
+            cel=f"self.all(key, !key.startsWith('{GROUP}/'))",
+            holds=lambda labels: not any(key.startswith(f"{GROUP}/") for key in labels),
+            message=f"must have no label that begins with {GROUP}/ (such as {LABEL_JOB}): the operator finds its pods "
+            "by them",
+        )
+        for template in TEMPLATES
+    ),
+    *(
+        Rule(
+            at=f"{template}.spec.containers",
+            field="",
+            reads=("",),
+            cel="self.all(one, self.exists_one(other, other.name == one.name))",
+            holds=lambda containers: len({one["name"] for one in containers}) == len(containers),
+            message=f"must not have two containers of one name; the one that trains is called {CONTAINER}",
+        )
+        for template in TEMPLATES
+    ),
+)
+
+
+_MARKS: Final = "?[]!"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field that may change only while the job is suspended.
+
+    Attributes:
+        steps: the way from spec to the field; a name that ends in ``?`` may be absent, one that ends in ``[]`` is a
+        list that
+            may be absent and is then the same as an empty one; one that ends in ``!`` may be absent, and only
+            whether it is there counts.
+    """
+
+    steps: tuple[str, ...]
+
+    @property
+    def field(self) -> str:
+        """The field, relative to spec."""
+        return ".".join(step.rstrip(_MARKS) for step in self.steps)
+
+    @property
+    def message(self) -> str:
+        """What would be right."""
+        return "must not change while the job runs: set spec.runPolicy.suspend to true first, or start a new job"
+
+    @property
+    def cel(self) -> str:
+        """The transition rule, where `self` is spec."""
+
+        def present(root: str) -> str:
+            parts, path = [], root
+            for step in self.steps:
+                path = f"{path}.{step.rstrip(_MARKS)}"
+                if step.endswith("?"):
+                    parts.append(f"has({path})")
+                elif step.endswith("[]"):
+                    parts.append(f"has({path}) && size({path}) > 0")
+            return " && ".join(parts)
+
+        if self.steps[-1].endswith("!"):
+            return f"oldSelf.runPolicy.suspend || has(self.{self.field}) == has(oldSelf.{self.field})"
+        same = f"self.{self.field} == oldSelf.{self.field}"
+        if present("self"):
+            new, old = present("self"), present("oldSelf")
+            same = f"({new} ? {old} && {same} : !({old}))"
+        return f"oldSelf.runPolicy.suspend || {same}"
+
+    def allowed(self, new: Any, old: Any) -> bool:
+        """Whether a job's spec `old` may become `new`, as far as this field goes; both with defaults filled in."""
+        return bool(old["runPolicy"]["suspend"]) or _canonical(self._find(new)) == _canonical(self._find(old))
+
+    def _find(self, spec: Any) -> Any:
+        value = spec
+        for step in self.steps:
+            name = step.rstrip(_MARKS)
+            if name not in value:
+                return [] if step.endswith("[]") else None
+            value = value[name]
+        return True if self.steps[-1].endswith("!") else value
+
+
+def _canonical(value: Any) -> str:
+    """Text that is equal for equal JSON only (in Python, 1 == True)."""
+    return json.dumps(value, sort_keys=True)
+
+
+CHANGES: Final[tuple[Change, ...]] = tuple(
+    Change(tuple(path.split(".")))
+    for path in (
+        "image",
+        "command[]",
+        "args[]",
+        "env[]",
+        "envFrom[]",
+        "workingDir?",
+        "code?",
+        "parameterServers.replicas",
+        "parameterServers.standbys",
+        "parameterServers.template?",
+        "workers.template?",
+        "evaluator!",
+        "evaluator?.template?",
+        "update",
+        "checkpoint.uri?",
+        "checkpoint.volume?",
+        "scheduling",
+    )
+)

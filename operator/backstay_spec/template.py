@@ -1,0 +1,165 @@
+"""The parts of foreign Kubernetes objects that a TrainingJob carries and that we look into.
+
+A pod template, an environment variable and a volume belong to Kubernetes: the job passes them on as they are, and
+the API server checks them when a pod is made of them. Only what the operator relies on is declared here, so that
+the rules can reach it (CEL sees declared fields only) and so that common slips are found before a pod is. These
+models are never instantiated: the schema of the CustomResourceDefinition is read off them. ``extra="allow"`` says
+that other fields are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+__all__ = ["Anything", "EnvFrom", "EnvVar", "Free", "PodTemplate", "Shape", "Volume"]
+
+Free: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Marks a free-form field in `types` with the model whose schema it gets."""
+
+    model: type[BaseModel]
+
+
+class Anything(BaseModel):
+    """A value of any kind, kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+AnyValue: TypeAlias = Annotated[Any, Shape(Anything)]
+
+
+class OpenModel(BaseModel):
+    """An object that has other fields too, which are kept."""
+
+    model_config = ConfigDict(extra="allow", alias_generator=to_camel, use_attribute_docstrings=True)
+
+
+class ClosedModel(BaseModel):
+    """An object that has no other fields."""
+
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel, use_attribute_docstrings=True)
+
+
+class EnvVar(ClosedModel):
+    """An environment variable, as in a container."""
+
+    name: str
+    """Name of the variable; those that begin with `BACKSTAY_` are the operator's."""
+
+    value: str | None = None
+    """Its value; numbers and booleans must be quoted."""
+
+    value_from: Annotated[Free | None, Shape(OpenModel)] = None
+    """Where its value comes from (EnvVarSource)."""
+
+
+class EnvFrom(OpenModel):
+    """A source of environment variables (EnvFromSource)."""
+
+
+class Volume(OpenModel):
+    """A Volume without its name."""
+
+    name: str | None = None
+    """Not yours to set: the operator names the volume."""
+
+
+class Container(OpenModel):
+    """A container of a pod template (Container)."""
+
+    name: str
+    """`trainer` to change the container that trains, another name to add one."""
+
+    image: str | None = None
+    """Image of this container."""
+
+    command: list[str] | None = None
+    """Command of this container."""
+
+    args: list[str] | None = None
+    """Arguments of this container."""
+
+    env: Annotated[list[Free] | None, Shape(EnvVar)] = None
+    """Environment variables of this container."""
+
+    resources: AnyValue = None
+    """Resources of this container, such as `limits: {nvidia.com/gpu: 1}`."""
+
+    volume_mounts: AnyValue = None
+    """Mounts of this container."""
+
+    security_context: AnyValue = None
+    """Security context of this container."""
+
+
+class PodSpec(OpenModel):
+    """The spec of a pod template (PodSpec). Fields that are not listed here are kept too."""
+
+    restart_policy: Literal["Never"] | None = None
+    """Only `Never`: the operator replaces pods, a kubelet must not."""
+
+    containers: Annotated[list[Free] | None, Shape(Container)] = None
+    """Merged by name over the containers that the operator builds."""
+
+    # Declared so that a change of one of them is seen: to CEL two objects that differ in the *name* of an undeclared
+    # field only are equal.
+    init_containers: AnyValue = None
+    """Containers that run before."""
+
+    volumes: AnyValue = None
+    """Volumes."""
+
+    node_selector: AnyValue = None
+    """Labels that a node must have."""
+
+    affinity: AnyValue = None
+    """Affinity."""
+
+    tolerations: AnyValue = None
+    """Tolerations."""
+
+    topology_spread_constraints: AnyValue = None
+    """How to spread over zones and nodes."""
+
+    service_account_name: AnyValue = None
+    """Service account."""
+
+    security_context: AnyValue = None
+    """Security context of the pod."""
+
+    image_pull_secrets: AnyValue = None
+    """Secrets to pull images with."""
+
+    runtime_class_name: AnyValue = None
+    """Runtime class."""
+
+    termination_grace_period_seconds: AnyValue = None
+    """Seconds between SIGTERM and SIGKILL."""
+
+
+class TemplateMeta(OpenModel):
+    """The metadata of a pod template."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels; those that begin with `backstay.dev/` are the operator's."""
+
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations."""
+
+
+class PodTemplate(ClosedModel):
+    """A PodTemplateSpec."""
+
+    metadata: Annotated[Free | None, Shape(TemplateMeta)] = None
+    """Labels and annotations of the pods."""
+
+    spec: Annotated[Free | None, Shape(PodSpec)] = None
+    """Spec of the pods, merged strategically over what the operator builds."""
