@@ -1,0 +1,116 @@
+"""T4 for data: a batch is a pure function of its key, and a sample is used once an epoch over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backstay._batch_key import BatchKey
+from backstay._dataset import from_dataset, from_iterator
+from backstay.errors import ConfigurationError
+
+
+@given(
+    size=st.integers(1, 60),
+    batch_size=st.integers(1, 7),
+    world=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_t4_every_sample_is_used_once_an_epoch_over_all_ranks(
+    size: int, batch_size: int, world: int, epochs: int, seed: int
+) -> None:
+    if size < batch_size:
+        with pytest.raises(ConfigurationError, match="at least one batch"):
+            from_dataset(np.arange(size), batch_size=batch_size)
+        return
+    batches = from_dataset(np.arange(size), batch_size=batch_size)
+    each = batches.batches_per_epoch
+    drawn = [batches(BatchKey(number // world, number % world, world, seed)) for number in range(each * epochs)]
+    orders = []
+    for epoch in range(epochs):
+        seen = np.concatenate(drawn[epoch * each : (epoch + 1) * each])
+        assert len(set(seen)) == len(seen) == each * batch_size
+        orders.append(tuple(seen))
+    assert len(set(orders)) == epochs or size < 8
+
+
+def test_t4_the_same_key_gives_the_same_batch_in_a_new_process_state() -> None:
+    rows = {"x": np.arange(40.0).reshape(20, 2), "y": np.arange(20)}
+    keys = [BatchKey(step, rank, 3, 5) for step in range(9) for rank in range(3)]
+    first = from_dataset(rows, batch_size=4)
+    there = [first(key) for key in keys]
+    again = from_dataset(rows, batch_size=4)
+    back = [again(key) for key in reversed(keys)][::-1]
+    for a, b in zip(there, back, strict=True):
+        np.testing.assert_array_equal(a["x"], b["x"])
+        np.testing.assert_array_equal(a["y"], b["y"])
+        np.testing.assert_array_equal(a["x"][:, 0], a["y"] * 2.0)
+
+
+def test_shuffled_anew_by_seed_and_epoch() -> None:
+    batches = from_dataset(np.arange(100), batch_size=100)
+    orders = [tuple(batches(BatchKey(epoch, 0, 1, seed))) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    fixed = from_dataset(np.arange(100), batch_size=100, seed=9)
+    np.testing.assert_array_equal(fixed(BatchKey(0, 0, 1, 0)), fixed(BatchKey(0, 0, 1, 1)))
+    plain = from_dataset(np.arange(100), batch_size=10, shuffle=False)
+    np.testing.assert_array_equal(plain(BatchKey(1, 1, 2)), np.arange(30, 40))
+
+
+class Files:
+    """Like a Grain source or a list of files: a length and items, nothing else."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < 10:
+            raise IndexError(index)
+        return {"n": index, "v": np.full(3, index, np.float32)}
+
+
+def test_sources_of_samples_are_stacked_and_transformed() -> None:
+    batch = from_dataset(Files(), batch_size=5)(BatchKey(0, 0, 1))
+    assert batch["v"].shape == (5, 3)
+    np.testing.assert_array_equal(batch["v"][:, 0], batch["n"])
+    doubled = from_dataset(Files(), batch_size=5, transform=lambda s: s["v"] * 2)(BatchKey(0, 0, 1))
+    np.testing.assert_array_equal(doubled, batch["v"] * 2)
+    noisy = from_dataset(Files(), batch_size=5, transform=lambda s, rng: s["v"] + rng.normal(size=3))
+    np.testing.assert_array_equal(noisy(BatchKey(1, 0, 1)), noisy(BatchKey(1, 0, 1)))
+    assert not np.array_equal(noisy(BatchKey(0, 0, 1)), noisy(BatchKey(2, 0, 1)))
+    pairs = from_dataset((np.arange(8.0), np.arange(8)), batch_size=4)(BatchKey(0, 1, 2))
+    np.testing.assert_array_equal(pairs[0], pairs[1])
+
+
+def test_bad_sources_are_refused_clearly() -> None:
+    with pytest.raises(ConfigurationError, match="batch_size is 0"):
+        from_dataset(np.arange(3), batch_size=0)
+    with pytest.raises(ConfigurationError, match="one length"):
+        from_dataset({"x": np.zeros(3), "y": np.zeros(4)}, batch_size=1)
+
+
+def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() -> None:
+    made: list[tuple[int, int]] = []
+
+    def make(rank: int, world: int) -> Iterator[int]:
+        made.append((rank, world))
+        return iter(range(rank, 12, world))
+
+    stream = from_iterator(make)
+    run = [stream(BatchKey(step, 1, 3)) for step in range(6)]
+    assert run == [1, 4, 7, 10, 1, 4]  # four batches an epoch, then another epoch
+    replacement = from_iterator(make)
+    assert replacement(BatchKey(3, 1, 3)) == 10
+    assert replacement(BatchKey(3, 1, 3)) == 10
+    assert replacement(BatchKey(1, 1, 3)) == 4
+    assert replacement(BatchKey(1, 0, 2)) == 2
+    with pytest.raises(ConfigurationError, match="empty iterator"):
+        from_iterator(lambda rank, world: iter(()))(BatchKey(0, 0, 1))
