@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the programs that some tests use, into .tools/bin where `make` looks for them: helm, kubeconform,
-# dashboard-linter (with go), prometheus, promtool, kubectl (with apt, when root). What cannot be had here is named at the
+# Installs the programs that some tests use, into .tools/bin where `make` looks for them: helm and
+# kubeconform (with go), prometheus, promtool, kubectl (with apt, when root). What cannot be had here is named at the
 # end; its tests skip, and fail instead under BACKSTAY_REQUIRE_TOOLS=1.
 set -eu
 cd "$(dirname "$0")/.."
@@ -23,11 +23,10 @@ with_apt() { # name package
 }
 with_go helm helm.sh/helm/v3/cmd/helm@v3.22.0
 with_go kubeconform github.com/yannh/kubeconform/cmd/kubeconform@v0.8.0
-with_go dashboard-linter github.com/grafana/dashboard-linter@latest
 with_apt kubectl kubectl
 with_apt kubectl kubernetes-client
 with_apt prometheus prometheus
 with_apt promtool prometheus
 missing=
-for tool in helm kubeconform dashboard-linter kubectl prometheus promtool; do have "$tool" || missing="$missing $tool"; done
+for tool in helm kubeconform kubectl prometheus promtool; do have "$tool" || missing="$missing $tool"; done
 [ -z "$missing" ] || echo "not installed:$missing"

@@ -77,7 +77,7 @@ def from_dataset(
     seed: int | None = None,
     shuffle: bool = True,
 ) -> Batches:
-    """Make `batches` of a data set, shuffled anew each epoch by (seed, epoch), each sample once an epoch over the ranks.
+    """Make `batches` of a data set, shuffled anew each epoch by (seed, epoch), each sample once an epoch over ranks.
 
     The ranks of one step take neighbouring places of the epoch's order: rank r of step t has place ``t * world + r``.
     The last ``len(source) % batch_size`` samples of an epoch's order are left out of that epoch, so that every batch
