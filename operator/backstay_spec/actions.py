@@ -16,6 +16,7 @@ succeeded. A patch whose test fails is planned anew.
 
 from __future__ import annotations
 
+import base64
 import copy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +36,7 @@ class CreateSecret:
     def with_token(self, token: str) -> dict[str, Any]:
         """The manifest to send, with `token` (of `token.token_for`) in it."""
         manifest = copy.deepcopy(self.manifest)
-        manifest["stringData"] = {contract.SECRET_KEY_TOKEN: token}
+        manifest["data"] = {contract.SECRET_KEY_TOKEN: base64.b64encode(token.encode()).decode()}
         return manifest
 
 

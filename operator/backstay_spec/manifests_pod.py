@@ -1,0 +1,236 @@
+"""The pod of one place in a job: what the contract with the trainer asks for, with the user's template over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from backstay_spec import contract, names
+from backstay_spec.manifests import owner_reference
+from backstay_spec.merge import merged
+from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
+from backstay_spec.types import Json, TrainingJob, TrainingJobSpec
+
+CODE_VOLUME: Final = "backstay-code"
+CHECKPOINT_VOLUME: Final = "backstay-checkpoints"
+SERVER_GRACE: Final = 60  # seconds: a server that gets SIGTERM writes a checkpoint first
+WORKER_GRACE: Final = 30
+# After this long a pod leaves a node that does not answer, instead of Kubernetes' five minutes (O2).
+NODE_TOLERANCE: Final = 5
+# A group for the files of a volume, so that a container that is not root may write there.
+FILES_GROUP: Final = 65532
+
+# glibc gives every large buffer back to the kernel and takes it again, page fault by page fault, in every step; keeping
+# it is worth 40 % of the wire's rate. `0` keeps large blocks on the heap, the others keep the heap.
+_ALLOCATOR: Final = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+_SERVES: Final = (contract.ROLE_SERVER, contract.ROLE_EVALUATOR)
+
+
+def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeConfig:
+    """What a job's pods are told of its spec."""
+    return RuntimeConfig(
+        shards=spec.parameter_servers.replicas,
+        workers=spec.workers.replicas,
+        mode=spec.update.mode,
+        backups=spec.update.backups,
+        max_non_finite=spec.update.max_non_finite,
+        max_staleness=spec.update.max_staleness,
+        staleness_damping=spec.update.staleness_damping,
+        stall_seconds=spec.workers.stall_seconds,
+        standbys=spec.parameter_servers.standbys,
+        evaluator=spec.evaluator is not None,
+        checkpoint=_checkpoint_config(spec),
+        log_format="json" if log_format == "json" else "text",
+    )
+
+
+def _checkpoint_config(spec: TrainingJobSpec) -> CheckpointConfig | None:
+    checkpoint = spec.checkpoint
+    uri = checkpoint.uri if checkpoint.volume is None else contract.CHECKPOINT_MOUNT
+    if uri is None:
+        return None
+    return CheckpointConfig(
+        uri=uri,
+        every_steps=checkpoint.every_steps,
+        every_seconds=checkpoint.every_seconds or None,
+        keep=checkpoint.keep,
+    )
+
+
+def template_of(spec: TrainingJobSpec, role: str) -> Json:
+    """The user's template for a role; empty when there is none."""
+    if role == contract.ROLE_SERVER:
+        return spec.parameter_servers.template or {}
+    if role == contract.ROLE_WORKER:
+        return spec.workers.template or {}
+    return (spec.evaluator.template if spec.evaluator is not None else None) or {}
+
+
+def pod(
+    job: TrainingJob, slot: names.Slot, incarnation: int, servers: Sequence[str], log_format: str = "text"
+) -> dict[str, Any]:
+    """The manifest of one pod.
+
+    Args:
+        job: the job.
+        slot: the pod's place in it.
+        incarnation: how many pods this place has had, this one included.
+        servers: ``host:port`` of each shard's Service, by shard.
+        log_format: ``text`` or ``json``.
+    """
+    meta = job.metadata
+    name = names.pod_name(meta.name, meta.uid, slot, incarnation)
+    labels = {
+        **names.object_labels(meta.name, meta.uid, slot.role),
+        **names.slot_labels(meta.name, meta.uid, slot, incarnation),
+    }
+    environment = _environment(job, slot, incarnation, servers, log_format)
+    built = {
+        "metadata": {
+            "labels": {**job.spec.scheduling.pod_labels(), **labels},
+            "annotations": {
+                "kubectl.kubernetes.io/default-container": contract.CONTAINER,
+                **job.spec.scheduling.pod_annotations(),
+            },
+        },
+        "spec": _pod_spec(job.spec, slot.role, environment),
+    }
+    result = merged(built, template_of(job.spec, slot.role))
+    metadata, spec = result.setdefault("metadata", {}), result.setdefault("spec", {})
+    metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
+    metadata.update(name=name, namespace=meta.namespace, ownerReferences=[owner_reference(meta)])
+    metadata.pop("generateName", None)
+    spec["restartPolicy"] = "Never"
+    _protect_container(spec, built["spec"]["containers"][0], environment)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment: Sequence[dict[str, Any]]) -> None:
+    """Restore what a template may not change: our environment, and where the termination message is read."""
+    containers = spec.setdefault("containers", [])
+    ours = next((c for c in containers if c.get("name") == contract.CONTAINER), None)
+    if ours is None:
+        ours = built
+        containers.insert(0, ours)
+    theirs = [e for e in ours.get("env") or () if not str(e.get("name", "")).startswith(contract.ENV_PREFIX)]
+    # Ours first: `$(BACKSTAY_INDEX)` in a user's variable refers only to what stands before it.
+    ours["env"] = [*environment, *theirs]
+    ours["terminationMessagePath"] = contract.TERMINATION_LOG
+
+
+def _environment(
+    job: TrainingJob, slot: names.Slot, incarnation: int, servers: Sequence[str], log_format: str
+) -> list[dict[str, Any]]:
+    meta = job.metadata
+    config = runtime_config(job.spec, log_format).model_dump(mode="json", exclude_none=True)
+    said = {
+        contract.ENV_JOB: meta.name,
+        contract.ENV_NAMESPACE: meta.namespace,
+        contract.ENV_JOB_UID: meta.uid,
+        contract.ENV_ROLE: slot.role,
+        contract.ENV_INDEX: str(slot.index),
+        contract.ENV_INCARNATION: str(incarnation),
+        contract.ENV_SERVERS: ",".join(servers),
+        contract.ENV_PORT: str(contract.PORT_CONTROL),
+        contract.ENV_DATA_PORT: str(contract.PORT_DATA),
+        contract.ENV_METRICS_PORT: str(contract.PORT_METRICS),
+        contract.ENV_TERMINATION_LOG: contract.TERMINATION_LOG,
+        # The kubelet expands $(NAME) in values, and a URI may hold one.
+        contract.ENV_CONFIG: json.dumps(config, separators=(",", ":")).replace("$(", "$$("),
+    }
+    token = {"name": names.secret_name(meta.name, meta.uid), "key": contract.SECRET_KEY_TOKEN}
+    return [
+        *({"name": name, "value": value} for name, value in said.items()),
+        {"name": contract.ENV_POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": contract.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": contract.ENV_TOKEN, "valueFrom": {"secretKeyRef": token}},
+    ]
+
+
+def _pod_spec(spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+    if spec.code is not None:
+        volumes.append({"name": CODE_VOLUME, "configMap": {"name": spec.code.config_map}})
+        mounts.append({"name": CODE_VOLUME, "mountPath": contract.CODE_MOUNT, "readOnly": True})
+    if spec.checkpoint.volume is not None and role in _SERVES:
+        volumes.append({"name": CHECKPOINT_VOLUME, **spec.checkpoint.volume})
+        mounts.append({"name": CHECKPOINT_VOLUME, "mountPath": contract.CHECKPOINT_MOUNT})
+    built: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": SERVER_GRACE if role == contract.ROLE_SERVER else WORKER_GRACE,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "fsGroup": FILES_GROUP,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": [
+            {
+                "key": f"node.kubernetes.io/{taint}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": NODE_TOLERANCE,
+            }
+            for taint in ("not-ready", "unreachable")
+        ],
+        "containers": [_container(spec, role, environment, mounts)],
+    }
+    if volumes:
+        built["volumes"] = volumes
+    if spec.scheduling.priority_class_name is not None:
+        built["priorityClassName"] = spec.scheduling.priority_class_name
+    if spec.scheduling.scheduler_name is not None:
+        built["schedulerName"] = spec.scheduling.scheduler_name
+    return built
+
+
+def _container(
+    spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, Any]], mounts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    allocator = _ALLOCATOR if role != contract.ROLE_EVALUATOR else {}
+    named = {str(item.get("name")) for item in spec.env}
+    container: dict[str, Any] = {
+        "name": contract.CONTAINER,
+        "image": spec.image,
+        "env": [
+            *environment,
+            *({"name": name, "value": value} for name, value in allocator.items() if name not in named),
+            *(item for item in spec.env if not str(item.get("name", "")).startswith(contract.ENV_PREFIX)),
+        ],
+        "ports": [
+            {"name": name, "containerPort": port, "protocol": "TCP"}
+            for name, port in (
+                (contract.PORT_NAME_CONTROL, contract.PORT_CONTROL),
+                (contract.PORT_NAME_DATA, contract.PORT_DATA),
+                (contract.PORT_NAME_METRICS, contract.PORT_METRICS),
+            )
+        ],
+        "terminationMessagePath": contract.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    working_dir = spec.working_dir if spec.working_dir is not None or spec.code is None else contract.CODE_MOUNT
+    optional = {
+        "command": list(spec.command),
+        "args": list(spec.args),
+        "envFrom": list(spec.env_from),
+        "workingDir": working_dir,
+        "volumeMounts": mounts,
+    }
+    container.update({field: value for field, value in optional.items() if value})
+    if role != contract.ROLE_EVALUATOR:
+        container["readinessProbe"] = {
+            "httpGet": {"path": "/readyz", "port": contract.PORT_METRICS},
+            "periodSeconds": 2,
+            "timeoutSeconds": 2,
+            "failureThreshold": 3,
+        }
+    return container

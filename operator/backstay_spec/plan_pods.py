@@ -1,0 +1,150 @@
+"""Reading the pods that a job owns: which are its own, whose place each fills, and how it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from backstay_spec import contract
+from backstay_spec.causes import parse_time, terminated_state
+from backstay_spec.names import ROLE_OF_LABEL, Slot
+from backstay_spec.observed import Manifest, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod of the job.
+
+    Attributes:
+        raw: its manifest.
+        name, uid, slot, incarnation: who it is.
+        deleting: it has a deletionTimestamp.
+        terminal: its phase is Succeeded or Failed.
+        ended: terminal, or its container `trainer` has ended while a side-car goes on.
+        ready: its condition Ready is True.
+        started: a container of it runs or ran.
+    """
+
+    raw: Manifest
+    name: str
+    uid: str
+    slot: Slot
+    incarnation: int
+    deleting: bool
+    terminal: bool
+    ended: bool
+    ready: bool
+    started: bool
+
+    @property
+    def alive(self) -> bool:
+        """Whether it counts: a pod that is being deleted is dead, however long it takes to go (O2)."""
+        return not (self.deleting or self.ended)
+
+
+def is_owned(manifest: Manifest, uid: str) -> bool:
+    """Whether the object's controller is the job with this uid."""
+    references = (manifest.get("metadata") or {}).get("ownerReferences") or ()
+    return any(r.get("uid") == uid and r.get("controller") is True for r in references)
+
+
+def is_deleting(manifest: Manifest) -> bool:
+    """Whether the object has a deletionTimestamp."""
+    return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
+    """The job's pods by place, oldest incarnation first. Others' pods and pods without our labels are left out."""
+    found: dict[Slot, list[PodView]] = {}
+    for raw in pods:
+        if is_owned(raw, uid) and (view := _view(raw)) is not None:
+            found.setdefault(view.slot, []).append(view)
+    for views in found.values():
+        views.sort(key=lambda v: v.incarnation)
+    return found
+
+
+def _view(raw: Manifest) -> PodView | None:
+    metadata: Mapping[str, Any] = raw.get("metadata") or {}
+    labels: Mapping[str, str] = metadata.get("labels") or {}
+    role = labels.get(contract.LABEL_ROLE, "")
+    index, incarnation = labels.get(contract.LABEL_INDEX, ""), labels.get(contract.LABEL_INCARNATION, "")
+    if role not in ROLE_OF_LABEL or not _is_number(index) or not _is_number(incarnation):
+        return None
+    status: Mapping[str, Any] = raw.get("status") or {}
+    phase = status.get("phase")
+    terminal = phase in ("Succeeded", "Failed")
+    return PodView(
+        raw=raw,
+        name=metadata.get("name", ""),
+        uid=metadata.get("uid", ""),
+        slot=Slot(role, int(index)),
+        incarnation=int(incarnation),
+        deleting=is_deleting(raw),
+        terminal=terminal,
+        ended=terminal or terminated_state(raw) is not None,
+        ready=(_ready(status) or {}).get("status") == "True",
+        started=phase not in (None, "Pending"),
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _ready(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "Ready":
+            found: Mapping[str, Any] = condition
+            return found
+    return None
+
+
+def created_at(view: PodView) -> datetime | None:
+    """When the pod was created."""
+    return parse_time((view.raw.get("metadata") or {}).get("creationTimestamp"))
+
+
+def gone_by(view: PodView) -> datetime | None:
+    """When a pod that is being deleted has used up its grace period."""
+    return parse_time((view.raw.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def ended_at(view: PodView) -> datetime | None:
+    """When its container `trainer` ended."""
+    state = terminated_state(view.raw)
+    return parse_time(state.get("finishedAt")) if state is not None else None
+
+
+def has_worked(view: PodView, progress: Progress | None) -> bool:
+    """Whether the pod did any work before now, or before it died: if not, its crash backs off (O4).
+
+    A worker has worked once it has handed in a gradient. The servers tell (`Progress.contributed`); without an
+    answer of theirs that is younger than the pod's start, and for servers always, it is whether the pod has been Ready.
+    The Ready condition of a dead pod is False, but its transition is then later than the container's start; one that
+    never was Ready has its transition from before. Nobody waits for an evaluator, so its crashes always back off.
+    """
+    started = _started_at(view.raw)
+    if view.slot.role == contract.ROLE_WORKER and progress is not None:
+        if progress.contributed.get(view.slot.index) == view.incarnation:
+            return True
+        if started is not None and 0 in progress.reached and progress.taken >= started:
+            return False
+    if view.slot.role == contract.ROLE_EVALUATOR:
+        return False
+    if view.ready:
+        return True
+    ready = _ready(view.raw.get("status") or {})
+    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    return started is not None and turned is not None and turned > started
+
+
+def _started_at(pod: Manifest) -> datetime | None:
+    for container in (pod.get("status") or {}).get("containerStatuses") or ():
+        if container.get("name") == contract.CONTAINER:
+            state = container.get("state") or {}
+            running = state.get("running") or state.get("terminated") or {}
+            return parse_time(running.get("startedAt"))
+    return None

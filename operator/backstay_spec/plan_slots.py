@@ -1,0 +1,306 @@
+"""The places of a running job: which pod of each counts, whether it lives, and what comes after it (O2, O4).
+
+For each place the newest incarnation on record is the one that counts. Its pod lives, or is dead, or is not seen:
+
+- dead: it is counted once, by the very status that records the next incarnation, or (while the place backs off) its
+  `notBefore`;
+- not seen, though on record: it was deleted behind our back, or the operator died between writing the status and
+  creating it. A live GET tells; if it is not there it is dead, and the next incarnation takes its place, because a pod
+  that was force-deleted may still run somewhere. The condition PodsCreated tells the two apart for the counters;
+- not seen because the API server refused it: the same incarnation is tried again.
+
+Standbys will be further pods of a place, of incarnations of their own; what then changes is which incarnation a
+shard's Service selects, and that is asked in one place, `serving_incarnation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from backstay_spec import budgets, contract, names, status
+from backstay_spec.actions import Death, DeletePod, LookUpPod
+from backstay_spec.causes import (
+    Cause,
+    Obstacle,
+    Verdict,
+    obstacle_of,
+    refusal_obstacle,
+    terminated_state,
+    verdict_of,
+)
+from backstay_spec.events import warning
+from backstay_spec.names import ROLE_OF_LABEL, Slot
+from backstay_spec.observed import Observed, Progress
+from backstay_spec.plan_draft import Draft
+from backstay_spec.plan_pods import PodView, created_at, ended_at, has_worked
+from backstay_spec.types import TrainingJob
+
+REFUSED_RETRY: Final = timedelta(seconds=5)
+LOOK_UP_RETRY: Final = timedelta(seconds=5)
+# A worker that exits 0 may be the first sign that the job is done; this long the servers have to say so.
+EXIT_VERDICT: Final = timedelta(seconds=10)
+# The container of a hung pod ignores SIGTERM; nothing is gained by waiting for it.
+STALLED_GRACE: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A pod to create."""
+
+    slot: Slot
+    incarnation: int
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hindered:
+    """A place whose pod does not start, and since when."""
+
+    slot: Slot
+    obstacle: Obstacle
+    since: datetime
+
+
+def desired_slots(job: TrainingJob) -> list[Slot]:
+    """The places that a running job has, servers first."""
+    spec = job.spec
+    slots = [Slot(contract.ROLE_SERVER, i) for i in range(spec.parameter_servers.replicas)]
+    slots += [Slot(contract.ROLE_WORKER, i) for i in range(spec.workers.replicas)]
+    if spec.evaluator is not None:
+        slots.append(Slot(contract.ROLE_EVALUATOR, 0))
+    return slots
+
+
+def record_seen(draft: Draft) -> None:
+    """Never fall behind what exists: a status that was lost (a job restored from a backup) must not reuse a token."""
+    for slot, pods in draft.pods.items():
+        newest = pods[-1].incarnation
+        if newest > draft.incarnations.get(slot.key, 0):
+            draft.incarnations[slot.key] = newest
+
+
+def newest_pod(draft: Draft, slot: Slot) -> PodView | None:
+    """The pod of the newest incarnation on record, if it is seen."""
+    recorded = draft.incarnations.get(slot.key, 0)
+    return next((p for p in draft.pods.get(slot, ()) if p.incarnation == recorded), None)
+
+
+def serving_incarnation(draft: Draft, shard: int) -> int:
+    """The incarnation that a shard's Service selects; 1 before there was any."""
+    return max(1, draft.incarnations.get(Slot(contract.ROLE_SERVER, shard).key, 0))
+
+
+class Slots:
+    """Judges the places of one job, one after the other.
+
+    Attributes:
+        births: the pods to create, their incarnations recorded in the draft.
+        hindered: the places whose pods do not start.
+    """
+
+    def __init__(self, draft: Draft, job: TrainingJob, observed: Observed, *, can_create: bool) -> None:
+        self.draft = draft
+        self.job = job
+        self.observed = observed
+        self.progress: Progress | None = observed.progress
+        self.can_create = can_create
+        self.births: list[Birth] = []
+        self.hindered: list[Hindered] = []
+        self.refused = False
+
+    def judge(self, slot: Slot) -> None:
+        """Decide about one place that the job has."""
+        draft = self.draft
+        recorded = draft.incarnations.get(slot.key, 0)
+        pod = newest_pod(draft, slot)
+        waiting = draft.backoff.get(slot.key)
+        if pod is not None and pod.alive and not (waiting is not None and waiting.not_before is not None):
+            self._judge_living(slot, pod)
+        elif not self.can_create:
+            # Whatever died is judged when it can be replaced: the two go into one status.
+            return
+        elif recorded == 0 or (not self._was_desired(slot) and not self._refusal(slot, pod)):
+            self._bear(slot, None)
+        elif waiting is not None and waiting.not_before is not None:
+            self._judge_waiting(slot, pod, waiting.not_before)
+        elif pod is not None:
+            self._judge_dead(slot, pod)
+        else:
+            self._judge_unseen(slot, recorded)
+
+    def _was_desired(self, slot: Slot) -> bool:
+        """Whether the last status asked for this place: if not, its old pods were deleted by us, not lost."""
+        role = self.draft.old.roles.get(ROLE_OF_LABEL[slot.role])
+        return role is not None and slot.index < role.desired
+
+    def _refusal(self, slot: Slot, pod: PodView | None) -> bool:
+        return pod is None and self._name(slot, self.draft.incarnations.get(slot.key, 0)) in self.observed.refused
+
+    def _name(self, slot: Slot, incarnation: int) -> str:
+        return names.pod_name(self.draft.meta.name, self.draft.meta.uid, slot, incarnation)
+
+    def _judge_living(self, slot: Slot, pod: PodView) -> None:
+        for stalled in self.progress.stalled if self.progress is not None else ():
+            if (slot.role, slot.index, pod.incarnation) == (contract.ROLE_WORKER, stalled.rank, stalled.incarnation):
+                if self.can_create:
+                    self.draft.actions.append(DeletePod(pod.name, pod.uid, STALLED_GRACE, Cause.STALLED))
+                    self._die(slot, pod, Verdict(Cause.STALLED, stalled.reason or "it hangs"))
+                return
+        if slot.key in self.draft.backoff and has_worked(pod, self.progress):
+            del self.draft.backoff[slot.key]
+        obstacle = None if pod.ready else obstacle_of(pod.raw)
+        if obstacle is None:
+            return
+        self.hindered.append(Hindered(slot, obstacle, created_at(pod) or self.draft.now))
+        if obstacle.blocked.permanent:
+            self.draft.fail(obstacle.blocked, f"{slot.text} (pod {pod.name}) cannot start: {obstacle.text}")
+
+    def _judge_waiting(self, slot: Slot, pod: PodView | None, not_before: datetime) -> None:
+        if self.draft.now >= not_before:
+            self._bear(slot, None)
+            return
+        self.draft.wake_at(not_before)
+        if pod is not None and pod.alive:
+            self.draft.actions.append(DeletePod(pod.name, pod.uid, STALLED_GRACE, "Superseded"))
+
+    def _judge_dead(self, slot: Slot, pod: PodView) -> None:
+        if self._left_in_order(slot, pod):
+            return
+        self._die(slot, pod, verdict_of(pod.raw))
+
+    def _left_in_order(self, slot: Slot, pod: PodView) -> bool:
+        """Whether a dead pod is no loss, or may turn out to be none; the latter for a short while only (T8)."""
+        done = self.progress is not None and self.progress.done
+        state = terminated_state(pod.raw)
+        clean = state is not None and state.get("exitCode") == 0 and not pod.deleting
+        if slot.role != contract.ROLE_SERVER:
+            if done:
+                return True
+        elif slot.index == 0 or not clean:
+            return False
+        if not clean:
+            return False
+        if done:
+            return True
+        ended = ended_at(pod)
+        if ended is None or self.draft.now >= ended + EXIT_VERDICT:
+            return False
+        # The two times come from two clocks, one of whole seconds: an answer counts when it is clearly younger.
+        asked = self.progress is not None and 0 in self.progress.reached
+        if asked and self.progress is not None and self.progress.taken > ended + timedelta(seconds=1):
+            return False
+        self.draft.wake_at(ended + EXIT_VERDICT)
+        return True
+
+    def _judge_unseen(self, slot: Slot, recorded: int) -> None:
+        name = self._name(slot, recorded)
+        refusal = self.observed.refused.get(name)
+        if refusal is not None:
+            self.refused = True
+            obstacle = refusal_obstacle(refusal.reason, refusal.message)
+            created = self.draft.conditions.get(status.PODS_CREATED)
+            known = created is not None and created.status == "False"
+            since = created.last_transition_time if created is not None and known else self.draft.now
+            self.hindered.append(Hindered(slot, obstacle, since))
+            if obstacle.blocked.permanent:
+                self.draft.fail(obstacle.blocked, f"{slot.text} (pod {name}) cannot be created: {obstacle.text}")
+            elif self.draft.now >= refusal.at + REFUSED_RETRY:
+                self.births.append(Birth(slot, recorded))
+            else:
+                self.draft.wake_at(refusal.at + REFUSED_RETRY)
+        elif name in self.observed.missing:
+            if not status.holds(self.draft.conditions, status.PODS_CREATED):
+                # It may never have been: the operator can die between the status and the create.
+                self._bear(slot, None)
+                return
+            verdict = Verdict(Cause.VANISHED, "it is gone without a trace")
+            self._count(slot, recorded, name, verdict, charged=False)
+            self._bear(slot, verdict.cause)
+            self._tell(slot, name, verdict, None)
+        else:
+            self.draft.actions.append(LookUpPod(name))
+            self.draft.wake_at(self.draft.now + LOOK_UP_RETRY)
+
+    def _die(self, slot: Slot, pod: PodView, verdict: Verdict) -> None:
+        role = ROLE_OF_LABEL[slot.role]
+        wait: datetime | None = None
+        if verdict.cause.charged:
+            spent = self.draft.restarts.get(role, 0)
+            budget = budgets.max_restarts(self.job.spec, slot.role)
+            if spent >= budget:
+                self._count(slot, pod.incarnation, pod.name, verdict, charged=False)
+                self.draft.fail(
+                    "MaxRestartsExceeded",
+                    f"{slot.text} (pod {pod.name}) died ({verdict.cause}: {verdict.text}), and the "
+                    f"{budgets.budget_field(slot.role)} of {budget} is used up",
+                )
+                return
+            if has_worked(pod, self.progress):
+                self.draft.backoff.pop(slot.key, None)
+            else:
+                backoff = budgets.backed_off(self.draft.backoff.get(slot.key), self.draft.now)
+                self.draft.backoff[slot.key] = backoff
+                wait = backoff.not_before
+        self._count(slot, pod.incarnation, pod.name, verdict, charged=verdict.cause.charged)
+        if wait is None:
+            self._bear(slot, verdict.cause)
+        else:
+            self.draft.wake_at(wait)
+        self._tell(slot, pod.name, verdict, wait)
+
+    def _count(self, slot: Slot, incarnation: int, pod: str, verdict: Verdict, *, charged: bool) -> None:
+        draft, role = self.draft, ROLE_OF_LABEL[slot.role]
+        draft.deaths.append(Death(slot.role, slot.index, incarnation, pod, verdict.cause, charged))
+        if charged:
+            draft.restarts[role] = draft.restarts.get(role, 0) + 1
+        elif not verdict.cause.charged:
+            draft.disruptions[role] = draft.disruptions.get(role, 0) + 1
+
+    def _tell(self, slot: Slot, pod: str, verdict: Verdict, wait: datetime | None) -> None:
+        if wait is None:
+            then = f"replaced by {self._name(slot, self.draft.incarnations[slot.key])}"
+        else:
+            seconds = max(1, round((wait - self.draft.now).total_seconds()))
+            then = f"it did no work, so the next one waits {seconds} s"
+        if verdict.cause.charged:
+            spent = self.draft.restarts[ROLE_OF_LABEL[slot.role]]
+            then += f"; restart {spent} of {budgets.max_restarts(self.job.spec, slot.role)}"
+        self.draft.events.append(warning(verdict.cause, f"{slot.text} (pod {pod}) died: {verdict.text}; {then}"))
+
+    def _bear(self, slot: Slot, cause: Cause | None) -> None:
+        incarnation = self.draft.incarnations.get(slot.key, 0) + 1
+        self.draft.incarnations[slot.key] = incarnation
+        waited = self.draft.backoff.get(slot.key)
+        if waited is not None and waited.not_before is not None:
+            self.draft.backoff[slot.key] = waited.model_copy(update={"not_before": None})
+        self.births.append(Birth(slot, incarnation, cause))
+
+
+def remove_superfluous(draft: Draft, wanted: set[Slot], progress: Progress | None) -> None:
+    """Delete what no longer counts: older incarnations that still run, the dead of before the last one (the last is
+    kept for its log), and the pods of places that the job no longer has: a worker's only once the world is smaller,
+    highest rank first."""
+    for slot in sorted(draft.pods, reverse=True):
+        recorded = draft.incarnations.get(slot.key, 0)
+        for pod in draft.pods[slot]:
+            if pod.deleting:
+                continue
+            if slot not in wanted:
+                if pod.ended or _has_left_world(draft, slot, progress):
+                    draft.actions.append(DeletePod(pod.name, pod.uid, None, "Superfluous"))
+            elif pod.incarnation < recorded and not pod.terminal:
+                if not any(isinstance(a, DeletePod) and a.uid == pod.uid for a in draft.actions):
+                    draft.actions.append(DeletePod(pod.name, pod.uid, None, "Superseded"))
+            elif pod.incarnation < recorded - 1:
+                draft.actions.append(DeletePod(pod.name, pod.uid, None, "Outdated"))
+
+
+def _has_left_world(draft: Draft, slot: Slot, progress: Progress | None) -> bool:
+    if slot.role != contract.ROLE_WORKER:
+        return True
+    if progress is not None and progress.world is not None:
+        return slot.index >= progress.world
+    # Nobody has said which world is in force: before the first step nobody misses a rank, later we wait to be told.
+    return draft.old.step is None and draft.old.world is None
