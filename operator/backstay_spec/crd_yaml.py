@@ -16,16 +16,27 @@ __all__ = ["to_yaml"]
 
 WIDTH: Final = 110
 
-# Plain scalars that every YAML reader takes as the string that they are; all else is quoted as JSON, which is YAML too.
+# Plain scalars that every YAML reader takes as the string that they are; all else is quoted.
 _PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _NOT_STRINGS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf"})
+
+
+def _character(one: str) -> str:
+    """A character within double quotes; YAML has no surrogate pairs, so JSON's own escapes will not do."""
+    if one in '"\\':
+        return f"\\{one}"
+    if one.isprintable():
+        return one
+    return f"\\u{ord(one):04x}" if ord(one) < 0x10000 else f"\\U{ord(one):08x}"
 
 
 def _scalar(value: Any) -> str:
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _NOT_STRINGS:
             return value
-        return json.dumps(value, ensure_ascii=False)
+        return f'"{"".join(map(_character, value))}"'
+    if isinstance(value, float) and "." not in repr(value):
+        return repr(value).replace("e", ".0e")  # YAML 1.1 reads 1e+16 as a string
     return json.dumps(value)
 
 

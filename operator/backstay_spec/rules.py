@@ -142,6 +142,8 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     *(Bound(f"{template}.metadata.labels", max_properties=64) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers", max_items=16) for template in TEMPLATES),
     *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, right=_CONTAINER) for template in TEMPLATES),
+    *(Bound(f"{template}.spec.containers[].command", max_items=256) for template in TEMPLATES),
+    *(Bound(f"{template}.spec.containers[].args", max_items=1024) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
 )
 

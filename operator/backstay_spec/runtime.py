@@ -23,14 +23,14 @@ class CheckpointConfig(BaseModel):
 
 
 class RuntimeConfig(BaseModel):
-    """The job as the training runtime sees it. Unknown fields are ignored, so an older trainer runs under a newer operator."""
+    """The job as the runtime sees it. Unknown fields are ignored, so an older trainer runs under a newer operator."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     shards: int = Field(ge=1)
     workers: int = Field(ge=1)
     mode: Literal["Sync", "Async"] = "Sync"
-    backups: int | str = 0  # a number or whole percents such as "5%"; `backstay_spec.quorum.backups_of` turns it into a number
+    backups: int | str = 0  # a number, or whole percents such as "5%": see `backstay_spec.quorum.backups_of`
     max_non_finite: int = Field(default=3, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
     staleness_damping: bool = False

@@ -55,7 +55,7 @@ def parse_job(obj: object) -> TrainingJob:
     else:
         job["spec"] = check.value(obj["spec"], spec_schema(), "spec", "spec")
     for rule in RULES:
-        check.errors.extend(_broken(rule, job, check))
+        check.errors.extend(broken(rule, job, check))
     if check.errors:
         raise SpecErrors(check.errors)
     if not job["metadata"].get("generateName") or obj["metadata"].get("name") is not None:
@@ -95,7 +95,7 @@ def _path_of(location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _expand(value: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]:
+def expand(value: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of every place that a rule is about; nothing where it is absent."""
     if not steps:
         yield path, value
@@ -105,17 +105,17 @@ def _expand(value: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]
         return
     here, inner = join(path, name), value[name]
     if not steps[0].endswith("[]"):
-        yield from _expand(inner, steps[1:], here)
+        yield from expand(inner, steps[1:], here)
     elif isinstance(inner, list):
         for index, one in enumerate(inner):
-            yield from _expand(one, steps[1:], f"{here}[{index}]")
+            yield from expand(one, steps[1:], f"{here}[{index}]")
 
 
-def _broken(rule: Rule, job: Mapping[str, Any], check: Check) -> Iterator[SpecError]:
-    for path, value in _expand(job, rule.at.split(".") if rule.at else [], ""):
+def broken(rule: Rule, job: Mapping[str, Any], check: Check) -> Iterator[SpecError]:
+    for path, value in expand(job, rule.at.split(".") if rule.at else [], ""):
         if all(check.usable(_within(path, read)) for read in rule.reads) and not rule.holds(value):
             field = _within(path, rule.field)
-            shown = next((one for _, one in _expand(value, rule.field.split(".") if rule.field else [], "")), None)
+            shown = next((one for _, one in expand(value, rule.field.split(".") if rule.field else [], "")), None)
             if isinstance(shown, bool | int | float | str):
                 yield SpecError(field, f"is {display(shown)}: {rule.message}")
             else:

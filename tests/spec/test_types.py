@@ -1,0 +1,56 @@
+"""The models themselves: they do not change, they equal themselves after a round trip, they turn into labels."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from pydantic import ValidationError
+
+from backstay_spec.contract import ROLE_WORKER
+from backstay_spec.types import Scheduling, TrainingJobSpec
+from backstay_spec.types_status import Backoff, TrainingJobStatus, format_time, slot_key
+
+
+def test_a_spec_does_not_change() -> None:
+    spec = TrainingJobSpec(image="i")
+    with pytest.raises(ValidationError):
+        spec.image = "other"  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        TrainingJobSpec.model_validate({"image": "i", "imgae": "i"})
+    with pytest.raises(ValidationError):
+        TrainingJobSpec.model_validate({"image": "i", "workers": {"replicas": "3"}})
+
+
+def test_a_status_equals_itself_after_a_round_trip() -> None:
+    """What is written once is not written again (O1): times have whole seconds and UTC from the start."""
+    east = timezone(timedelta(hours=2))
+    status = TrainingJobStatus(
+        start_time=datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=east),
+        backoff={slot_key(ROLE_WORKER, 3): Backoff(failures=1, not_before=datetime(2026, 1, 1, 0, 0, 1))},
+        loss=math.nan,
+        examples_per_second=math.inf,
+        step=0,
+    )
+    assert status.start_time == datetime(2026, 1, 1, 10, tzinfo=UTC)
+    assert status.loss is None
+    assert status.examples_per_second is None
+    written = status.to_dict()
+    assert written["startTime"] == "2026-01-01T10:00:00Z"
+    assert written["backoff"] == {"worker-3": {"failures": 1, "notBefore": "2026-01-01T00:00:01Z"}}
+    assert TrainingJobStatus.model_validate(written) == status
+    assert format_time(datetime(2026, 1, 1, 12, tzinfo=east)) == "2026-01-01T10:00:00Z"
+
+
+def test_a_queue_and_a_gang_are_labels_of_the_pods() -> None:
+    """Kueue admits pods by a label; gang schedulers find a PodGroup's pods by a label or an annotation."""
+    read = Scheduling.model_validate
+    assert read({"queue": "q"}).pod_labels() == {"kueue.x-k8s.io/queue-name": "q"}
+    coscheduling = read({"gang": {"podGroup": "g"}})
+    assert coscheduling.pod_labels() == {"scheduling.x-k8s.io/pod-group": "g"}
+    assert coscheduling.pod_annotations() == {}
+    volcano = read({"gang": {"podGroup": "g", "kind": "Volcano"}})
+    assert volcano.pod_labels() == {}
+    assert volcano.pod_annotations() == {"scheduling.k8s.io/group-name": "g"}
+    assert read({}).pod_labels() == read({}).pod_annotations() == {}
