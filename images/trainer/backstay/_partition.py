@@ -98,10 +98,11 @@ class GroupLike(Protocol):
 
 
 class RuleLike(Protocol):
-    """The part of a rule that the partition depends on."""
+    """The part of `backstay._rules.Rule` that the partition depends on."""
 
     @property
     def groups(self) -> tuple[Any, ...]: ...  # of GroupLike
+    def check(self, shards: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,13 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
 
     Raises:
         ConfigurationError: `shards` or `block_bytes` is too small.
+        OptimizerError: the rule cannot be computed by so many shards.
     """
     if shards < 1:
         raise ConfigurationError(f"shards is {shards}: must be at least 1")
     if block_bytes < LINE_BYTES:
         raise ConfigurationError(f"block_bytes is {block_bytes}: must be at least {LINE_BYTES}")
+    rule.check(shards)
     groups: tuple[GroupLike, ...] = rule.groups
     _check_cover(tree, groups)
 
@@ -211,17 +214,15 @@ def _room(loads: Sequence[int], tree: TreeSpec, line: Sequence[GroupLike]) -> li
 
 
 def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int]) -> list[list[_Range]]:
-    """Walk the line of leaves and give every shard its stretch; each bound is rounded by itself, so errors never add."""
+    """Walk the line of leaves and give every shard its stretch. Each bound is rounded by itself: errors never add."""
     result: list[list[_Range]] = [[] for _ in rooms]
     bounds = np.cumsum(rooms, dtype=np.int64)
     shard, at = 0, 0  # `at`: the byte of the line where the present leaf starts
     for leaf, spec in line:
         start = 0
         while start < spec.size:
-            if shard == len(rooms) - 1:
-                stop = spec.size
-            else:
-                stop = _nearest_cut(int(bounds[shard]) - at, spec)
+            last = shard == len(rooms) - 1
+            stop = spec.size if last else _nearest_cut(int(bounds[shard]) - at, spec)
             if stop > start:
                 result[shard].append(_Range(leaf, start, stop))
                 start = stop

@@ -67,7 +67,10 @@ class TreeSpec:
 
     def shapes(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` at every leaf."""
-        return self.unflatten(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves)
+        return self.unflatten(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+            for leaf in self.leaves
+        )
 
     def difference(self, other: TreeSpec) -> str | None:
         """The first leaf in which `other` differs, in words; None if paths, shapes and dtypes are equal."""
@@ -103,12 +106,11 @@ def describe(tree: Any) -> TreeSpec:
     seen: dict[int, str] = {}
     for name, (_, value) in zip(names, flat, strict=True):
         leaves.append(_leaf(name, value))
-        if isinstance(value, jax.Array | np.ndarray):
-            if (other := seen.setdefault(id(value), name)) != name:
-                raise TreeError(
-                    f"parameters: leaves {other} and {name} are the same array. Training would separate them: keep "
-                    f"the array at one place in the tree and use it twice in `loss`, or make the second a copy."
-                )
+        if isinstance(value, jax.Array | np.ndarray) and (other := seen.setdefault(id(value), name)) != name:
+            raise TreeError(
+                f"parameters: leaves {other} and {name} are the same array. Training would separate them: keep "
+                f"the array at one place in the tree and use it twice in `loss`, or make the second a copy."
+            )
     return TreeSpec(tuple(leaves), treedef)
 
 
@@ -173,7 +175,7 @@ def _key(entry: Any) -> str:
     if isinstance(entry, SequenceKey):
         return str(entry.idx)
     if isinstance(entry, GetAttrKey):
-        return entry.name
+        return str(entry.name)
     return str(entry)
 
 

@@ -1,0 +1,247 @@
+"""A jaxpr with the calls inside it inlined, in a form that can be sliced output by output.
+
+JAX's own jaxprs group what is computed together: a `cond` over the whole tree takes every leaf. To know what one leaf
+depends on, and to compute that leaf alone, calls are inlined and conditionals are kept with branches of the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+# Calls that compute what their jaxpr says when nothing is differentiated or mapped: parameter names of the jaxpr.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant of the program: a scalar written in it, or an array that the traced function closed over."""
+
+    value: Any  # np.ndarray, or a jax.Array for dtypes that NumPy does not have (PRNG keys)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+
+Atom = int | Literal  # a variable's number, or a constant
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """``outputs = primitive(inputs)``. For a conditional, `inputs` is the index and then the operands of `branches`."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    branches: tuple[Flat, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.primitive.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A program: variables `inputs`, then `equations` in order, then the atoms `outputs`.
+
+    `avals` gives shape and dtype of every variable by its number.
+    """
+
+    inputs: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+    avals: tuple[Any, ...]
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        return atom.shape if isinstance(atom, Literal) else tuple(self.avals[atom].shape)
+
+
+def flatten(closed: Any) -> Flat:
+    """Inline the calls of a closed jaxpr."""
+    builder = _Builder()
+    inputs = tuple(builder.new(var.aval) for var in closed.jaxpr.invars)
+    outputs = builder.inline(closed, inputs)
+    return Flat(inputs, tuple(builder.equations), tuple(outputs), tuple(builder.avals))
+
+
+def evaluate(flat: Flat, values: Sequence[Any]) -> list[Any]:
+    """Compute the outputs from `values`, one for each input; meant to be traced under `jax.jit`."""
+    env: dict[int, Any] = dict(zip(flat.inputs, values, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Literal) else env[atom]
+
+    for equation in flat.equations:
+        args = [read(atom) for atom in equation.inputs]
+        if equation.branches:
+            branches = [_branch(branch) for branch in equation.branches]
+            results = jax.lax.switch(args[0], branches, *args[1:])
+        else:
+            functions, params = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*functions, *args, **params)
+            if not equation.primitive.multiple_results:
+                results = [results]
+        env.update(zip(equation.outputs, results, strict=True))
+    return [read(atom) for atom in flat.outputs]
+
+
+def select(flat: Flat, outputs: Sequence[int]) -> tuple[Flat, tuple[int, ...]]:
+    """The part of a program that computes the outputs of the given indices.
+
+    Returns:
+        The part, whose inputs are only those that it needs, and their indices among `flat.inputs`.
+    """
+    return Slicer(flat).select(outputs)
+
+
+class Slicer:
+    """`select` for many sets of outputs of one program; each costs only as much as the part has equations."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self._producer = {out: index for index, eqn in enumerate(flat.equations) for out in eqn.outputs}
+        self._position = {var: index for index, var in enumerate(flat.inputs)}
+
+    def select(self, outputs: Sequence[int]) -> tuple[Flat, tuple[int, ...]]:
+        flat = self.flat
+        wanted = tuple(flat.outputs[index] for index in outputs)
+        needed: dict[int, set[int]] = {}  # equation -> the positions of its outputs that are needed
+        cut: dict[int, Equation] = {}
+        inputs: set[int] = set()
+        stack = [atom for atom in wanted if not isinstance(atom, Literal)]
+        while stack:
+            var = stack.pop()
+            if var in self._position:
+                inputs.add(self._position[var])
+                continue
+            index = self._producer[var]
+            equation = flat.equations[index]
+            position = equation.outputs.index(var)
+            positions = needed.setdefault(index, set())
+            if position in positions:
+                continue
+            first = not positions
+            positions.add(position)
+            if equation.branches:  # needs more operands with each output
+                equation = cut[index] = _cut(equation, sorted(positions))
+            elif not first:
+                continue
+            stack.extend(atom for atom in equation.inputs if not isinstance(atom, Literal))
+        equations = tuple(cut.get(index, flat.equations[index]) for index in sorted(needed))
+        order = tuple(sorted(inputs))
+        return Flat(tuple(flat.inputs[i] for i in order), equations, wanted, flat.avals), order
+
+
+def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
+    """What each output depends on, when input i carries the set of bits ``masks[i]``."""
+    env: dict[int, int] = dict(zip(flat.inputs, masks, strict=True))
+
+    def read(atom: Atom) -> int:
+        return 0 if isinstance(atom, Literal) else env[atom]
+
+    for equation in flat.equations:
+        args = [read(atom) for atom in equation.inputs]
+        if equation.branches:
+            results = [args[0]] * len(equation.outputs)
+            for branch in equation.branches:
+                found = dependencies(branch, args[1:])
+                results = [mine | other for mine, other in zip(results, found, strict=True)]
+        else:
+            union = 0
+            for mask in args:
+                union |= mask
+            results = [union] * len(equation.outputs)
+        env.update(zip(equation.outputs, results, strict=True))
+    return [read(atom) for atom in flat.outputs]
+
+
+def _branch(flat: Flat) -> Any:
+    return lambda *operands: tuple(evaluate(flat, operands))
+
+
+def _cut(equation: Equation, positions: Sequence[int]) -> Equation:
+    """A conditional with only some of its outputs, and only the operands that those need."""
+    parts = [select(branch, positions) for branch in equation.branches]
+    operands = sorted({index for _, used in parts for index in used})
+    branches = tuple(
+        Flat(tuple(whole.inputs[i] for i in operands), part.equations, part.outputs, part.avals)
+        for whole, (part, _) in zip(equation.branches, parts, strict=True)
+    )
+    inputs = (equation.inputs[0], *(equation.inputs[1 + i] for i in operands))
+    outputs = tuple(equation.outputs[i] for i in positions)
+    return Equation(equation.primitive, equation.params, inputs, outputs, branches)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def inline(self, closed: Any, inputs: Iterable[Atom]) -> list[Atom]:
+        jaxpr = closed.jaxpr
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update((var, constant(value)) for var, value in zip(jaxpr.constvars, closed.consts, strict=True))
+
+        def read(atom: Any) -> Atom:
+            if isinstance(atom, jex.Literal):
+                aval: Any = atom.aval
+                return constant(atom.val, aval.dtype)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            args = tuple(read(atom) for atom in eqn.invars)
+            inner = _called(eqn)
+            if inner is not None:
+                env.update(zip(eqn.outvars, self.inline(inner, args), strict=True))
+                continue
+            branches: tuple[Flat, ...] = ()
+            if eqn.primitive.name == "cond":
+                branches = tuple(flatten(branch) for branch in eqn.params["branches"])
+            outputs = tuple(self.new(var.aval) for var in eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            if outputs:  # one without results only prints or checks
+                self.equations.append(Equation(eqn.primitive, dict(eqn.params), args, outputs, branches))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def constant(value: Any, dtype: Any = None) -> Literal:
+    """A literal of JAX's canonical dtype."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return Literal(value)
+    if dtype is None:
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(value).dtype)
+    return Literal(np.asarray(value, dtype=dtype))
+
+
+def _called(eqn: Any) -> Any | None:
+    key = _CALLS.get(eqn.primitive.name)
+    if key is None or key not in eqn.params:
+        return None
+    inner = eqn.params[key]
+    if not isinstance(inner, jex.ClosedJaxpr):
+        if not hasattr(inner, "eqns") or inner.constvars:
+            return None
+        inner = jex.ClosedJaxpr(inner, ())
+    return inner if len(inner.jaxpr.invars) == len(eqn.invars) else None

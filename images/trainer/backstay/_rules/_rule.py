@@ -1,0 +1,257 @@
+"""An optimizer as shards compute it: which leaves are updated together, and the program for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from .._tree import LeafSpec, TreeSpec
+from ..errors import OptimizerError
+from ._elementwise import Expressions, NotElementwiseError
+from ._flat import Flat, Slicer, evaluate
+from ._groups import Split, split
+from ._signature import of_flat
+from ._trace import StateSpec, Trace, trace
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that are updated together, because the update of one reads another.
+
+    Attributes:
+        leaves: of the parameters, ascending.
+        states: of the optimizer's state, ascending: those that belong to these leaves alone.
+        elementwise: it is one leaf whose elements, with those of its states, may be updated in any pieces.
+        program: which of `Rule.programs` updates it.
+        why: why it is not elementwise; empty if it is.
+    """
+
+    leaves: tuple[int, ...]
+    states: tuple[int, ...]
+    elementwise: bool
+    program: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ElementwiseProgram:
+    """The update of any stretch of elements.
+
+    Attributes:
+        expressions: where `outputs` are from.
+        outputs: expressions of the new parameter, then of the new states.
+        uniform: the scalars that `run` wants, computed once for a whole update by `Rule.advance`.
+    """
+
+    expressions: Expressions
+    outputs: tuple[int, ...]
+    uniform: tuple[int, ...]
+
+    def run(self, scalars: Sequence[Any], gradient: Any, param: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """New parameter and states of one block; all 1-D of one size. To be traced."""
+        uniform = dict(zip(self.uniform, scalars, strict=True))
+        results = self.expressions.block(self.outputs, uniform, [gradient, param, *states], gradient.shape[0])
+        return results[0], results[1:]
+
+
+@dataclass(frozen=True)
+class WholeProgram:
+    """The update of a group in its true shapes.
+
+    Attributes:
+        flat: the program; outputs are the new parameters, then the new states of the group.
+        inputs: what each of its inputs is: ``("gradient" | "param" | "state", k-th of the group)``, or
+            ``("shared", state leaf)``.
+        leaves: how many leaves the group has.
+    """
+
+    flat: Flat
+    inputs: tuple[tuple[str, int], ...]
+    leaves: int
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The shared state leaves that `run` wants."""
+        return tuple(sorted({index for kind, index in self.inputs if kind == "shared"}))
+
+    def run(
+        self, shared: Sequence[Any], gradients: Sequence[Any], params: Sequence[Any], states: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """New parameters and states; all in their true shapes. To be traced."""
+        sources = {
+            "gradient": dict(enumerate(gradients)),
+            "param": dict(enumerate(params)),
+            "state": dict(enumerate(states)),
+            "shared": dict(zip(self.shared, shared, strict=True)),
+        }
+        results = evaluate(self.flat, [sources[kind][index] for kind, index in self.inputs])
+        return results[: self.leaves], results[self.leaves :]
+
+
+Program = ElementwiseProgram | WholeProgram
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What `analyse` found out about an optimizer on a tree.
+
+    Attributes:
+        tree: the parameters.
+        states: the leaves of the optimizer's state.
+        treedef: how they make the state.
+        groups: every parameter leaf in exactly one, ordered by their first leaf.
+        shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
+        programs: what updates groups; groups of equal program are updated alike.
+    """
+
+    tree: TreeSpec
+    states: tuple[StateSpec, ...]
+    treedef: Any
+    groups: tuple[Group, ...]
+    shared: tuple[int, ...]
+    programs: tuple[Program, ...]
+    optimizer: optax.GradientTransformation
+    _advance: Flat
+    _advance_inputs: tuple[int, ...]
+    _split: Split
+
+    def check(self, shards: int) -> None:
+        """Refuse what `shards` shards cannot compute as one process would.
+
+        Raises:
+            OptimizerError: with more than one shard, all leaves must be updated together.
+        """
+        if shards == 1:
+            return
+        filled = {index for index, leaf in enumerate(self.tree.leaves) if leaf.size}
+        for group in self.groups:
+            if len(group.leaves) > 1 and filled <= set(group.leaves):
+                raise OptimizerError(self._refusal(group, shards))
+
+    def advance(self, shared: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """The shared states after the update, and the uniform scalars that the update uses. To be traced.
+
+        Args:
+            shared: the values of `self.shared`, before the update.
+            wanted: expressions, from `ElementwiseProgram.uniform`.
+        """
+        values = dict(zip(self.shared, shared, strict=True))
+        new = evaluate(self._advance, [values[index] for index in self._advance_inputs])
+        for program in self.programs:
+            if isinstance(program, ElementwiseProgram):
+                return new, list(program.expressions.scalars(wanted, values))
+        return new, []
+
+    def initial_state(self, params: Any, wanted: Sequence[int]) -> list[jax.Array]:
+        """The given leaves of ``optimizer.init(params)``, the others not computed."""
+        indices = tuple(wanted)
+
+        def init(params: Any) -> list[Any]:
+            leaves = jax.tree_util.tree_leaves(self.optimizer.init(params))
+            return [leaves[index] for index in indices]
+
+        return list(jax.jit(init)(params)) if indices else []
+
+    def _refusal(self, group: Group, shards: int) -> str:
+        one, other = self._split.pair(group.leaves)
+        first, second = self.tree.leaves[one], self.tree.leaves[other]
+        return (
+            f"optimizer: leaf {first.path} depends on leaf {second.path} in an update, and so all leaves must be "
+            f"computed together; with {shards} shards they are in different processes. For clipping by the global norm "
+            f"remove it from the optimizer and pass `clip_norm=` to train, which is exact over shards; for anything "
+            f"else set parameterServers.replicas to 1."
+        )
+
+
+def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
+    """Find out what an optimizer does to each leaf, by tracing one update over the whole tree's shapes.
+
+    Args:
+        optimizer: any `optax.GradientTransformation` whose update needs gradients, state and parameters only.
+        tree: the parameters.
+
+    Raises:
+        OptimizerError: it cannot be computed on servers at all. Whether it can be on several is `Rule.check`.
+    """
+    traced = trace(optimizer, tree)
+    parts = split(traced)
+    return _Analysis(traced, parts, optimizer).rule()
+
+
+class _Analysis:
+    def __init__(self, traced: Trace, parts: Split, optimizer: optax.GradientTransformation) -> None:
+        self.trace = traced
+        self.parts = parts
+        self.optimizer = optimizer
+        self.slicer = Slicer(traced.flat)
+        self.expressions = Expressions()
+        self.programs: list[Program] = []
+        self.numbers: dict[Any, int] = {}
+
+    def rule(self) -> Rule:
+        leaves = len(self.trace.tree.leaves)
+        groups = [self._group(members, states) for members, states in self.parts.groups]
+        advance, used = self.slicer.select([leaves + index for index in self.parts.shared])
+        return Rule(
+            tree=self.trace.tree,
+            states=self.trace.states,
+            treedef=self.trace.treedef,
+            groups=tuple(groups),
+            shared=self.parts.shared,
+            programs=tuple(self.programs),
+            optimizer=self.optimizer,
+            _advance=advance,
+            _advance_inputs=tuple(index - leaves for index in used),
+            _split=self.parts,
+        )
+
+    def _group(self, members: tuple[int, ...], states: tuple[int, ...]) -> Group:
+        count = len(self.trace.tree.leaves)
+        flat, used = self.slicer.select([*members, *(count + index for index in states)])
+        names = [self._name(position, members, states) for position in used]
+        why = f"it is updated together with {len(members) - 1} other leaves"
+        if len(members) == 1:
+            try:
+                outputs = self._elementwise(flat, names, self.trace.tree.leaves[members[0]])
+            except NotElementwiseError as error:
+                why = str(error)
+            else:
+                return Group(members, states, True, self._elementwise_number(outputs, members[0], states))
+        program = WholeProgram(flat, tuple(names), len(members))
+        # The lengths matter too: an input that is not used is in no part of the program.
+        key = ("whole", len(members), len(states), program.inputs, of_flat(flat))
+        return Group(members, states, False, self._number(key, program), why)
+
+    def _elementwise(self, flat: Flat, names: Sequence[tuple[str, int]], leaf: LeafSpec) -> tuple[int, ...]:
+        place = {"gradient": 0, "param": 1}
+        inputs = [
+            ("shared", index) if kind == "shared" else ("leaf", place[kind] if kind in place else 2 + index)
+            for kind, index in names
+        ]
+        return self.expressions.leaf(flat, inputs, leaf.shape)
+
+    def _elementwise_number(self, outputs: tuple[int, ...], leaf: int, states: tuple[int, ...]) -> int:
+        uniform = self.expressions.frontier(outputs)
+        dtypes = tuple(self.trace.states[index].dtype for index in states)
+        key = ("elementwise", outputs, self.trace.tree.leaves[leaf].dtype, dtypes)
+        return self._number(key, ElementwiseProgram(self.expressions, outputs, uniform))
+
+    def _number(self, key: Any, program: Program) -> int:
+        number = self.numbers.setdefault(key, len(self.programs))
+        if number == len(self.programs):
+            self.programs.append(program)
+        return number
+
+    def _name(self, position: int, members: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, int]:
+        """What input `position` of the trace is to this group."""
+        leaves, all_states = len(self.trace.tree.leaves), len(self.trace.states)
+        if position < leaves:
+            return ("gradient", members.index(position))
+        if position >= leaves + all_states:
+            return ("param", members.index(position - leaves - all_states))
+        state = position - leaves
+        return ("state", states.index(state)) if state in states else ("shared", state)

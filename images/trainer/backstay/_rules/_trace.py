@@ -1,0 +1,121 @@
+"""One update of an optimizer, traced over the whole tree's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._tree import TreeSpec, leaf_names
+from ..errors import OptimizerError
+from ._flat import Flat, flatten
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One array of the optimizer's state.
+
+    Attributes:
+        path: readable and unique, such as ``0.mu.dense.kernel``.
+        shape, dtype: as JAX holds it; `dtype` is no NumPy dtype for typed PRNG keys.
+        weak_type: whether JAX lets it take the other operand's dtype.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+
+    @property
+    def is_key(self) -> bool:
+        """Whether these are typed PRNG keys, which are stored as their uint32 data."""
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    def shape_dtype(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            self.shape, self.dtype, weak_type=self.weak_type
+        )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The update as a program: inputs are the gradients, the states, the parameters, each leaf by leaf; outputs are
+    the new parameters, then the new states."""
+
+    tree: TreeSpec
+    states: tuple[StateSpec, ...]
+    treedef: Any  # of the state
+    flat: Flat
+
+
+def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
+    """Trace ``optimizer.update`` and ``optax.apply_updates``.
+
+    Raises:
+        OptimizerError: it cannot be traced, wants more than gradients, state and parameters, or does not keep the
+            dtypes and shapes of its state.
+    """
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise OptimizerError(
+            f"optimizer is {type(optimizer).__name__}, not an optax.GradientTransformation: pass one, such as "
+            f"optax.adam(1e-3)"
+        )
+    shapes = tree.shapes()
+    state = _called("init", lambda: jax.eval_shape(optimizer.init, shapes))
+
+    def step(gradients: Any, state: Any, params: Any) -> Any:
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):  # the second time with the weak types that the first update leaves
+        closed, (new_params, new_state) = _called(
+            "update", lambda state=state: jax.make_jaxpr(step, return_shape=True)(shapes, state, shapes)
+        )
+        _same(tree, new_params, state, new_state)
+        before = [leaf.weak_type for leaf in jax.tree_util.tree_leaves(state)]
+        if before == [bool(getattr(leaf, "weak_type", False)) for leaf in jax.tree_util.tree_leaves(new_state)]:
+            break
+        state = new_state
+    paths, treedef = jax.tree_util.tree_flatten_with_path(state)
+    names = leaf_names(path for path, _ in paths)
+    specs = tuple(
+        StateSpec(name, tuple(leaf.shape), leaf.dtype, bool(leaf.weak_type))
+        for name, (_, leaf) in zip(names, paths, strict=True)
+    )
+    return Trace(tree, specs, treedef, flatten(closed))
+
+
+def _called(what: str, call: Any) -> Any:
+    try:
+        return call()
+    except OptimizerError:
+        raise
+    except Exception as error:  # whatever the optimizer's own code raises
+        first = str(error).strip().splitlines()[:1]
+        raise OptimizerError(
+            f"optimizer.{what} cannot be traced over shapes: {type(error).__name__}: {''.join(first)}. The servers "
+            f"call `update(gradients, state, params)` inside jax.jit, with nothing else; an optimizer that needs the "
+            f"loss or decides in Python on values of arrays cannot run there."
+        ) from error
+
+
+def _same(tree: TreeSpec, new_params: Any, state: Any, new_state: Any) -> None:
+    for leaf, new in zip(tree.leaves, jax.tree_util.tree_leaves(new_params), strict=True):
+        if (tuple(new.shape), np.dtype(new.dtype)) != (leaf.shape, leaf.dtype):
+            raise OptimizerError(f"optimizer turns parameter {leaf} into {new.dtype}{list(new.shape)}")
+    structures: list[Any] = [jax.tree_util.tree_structure(each) for each in (state, new_state)]
+    if structures[0] != structures[1]:
+        raise OptimizerError("optimizer.update returns a state of another structure than optimizer.init")
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = leaf_names(path for path, _ in paths)
+    for name, (_, old), new in zip(names, paths, jax.tree_util.tree_leaves(new_state), strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise OptimizerError(
+                f"optimizer.update turns its state {name} from {old.dtype}{list(old.shape)} into "
+                f"{new.dtype}{list(new.shape)}: both must be the same (give the optimizer the dtype of its state, "
+                f"such as mu_dtype, or use parameters of one precision)"
+            )
