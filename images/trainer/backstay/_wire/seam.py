@@ -7,7 +7,7 @@ say to each other is in `_coordination.seam`. No clock, no I/O, no pyarrow, no J
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -175,6 +175,10 @@ class ShardPort(Protocol):
 
     @property
     def block_nbytes(self) -> Sequence[int]: ...
+    def fence(self, incarnations: Mapping[str, int]) -> None:
+        """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
+        ...
+
     def admit(self, hello: Hello) -> None:
         """Raises `Refusal` unless the caller means this shard, incarnation, term and partition."""
         ...

@@ -1,0 +1,111 @@
+"""The gradients that a shard holds and that no decision has used up yet.
+
+It exists to keep the books in one place: which memory belongs to which gradient, and at most two gradients a rank.
+Memory of a gradient on its way belongs to the stream that fills it, and is given back by nobody else; memory of a
+complete one belongs to the shard. Not thread-safe: `ShardRuntime` calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, TypeAlias
+
+from backstay_rpc.control_pb2 import GradientId, GradientInfo, RejectReason
+
+from .._wire.memory import BufferPool, Staging
+from .._wire.seam import Bytes, Refusal
+
+__all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "describe", "key_of"]
+
+MAX_PER_RANK: Final = 2
+"""One that is decided on, and one of the pod that replaces its sender."""
+
+GradientKey: TypeAlias = tuple[int, int, int, int]
+"""(term, rank, incarnation, attempt)."""
+
+
+def key_of(gradient: GradientId) -> GradientKey:
+    return gradient.term, gradient.rank, gradient.incarnation, gradient.attempt
+
+
+def describe(gradient: GradientId) -> str:
+    return (
+        f"the gradient of rank {gradient.rank} (incarnation {gradient.incarnation}, attempt {gradient.attempt}) "
+        f"at version {gradient.version}"
+    )
+
+
+class Gradient:
+    """One gradient in staging; `Incoming` for the stream that fills it.
+
+    Attributes:
+        complete: its end mark came while it could still be used, and it was reported as staged.
+        finished: it was reported as staged or as lost.
+        applied: the version that holds it, once an update has used it.
+        outcome: why it was not used, once that is known.
+        next_key_step: told by the rejection.
+    """
+
+    __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging")
+
+    def __init__(self, gradient: GradientId, info: GradientInfo, staging: Staging) -> None:
+        self.id = gradient
+        self.info = info
+        self.staging: Staging | None = staging
+        self.complete = False
+        self.finished = False
+        self.applied: int | None = None
+        self.outcome = RejectReason.REJECT_UNSPECIFIED
+        self.next_key_step = 0
+
+    @property
+    def blocks(self) -> list[Bytes]:
+        if self.staging is None:
+            raise RuntimeError(f"{describe(self.id)} is not in staging any more")
+        return self.staging.blocks
+
+
+class Gradients:
+    """The books."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._held: dict[GradientKey, Gradient] = {}
+
+    def __iter__(self) -> Iterator[Gradient]:
+        return iter(list(self._held.values()))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, gradient: GradientId, info: GradientInfo) -> Gradient:
+        """Takes memory for a gradient.
+
+        Raises:
+            Refusal: `ALREADY_EXISTS`, it is here already; `RESOURCE_EXHAUSTED`, two of its rank are.
+        """
+        key = key_of(gradient)
+        if key in self._held:
+            raise Refusal("ALREADY_EXISTS", f"{describe(gradient)} is here already: each attempt has its own number")
+        if sum(held.id.rank == gradient.rank for held in self._held.values()) >= MAX_PER_RANK:
+            raise Refusal(
+                "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
+            )
+        entry = self._held[key] = Gradient(gradient, info, self._pool.take())
+        return entry
+
+    def find(self, gradient: GradientId) -> Gradient | None:
+        """The gradient, if it is here and computed at the same version."""
+        entry = self._held.get(key_of(gradient))
+        return entry if entry is not None and entry.id.version == gradient.version else None
+
+    def remove(self, entry: Gradient) -> Staging | None:
+        """Takes a gradient out of the books; its memory is the caller's then, to be handed to `give`."""
+        self._held.pop(key_of(entry.id), None)
+        staging, entry.staging = entry.staging, None
+        return staging
+
+    def give(self, staging: Staging | None) -> None:
+        """Nothing uses this memory any more."""
+        if staging is not None:
+            self._pool.give(staging)

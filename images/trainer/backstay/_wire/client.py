@@ -1,0 +1,339 @@
+"""The worker's side of data streams: gradients out, parameters in, all shards at the same time. Knows no transport.
+
+A large push is written by a thread of its own while the caller reads, so that the server may answer before the push
+is complete, and so that two ends that write at the same time never wait for each other. A small one is written by the
+caller itself, which saves the hand-over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, PushBegin, RejectReason
+
+from ..errors import PeerLost, Refused, Superseded
+from . import frames
+from .frames import INLINE_BYTES, Cover, Span, kind_of
+from .seam import Bytes, DataClient, FrameStream, GradientPush, LayoutLike, Mode, Pulled, Refusal, block_nbytes
+
+__all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
+
+
+class CancellableStream(FrameStream, Protocol):
+    """A client's end of a stream."""
+
+    def cancel(self, why: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Thread:
+    """A thread that runs one thing at a time for its owner: starting one for each push would cost more."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        future: Future[object] = Future()
+        self._work.put((work, future))
+        return future
+
+    def stop(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, future = item
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits for the future
+                future.set_exception(error)
+            del work, future, item  # what it held must not live until the next push
+
+
+class StreamClient:
+    """A `DataClient` over any stream."""
+
+    def __init__(self, stream: CancellableStream, shard: int, sizes: Sequence[int]) -> None:
+        """
+        Args:
+            stream: open, used by nobody else.
+            shard: its number, for messages.
+            sizes: bytes of each block.
+        """
+        self._stream = stream
+        self._shard = shard
+        self._sizes = tuple(sizes)
+        self._total = sum(sizes)
+        self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
+        self._end = frames.end_of(self._total)
+        self._writer: _Thread | None = None
+        self._answered = False
+        self._closed = False
+
+    @property
+    def shard(self) -> int:
+        return self._shard
+
+    def exchange(self, push: GradientPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+        """See `DataClient.exchange`."""
+        if [block.nbytes for block in into] != list(self._sizes):
+            raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
+        self._answered = False
+        writing: Future[object] | None = None
+        if push is None:
+            self._stream.write(frames.pull(min_version))
+        else:
+            data = [np.asarray(block).reshape(-1).view(np.uint8) for block in push.blocks]
+            if [block.nbytes for block in data] != list(self._sizes):
+                raise ValueError(f"shard {self._shard}: the gradient's blocks do not have the partition's sizes")
+            begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total))
+            if self._total <= INLINE_BYTES:
+                self._push(begin, data)
+            else:
+                if self._writer is None:
+                    self._writer = _Thread(f"backstay-push-{self._shard}")
+                writing = self._writer.submit(lambda: self._push(begin, data))
+        try:
+            pulled = self._receive(into)
+        except BaseException:
+            self._stream.cancel("an exchange failed")  # so that the writer ends too, and nothing is left half read
+            if writing is not None:
+                writing.exception()
+            raise
+        if writing is not None:
+            self._wait_written(writing)
+        return pulled
+
+    def cancel(self, why: str) -> None:
+        self._stream.cancel(f"shard {self._shard}: {why}")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer is not None:
+            self._stream.cancel("the stream was closed")
+            self._writer.stop()
+        self._stream.close()
+
+    def _push(self, begin: Frame, data: Sequence[Bytes]) -> None:
+        self._stream.write(begin)
+        for frame, (block, start, stop) in self._chunks:
+            if self._answered:
+                self._stream.write(frames.ABANDON)
+                return
+            self._stream.write(frame, data[block][start:stop])
+        self._stream.write(self._end)
+
+    def _wait_written(self, writing: Future[object]) -> None:
+        error = writing.exception()
+        if error is not None:
+            raise error
+
+    def _receive(self, into: Sequence[Bytes]) -> Pulled:
+        frame, body = self._read()
+        self._answered = True
+        kind = kind_of(frame)
+        if kind == "refused":
+            raise self._refused(frame)
+        if kind != "params_begin" or body is not None:
+            raise self._nonsense(f"a frame {kind!r} instead of parameters")
+        begin = frame.params_begin
+        cover = Cover(self._sizes)
+        try:
+            cover.announce(begin.bytes)
+            while True:
+                frame, body = self._read()
+                kind = kind_of(frame)
+                if kind == "chunk" and body is not None:
+                    block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
+                    np.copyto(into[block][start:stop], body)
+                elif kind == "end":
+                    cover.end(frame.end.bytes)
+                    break
+                elif kind == "refused":
+                    raise self._refused(frame)
+                else:
+                    raise self._nonsense(f"a frame {kind!r} inside parameters")
+        except Refusal as refusal:
+            raise self._nonsense(refusal.message) from refusal
+        return Pulled(
+            term=begin.term,
+            version=begin.version,
+            world=begin.world,
+            outcome=begin.outcome,
+            next_key_step=begin.next_key_step,
+            done=begin.done,
+        )
+
+    def _read(self) -> tuple[Frame, Bytes | None]:
+        item = self._stream.read()
+        if item is None:
+            raise PeerLost(f"shard {self._shard} ended the stream")
+        return item
+
+    def _refused(self, frame: Frame) -> Refused | PeerLost:
+        code, message = frame.refused.code, f"shard {self._shard}: {frame.refused.message}"
+        if code == "UNAVAILABLE":
+            return PeerLost(message)
+        return Superseded(code, message) if code == "PERMISSION_DENIED" else Refused(code, message)
+
+    def _nonsense(self, what: str) -> PeerLost:
+        return PeerLost(f"shard {self._shard} broke the rules of the stream: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A gradient, for all shards: ``blocks[s][b]`` is block `b` of shard `s` as in `GradientPush`."""
+
+    id: GradientId
+    info: GradientInfo
+    blocks: Sequence[Sequence[np.ndarray]]
+
+
+class ShardedClient:
+    """A worker's streams to all shards, used at the same time."""
+
+    def __init__(self, clients: Sequence[DataClient], mode: Mode) -> None:
+        """
+        Args:
+            clients: of shards 0 .. n-1, in order, at least one.
+            mode: of the job.
+        """
+        if [client.shard for client in clients] != list(range(len(clients))) or not clients:
+            raise ValueError("there must be one client for each shard, in order")
+        self._clients = tuple(clients)
+        self._mode: Mode = mode
+        # The caller takes shard 0; a stream's thread is its own so that a slow one delays nobody.
+        self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
+        self._closed = False
+
+    def exchange_all(self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]]) -> Pulled:
+        """Push a gradient to every shard (or nothing) and wait for the newest parameters of all of them.
+
+        Args:
+            push: the gradient, or None to pull only.
+            min_version: without a push, the least version wanted.
+            into: ``into[s][b]``, where block `b` of shard `s` goes.
+
+        Returns:
+            Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
+            answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
+            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so.
+
+        Raises:
+            errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
+        """
+        every = range(len(self._clients))
+        pushes = None if push is None else [GradientPush(push.id, push.info, push.blocks[s]) for s in every]
+        answers = dict(self._parallel(every, pushes, min_version, into))
+        outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
+        next_key_step = max(a.next_key_step for a in answers.values())
+        done = any(a.done for a in answers.values())
+        if self._mode == "Sync":
+            # A worker that was late may find shards on both sides of an update; the lower ones follow it.
+            while len({a.version for a in answers.values()}) > 1:
+                newest = max(a.version for a in answers.values())
+                behind = [s for s, a in answers.items() if a.version < newest]
+                answers.update(self._parallel(behind, None, newest, into))
+                done = done or any(a.done for a in answers.values())
+        terms = {a.term for a in answers.values()}
+        if len(terms) > 1:
+            self.cancel("the shards are in different terms")
+            raise PeerLost(f"the shards are in the terms {sorted(terms)}: one of them started again")
+        newest_answer = max(answers.values(), key=lambda a: a.version)
+        return replace(
+            newest_answer,
+            version=min(a.version for a in answers.values()),
+            outcome=outcome,
+            next_key_step=next_key_step,
+            done=done,
+        )
+
+    def cancel(self, why: str) -> None:
+        """Ends `exchange_all` with `PeerLost`, from any thread."""
+        for client in self._clients:
+            client.cancel(why)
+
+    def close(self) -> None:
+        """Ends all streams. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for client in self._clients:
+            client.close()
+        for thread in self._threads:
+            thread.stop()
+
+    def _parallel(
+        self,
+        shards: Sequence[int],
+        pushes: Sequence[GradientPush] | None,
+        min_version: int,
+        into: Sequence[Sequence[Bytes]],
+    ) -> list[tuple[int, Pulled]]:
+        first: list[BaseException] = []
+
+        def run(shard: int) -> Pulled:
+            try:
+                return self._clients[shard].exchange(
+                    None if pushes is None else pushes[shard], min_version, into[shard]
+                )
+            except BaseException as error:
+                first.append(error)
+                # The other shards may wait for this gradient's update, which may never come.
+                for other in self._clients:
+                    if other.shard != shard:
+                        other.cancel(f"the stream to shard {shard} failed")
+                raise
+
+        futures = [(s, self._threads[s - 1].submit(partial(run, s))) for s in shards if s > 0]
+        result: list[tuple[int, Pulled]] = []
+        if 0 in shards:
+            with contextlib.suppress(BaseException):
+                result.append((0, run(0)))
+        for _, future in futures:
+            future.exception()
+        if first:
+            raise first[0]
+        return [*result, *((s, future.result()) for s, future in futures)]  # type: ignore[list-item]
+
+
+def connect(
+    addresses: Sequence[str], layouts: Sequence[LayoutLike], hellos: Sequence[Hello], *, token: str, mode: Mode
+) -> ShardedClient:
+    """Opens a stream to every shard, over Arrow Flight.
+
+    Args:
+        addresses: ``host:port`` of each shard's data server (`JoinReply.data_address`).
+        layouts: of each shard, of the partition whose digest the hellos carry.
+        hellos: who calls whom.
+        token: the job's.
+        mode: the job's.
+
+    Raises:
+        errors.PeerLost, errors.Refused: a stream could not be opened; none stays open. Most refusals are seen
+            by the first exchange only.
+    """
+    from .flight import ClientStream
+
+    clients: list[StreamClient] = []
+    try:
+        for address, layout, hello in zip(addresses, layouts, hellos, strict=True):
+            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, block_nbytes(layout)))
+    except BaseException:
+        for client in clients:
+            client.close()
+        raise
+    return ShardedClient(clients, mode)

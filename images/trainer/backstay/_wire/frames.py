@@ -1,0 +1,181 @@
+"""The rules of a data stream that need no stream: sizes, which chunks make a whole, what a frame may be. Pure.
+
+Everything that a peer sends is checked here, before memory is taken for it or touched by it; what breaks the rules is
+a `Refusal`, which costs the peer its own stream and nobody else anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from backstay_rpc.control_pb2 import (
+    Abandon,
+    Chunk,
+    End,
+    Frame,
+    ParamsBegin,
+    Pull,
+    PushBegin,
+)
+from backstay_rpc.control_pb2 import Refused as RefusedFrame
+
+from .seam import Refusal
+
+__all__ = [
+    "CHUNK_BYTES",
+    "HEADER_BYTES",
+    "INLINE_BYTES",
+    "MAX_CHUNK_BYTES",
+    "Cover",
+    "Span",
+    "chunks",
+    "decode",
+    "first_chunks",
+    "kind_of",
+]
+
+CHUNK_BYTES: Final = 1 << 20
+"""What is sent in one frame. Below 0.5 MiB the cost of a frame shows, above 4 MiB copies leave the caches."""
+
+MAX_CHUNK_BYTES: Final = 16 << 20
+"""The most that is accepted in one frame."""
+
+HEADER_BYTES: Final = 64 << 10
+"""The most that is accepted as the header of a frame."""
+
+INLINE_BYTES: Final = 16 << 10
+"""A push of at most this many bytes is read whole by the server before it is answered, so its sender may write all
+of it before it reads. It fits into any flow-control window, hence cannot block for ever. Larger pushes are written by a
+thread of their own while the sender reads."""
+
+Span: TypeAlias = tuple[int, int, int]
+"""Bytes ``start:stop`` of a block: (block, start, stop)."""
+
+
+def chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Span]:
+    """The chunks in which blocks of `sizes` bytes are sent, in order. Empty blocks have none."""
+    for block, size in enumerate(sizes):
+        for start in range(0, size, chunk_bytes):
+            yield block, start, min(start + chunk_bytes, size)
+
+
+def decode(header: bytes) -> Frame:
+    """The frame that `header` is.
+
+    Raises:
+        Refusal: `INVALID_ARGUMENT`, it is none, or too long.
+    """
+    if len(header) > HEADER_BYTES:
+        raise Refusal(
+            "INVALID_ARGUMENT", f"a frame's header has {len(header)} bytes: at most {HEADER_BYTES} are allowed"
+        )
+    try:
+        frame = Frame.FromString(header)
+    except DecodeError:
+        raise Refusal("INVALID_ARGUMENT", f"{len(header)} bytes are no frame of backstay.v1") from None
+    if frame.WhichOneof("kind") is None:
+        raise Refusal("INVALID_ARGUMENT", "a frame is empty, or of a kind that this version does not know")
+    return frame
+
+
+def kind_of(frame: Frame) -> str:
+    """Which of the kinds of frame it is, as the field's name: ``push_begin``, ``chunk`` ..."""
+    return frame.WhichOneof("kind") or "empty"
+
+
+class Cover:
+    """How much of a shard's blocks has arrived: each byte exactly once, or it is refused.
+
+    Blocks come in any order and may alternate; within a block the chunks come in order. So a chunk that is
+    there already, overlaps, or leaves a gap is seen at once, at the cost of one number a block.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """`sizes`: of each block, in bytes."""
+        self._sizes = sizes
+        self._filled = [0] * len(sizes)
+        self._missing = sum(sizes)
+        self._total = self._missing
+
+    @property
+    def missing(self) -> int:
+        """Bytes that have not arrived."""
+        return self._missing
+
+    def announce(self, nbytes: int) -> None:
+        """The sender says how many bytes it will send. Raises `Refusal` unless it is all of the shard."""
+        if nbytes != self._total:
+            raise Refusal("INVALID_ARGUMENT", f"{nbytes} bytes are announced: this shard's partition has {self._total}")
+
+    def add(self, block: int, offset: int, nbytes: int) -> Span:
+        """A chunk of `nbytes` came for `offset` (bytes) of `block`.
+
+        Returns:
+            Where it goes.
+
+        Raises:
+            Refusal: `INVALID_ARGUMENT`, it is not the next part of a block of this shard, or too large.
+        """
+        if not 0 <= block < len(self._sizes):
+            raise Refusal("INVALID_ARGUMENT", f"a chunk is of block {block}: this shard has {len(self._sizes)} blocks")
+        size, filled = self._sizes[block], self._filled[block]
+        if not 0 < nbytes <= MAX_CHUNK_BYTES:
+            raise Refusal("INVALID_ARGUMENT", f"a chunk has {nbytes} bytes: must be 1 to {MAX_CHUNK_BYTES}")
+        if offset + nbytes > size:
+            raise Refusal(
+                "INVALID_ARGUMENT",
+                f"a chunk is of bytes {offset} to {offset + nbytes} of block {block}, which has {size} bytes",
+            )
+        if offset < filled:
+            raise Refusal(
+                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: up to byte {filled} came already"
+            )
+        if offset > filled:
+            raise Refusal(
+                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: byte {filled} is next, and missing"
+            )
+        self._filled[block] = offset + nbytes
+        self._missing -= nbytes
+        return block, offset, offset + nbytes
+
+    def end(self, nbytes: int) -> None:
+        """The sender says that this was all. Raises `Refusal` unless it was, and the sender counted the same."""
+        if self._missing:
+            raise Refusal("INVALID_ARGUMENT", f"the end mark came with {self._missing} of {self._total} bytes missing")
+        if nbytes != self._total:
+            raise Refusal("INVALID_ARGUMENT", f"the end mark counts {nbytes} bytes: {self._total} came")
+
+
+# Building a frame costs a few microseconds, and there are hundreds in a step: those that stay the same are made once.
+ABANDON: Final = Frame(abandon=Abandon())
+
+
+def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, Span]]:
+    """`chunks` with the frame of each, to be used again in every step."""
+    return [
+        (Frame(chunk=Chunk(block=block, offset=start)), (block, start, stop))
+        for block, start, stop in chunks(sizes, chunk_bytes)
+    ]
+
+
+def push_begin(begin: PushBegin) -> Frame:
+    return Frame(push_begin=begin)
+
+
+def params_begin(begin: ParamsBegin) -> Frame:
+    return Frame(params_begin=begin)
+
+
+def end_of(nbytes: int) -> Frame:
+    return Frame(end=End(bytes=nbytes))
+
+
+def pull(min_version: int) -> Frame:
+    return Frame(pull=Pull(min_version=min_version))
+
+
+def refused(refusal: Refusal) -> Frame:
+    return Frame(refused=RefusedFrame(code=refusal.code, message=refusal.message[:4096]))

@@ -1,0 +1,77 @@
+"""Host memory that JAX can use without copying it, and that is used again.
+
+JAX aliases host memory only when it starts at a multiple of 64 bytes; and memory that was never touched costs a page
+fault for each 4 KiB, about as much as the copy into it. So buffers are aligned, and kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from .seam import Bytes
+
+__all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "layout_offsets"]
+
+ALIGNMENT: Final = 64
+
+
+def aligned_empty(nbytes: int) -> Bytes:
+    """Uninitialised memory of `nbytes` bytes, uint8, that starts at a multiple of 64 bytes."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of `sizes` bytes go, one after another, each aligned: their offsets, and the length of it all."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, at
+
+
+class Staging:
+    """Memory for one gradient of one shard: a view in bytes and one in its dtype for each block."""
+
+    __slots__ = ("arrays", "blocks")
+
+    def __init__(self, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> None:
+        offsets, total = layout_offsets(sizes)
+        memory = aligned_empty(total)
+        self.blocks: list[Bytes] = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
+        self.arrays: list[np.ndarray] = [block.view(dtype) for block, dtype in zip(self.blocks, dtypes, strict=True)]
+
+
+class BufferPool:
+    """Stagings of one shape, taken and given back. Thread-safe."""
+
+    def __init__(self, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]], *, keep: int = 64) -> None:
+        """
+        Args:
+            sizes: bytes of each block.
+            dtypes: of each block.
+            keep: at most this many lie here unused; more are given back to the system.
+        """
+        self._sizes = tuple(sizes)
+        self._dtypes = tuple(np.dtype(d) for d in dtypes)
+        self._keep = keep
+        self._free: list[Staging] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> Staging:
+        """Memory with undefined content, the most recently used first."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return Staging(self._sizes, self._dtypes)
+
+    def give(self, staging: Staging) -> None:
+        """Nobody uses it any more."""
+        with self._lock:
+            if len(self._free) < self._keep:
+                self._free.append(staging)

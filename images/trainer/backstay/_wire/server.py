@@ -1,0 +1,198 @@
+"""The server's side of data streams: frames in, gradients to the shard, parameters out. Knows no transport.
+
+One thread serves one stream, so frames are handled strictly in order. It reads a push to its end before it answers,
+unless the shard has moved on: then it answers between two chunks and drops the rest. That cannot deadlock with a client
+that writes at the same time, because a client with more than `INLINE_BYTES` to write reads while it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
+
+from ..errors import PeerLost
+from . import frames
+from .frames import INLINE_BYTES, Cover, Span, kind_of
+from .seam import Answer, FrameStream, Incoming, Refusal, ShardPort
+
+if TYPE_CHECKING:
+    from .flight import Listener
+
+__all__ = ["DataServer", "StreamServer"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class StreamServer:
+    """Serves data streams of one shard, whatever carries them."""
+
+    def __init__(self, shard: ShardPort) -> None:
+        self._shard = shard
+        self._sizes = tuple(shard.block_nbytes)
+        self._total = sum(self._sizes)
+        self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
+        self._end = frames.end_of(self._total)
+
+    def serve(self, hello: Hello, stream: FrameStream) -> None:
+        """Serves one stream until it ends; returns in every case but a bug."""
+        try:
+            self._shard.admit(hello)
+            while (item := stream.read()) is not None:
+                if not self._one(hello, stream, *item):
+                    return
+        except Refusal as refusal:
+            _LOG.debug("refused %s %d: %s", hello.peer.role, hello.peer.index, refusal)
+            self._refuse(stream, refusal)
+        except PeerLost as lost:
+            _LOG.debug("%s", lost)
+
+    def _one(self, hello: Hello, stream: FrameStream, frame: Frame, body: np.ndarray | None) -> bool:
+        """One request and its answer. False: the stream is over."""
+        kind = kind_of(frame)
+        if body is not None:
+            raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes")
+        match kind:
+            case "pull":
+                answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
+            case "push_begin":
+                cover = Cover(self._sizes)
+                cover.announce(frame.push_begin.bytes)
+                incoming = self._shard.begin(hello, frame.push_begin.id, frame.push_begin.info)
+                try:
+                    whole = self._receive(stream, frame.push_begin, incoming, cover)
+                finally:
+                    self._shard.lose(incoming)  # unless it is complete
+                if whole is None:
+                    return False
+                answer = self._shard.answer(incoming, 0, stream.alive)
+                if answer is None:
+                    return False
+                self._send(stream, answer)
+                return whole or self._skip_rest(stream)
+            case _:
+                raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
+        if answer is None:
+            return False
+        self._send(stream, answer)
+        return True
+
+    def _receive(self, stream: FrameStream, begin: PushBegin, incoming: Incoming, cover: Cover) -> bool | None:
+        """Takes a push. True: it is complete. False: the shard moved on meanwhile. None: the stream ended."""
+        blocks = incoming.blocks
+        early = begin.bytes > INLINE_BYTES
+        while not (early and self._shard.moved_on(incoming)):
+            item = stream.read()
+            if item is None:
+                return None
+            frame, body = item
+            kind = kind_of(frame)
+            if kind == "chunk" and body is not None:
+                block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
+                np.copyto(blocks[block][start:stop], body)
+            elif kind == "end" and body is None:
+                cover.end(frame.end.bytes)
+                self._shard.complete(incoming)
+                return True
+            elif kind == "abandon" and body is None:
+                raise Refusal("INVALID_ARGUMENT", "a push was abandoned that was not answered yet")
+            else:
+                raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come inside a push")
+        return False
+
+    def _skip_rest(self, stream: FrameStream) -> bool:
+        """Drops what remains of a push that was answered early. The sender stops after the chunk it is writing."""
+        remaining = self._total + frames.MAX_CHUNK_BYTES
+        while remaining > 0:
+            item = stream.read()
+            if item is None:
+                return False
+            frame, body = item
+            if kind_of(frame) in ("abandon", "end"):
+                return True
+            remaining -= frames.HEADER_BYTES if body is None else max(1, body.nbytes)
+        raise Refusal("INVALID_ARGUMENT", "a push that was answered already goes on beyond its end")
+
+    def _send(self, stream: FrameStream, answer: Answer) -> None:
+        stream.write(
+            frames.params_begin(
+                ParamsBegin(
+                    term=answer.term,
+                    version=answer.version,
+                    world=answer.world,
+                    bytes=self._total,
+                    outcome=answer.outcome,
+                    next_key_step=answer.next_key_step,
+                    done=answer.done,
+                )
+            )
+        )
+        at, data = -1, None
+        for frame, (block, start, stop) in self._chunks:
+            if block != at:
+                at, data = block, answer.block(block).view(np.uint8)
+            assert data is not None
+            stream.write(frame, data[start:stop])
+        stream.write(self._end)
+
+    def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
+        """Says no, and lets the client read that: ending the stream at once may drop the frame behind its writes."""
+        with contextlib.suppress(PeerLost, Refusal):
+            stream.write(frames.refused(refusal))
+            remaining = 2 * self._total + frames.MAX_CHUNK_BYTES
+            while remaining > 0 and (item := stream.read()) is not None:
+                remaining -= frames.HEADER_BYTES if item[1] is None else max(1, item[1].nbytes)
+
+
+class DataServer:
+    """The data streams of a shard, over Arrow Flight."""
+
+    def __init__(self, shard: ShardPort, *, host: str, port: int, token: str) -> None:
+        """Listens at once.
+
+        Args:
+            shard: serves the streams, from many threads.
+            host: address to bind, such as ``0.0.0.0``.
+            port: 0 for any.
+            token: the job's, not empty.
+
+        Raises:
+            PortTaken: the address cannot be bound; the message names host and port.
+        """
+        from .flight import Listener
+
+        self._shard = shard
+        self._listener: Listener = Listener(host, port, token, StreamServer(shard).serve)
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._listener.bound
+
+    def fence(self, incarnations: Mapping[str, int]) -> int:
+        """The newest incarnations known, such as ``{"worker-3": 2}``: older ones are refused, and their streams cut.
+
+        Returns:
+            How many connections were cut.
+        """
+        self._shard.fence(incarnations)
+        return self.disconnect(
+            lambda hello: hello.peer.incarnation < incarnations.get(f"{hello.peer.role}-{hello.peer.index}", 0)
+        )
+
+    def disconnect(self, wanted: Callable[[Hello], bool]) -> int:
+        """Cuts the connections of streams by their hello, such as those of a fenced or silent worker."""
+        return self._listener.disconnect(wanted)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Stops listening and cuts all streams. Close the shard first, so that nothing waits in it.
+
+        Returns:
+            False when a stream's thread did not end within `timeout` seconds: leave the process by `os._exit` then.
+        """
+        return self._listener.close(timeout)
