@@ -1,0 +1,1 @@
+"""The `backstay` command: try a TrainingJob on this machine as it would run on a cluster."""

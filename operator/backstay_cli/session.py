@@ -1,0 +1,207 @@
+"""The embedded cluster and the operator as child processes of the command, which never outlive it.
+
+The operator is the one of a real cluster, started as a program: the command imports neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstay_cli.kube import CRDS, Api, ApiError
+from backstay_spec.crd import build_crd
+
+START_SECONDS = 60.0
+STOP_SECONDS = 20.0
+
+
+class SessionError(Exception):
+    """The cluster or the operator did not start, or died; the message names its log."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A running embedded cluster with the operator.
+
+    Attributes:
+        folder: holds everything: logs of all pods, volumes, the kubeconfig.
+        kubeconfig: for kubectl and for `Api`.
+        api: an open connection.
+        died: completes, with the name of what died, when the cluster or the operator ends by itself.
+    """
+
+    folder: Path
+    kubeconfig: Path
+    api: Api
+    died: asyncio.Task[str]
+
+
+@contextlib.asynccontextmanager
+async def start_session(folder: Path) -> AsyncIterator[Session]:
+    """Start the cluster and the operator, and apply the CRD.
+
+    Raises:
+        SessionError: one of them did not start within a minute.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kubeconfig = folder / "backstay.kubeconfig"
+    kubeconfig.unlink(missing_ok=True)  # of an earlier use of the folder: it would name a server that is gone
+    key = folder / "operator.key"
+    with contextlib.suppress(FileExistsError), open(key, "x", opener=_private) as file:
+        file.write(secrets.token_hex(32))
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(
+            _process(
+                "cluster",
+                folder,
+                "backstay_cluster",
+                "--data-dir",
+                str(folder),
+                "--kubeconfig",
+                str(kubeconfig),
+                "--die-with-parent",
+            )
+        )
+        await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")
+        api = await stack.enter_async_context(Api.of_kubeconfig(kubeconfig))
+        await _wait_until_served(api, cluster, folder / "cluster.log")
+        await _apply_crd(api)
+        operator = await stack.enter_async_context(
+            _process(
+                "operator",
+                folder,
+                "backstay_operator",
+                "--kubeconfig",
+                str(kubeconfig),
+                "--key-file",
+                str(key),
+                "--bind",
+                "127.0.0.1",
+                "--metrics-port",
+                "0",
+                "--die-with-parent",
+            )
+        )
+        died = asyncio.create_task(_first_death({"cluster": cluster, "operator": operator}))
+        try:
+            yield Session(folder, kubeconfig, api, died)
+        finally:
+            died.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await died
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+@contextlib.asynccontextmanager
+async def _process(name: str, folder: Path, module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    log = folder / f"{name}.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # A Ctrl-C at the terminal goes to the command alone, which stops these two in order.
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        await asyncio.shield(_stop(process))
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def _first_death(processes: dict[str, asyncio.subprocess.Process]) -> str:
+    waiting = {asyncio.create_task(process.wait()): name for name, process in processes.items()}
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return waiting[done.pop()]
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _tail(log: Path, lines: int = 12) -> str:
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return ""
+    return "".join(f"\n  | {line}" for line in text.splitlines()[-lines:])
+
+
+async def _wait_for_file(path: Path, process: asyncio.subprocess.Process, log: Path) -> None:
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not path.exists():
+                _check_alive(process, log)
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise SessionError(
+            f"the embedded cluster did not start within {START_SECONDS:.0f} s, see {log}{_tail(log)}"
+        ) from None
+
+
+def _check_alive(process: asyncio.subprocess.Process, log: Path) -> None:
+    if process.returncode is not None:
+        raise SessionError(f"the embedded cluster ended with exit status {process.returncode}, see {log}{_tail(log)}")
+
+
+async def _wait_until_served(api: Api, process: asyncio.subprocess.Process, log: Path) -> None:
+    import aiohttp
+
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while True:
+                _check_alive(process, log)
+                with contextlib.suppress(aiohttp.ClientError, ApiError):
+                    await api.request("GET", "/api/v1/namespaces/default")
+                    return
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise SessionError(f"the embedded cluster does not answer, see {log}{_tail(log)}") from None
+
+
+async def _apply_crd(api: Api) -> None:
+    crd = build_crd()
+    try:
+        await api.request("POST", CRDS, crd)
+    except ApiError as error:
+        if error.reason != "AlreadyExists":
+            raise
+        # A folder that is used again has the CRD of the version that made it.
+        stored = await api.request("GET", f"{CRDS}/{crd['metadata']['name']}")
+        crd["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"]
+        await api.request("PUT", f"{CRDS}/{crd['metadata']['name']}", crd)
+    async with asyncio.timeout(START_SECONDS):
+        while True:
+            stored = await api.request("GET", f"{CRDS}/{crd['metadata']['name']}")
+            conditions = stored.get("status", {}).get("conditions", [])
+            if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
+                return
+            await asyncio.sleep(0.02)

@@ -1,0 +1,136 @@
+"""How a running job looks: a live table on a terminal, one line for each thing that happens elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from backstay_cli.follow import JobView
+
+_NAMES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
+_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
+_EVENTS = 6
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for people: a dash when there is none, few digits, no exponent where it can be avoided."""
+    if value is None:
+        return "–"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+class Display(Protocol):
+    """Shows a job while it runs; a context manager."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def show(self, view: JobView) -> None:
+        """Show the job as it is now."""
+
+
+class LiveDisplay:
+    """Roles, step, examples/s, loss, restarts, and the newest events, redrawn in place."""
+
+    def __init__(self, console: Console, hint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._hint = hint
+        self._started = clock()
+        self._live = Live(console=console, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, value, trace)
+
+    def show(self, view: JobView) -> None:
+        """Redraw."""
+        self._live.update(self.render(view))
+
+    def render(self, view: JobView) -> RenderableType:
+        """The picture of `view`."""
+        seconds = int(self._clock() - self._started)
+        head = Text.assemble(
+            (view.name, "bold"),
+            "  ",
+            (view.phase, _STYLES.get(view.phase, "bold")),
+            f"  {seconds // 60}:{seconds % 60:02}",
+        )
+        numbers = Table.grid(padding=(0, 3))
+        for _ in range(3):
+            numbers.add_column(min_width=12)
+        numbers.add_row(Text("step", "dim"), Text("examples/s", "dim"), Text("loss", "dim"))
+        numbers.add_row(number(view.step), number(view.examples_per_second, 3), number(view.loss))
+        roles = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("", "ready", "restarts", "disruptions"):
+            roles.add_column(column, justify="left" if not column else "right")
+        for role, values in view.roles.items():
+            if values.desired or values.restarts or values.disruptions:
+                roles.add_row(
+                    _NAMES.get(role, role),
+                    Text(f"{values.ready}/{values.desired}", "green" if values.ready >= values.desired else "yellow"),
+                    Text(str(values.restarts), "red" if values.restarts else ""),
+                    Text(str(values.disruptions), "yellow" if values.disruptions else ""),
+                )
+        events = [
+            Text(f"{reason}: {message}", "yellow" if kind == "Warning" else "dim", no_wrap=True, overflow="ellipsis")
+            for kind, reason, message in view.events[-_EVENTS:]
+        ]
+        return Group(head, Text(), numbers, Text(), roles, Text(), *events, Text(self._hint, "dim"))
+
+
+class LineDisplay:
+    """A line when the phase changes, for each event, and for the progress every few seconds."""
+
+    def __init__(
+        self, write: Callable[[str], None], interval: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write = write
+        self._interval = interval
+        self._clock = clock
+        self._started = clock()
+        self._phase = ""
+        self._events = 0
+        self._last = clock()
+        self._step: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def show(self, view: JobView) -> None:
+        """Say what is new."""
+        for kind, reason, message in view.events[self._events :]:
+            self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
+        self._events = max(self._events, len(view.events))
+        if view.phase != self._phase:
+            self._phase = view.phase
+            self._say(f"{view.name} is {view.phase}")
+        now = self._clock()
+        if view.step is not None and view.step != self._step and now - self._last >= self._interval:
+            self._last, self._step = now, view.step
+            self._say(
+                f"step {number(view.step)}  loss {number(view.loss)}  {number(view.examples_per_second, 3)} examples/s"
+                f"  restarts {view.restarts}"
+            )
+
+    def _say(self, line: str) -> None:
+        self._write(f"[{self._clock() - self._started:6.1f}s] {line}")

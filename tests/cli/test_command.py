@@ -1,0 +1,204 @@
+"""The command: bad input is refused whole with exit status 2, and what it makes of a script is a right job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from backstay_cli import report
+from backstay_cli.follow import view_of
+from backstay_cli.jobfile import BadInput, claims_of, job_of_script, localise, read_job
+from backstay_cli.main import app
+from backstay_cli.view import LineDisplay, LiveDisplay
+from backstay_spec.validation import parse_job
+
+RUNNER = CliRunner()
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/job.yaml"))
+JOB: dict[str, Any] = {
+    "apiVersion": "backstay.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "a"},
+    "spec": {"image": "x", "command": ["python", "train.py"]},
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+def test_every_example_is_a_right_job(path: Path) -> None:
+    assert RUNNER.invoke(app, ["validate", str(path)]).exit_code == 0
+    assert (path.parent / "train.py").is_file()
+
+
+def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    wrong = {**JOB, "spec": {**JOB["spec"], "workers": {"replica": 3}, "update": {"mode": "Sink"}}}
+    path.write_text(yaml.safe_dump(wrong))
+    result = RUNNER.invoke(app, ["validate", str(path)])
+    assert result.exit_code == 2
+    assert "spec.workers.replica" in result.stderr
+    assert "spec.update.mode" in result.stderr
+    for command in (["run", str(path)], ["run", str(path), "--output", "json"]):
+        again = RUNNER.invoke(app, command)
+        assert again.exit_code == 2
+        assert again.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a: [", "is not YAML"),
+        (b"\xff\xfe\x00", "is not UTF-8"),
+        (b"", "holds 0 TrainingJobs"),
+        (b"a: 1\na: 2\n", "stands twice"),
+        (b"- 1\n", "must be a mapping"),
+        (b"kind: TrainingJob\n---\nkind: TrainingJob\n", "holds 2 TrainingJobs"),
+        (b"? {a: 1}\n: 2\n", "is not YAML"),
+        (b"[" * 5000, "job.yaml"),
+    ],
+)
+def test_a_file_that_is_no_job_is_refused_clearly(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=says):
+        read_job(path)
+
+
+@given(st.text(max_size=200))
+@settings(deadline=None, max_examples=60)
+def test_no_text_makes_the_reader_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.mktemp("y") / "job.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(BadInput):
+        read_job(path)
+
+
+def test_a_missing_file_and_a_missing_script(tmp_path: Path) -> None:
+    for name in ("no.yaml", "no.py"):
+        result = RUNNER.invoke(app, ["run", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert str(tmp_path / name) in result.stderr
+
+
+def test_print_job_gives_a_file_that_runs(tmp_path: Path) -> None:
+    script = tmp_path / "my_Net 2.py"
+    script.write_text("")
+    options = ["--servers", "2", "--workers", "3", "--backups", "1", "--mode", "Sync", "--print-job"]
+    result = RUNNER.invoke(app, ["run", str(script), *options, "--", "--lr", "0.1"])
+    assert result.exit_code == 0, result.stderr
+    job = yaml.safe_load(result.stdout)
+    assert job["metadata"]["name"] == "my-net-2"
+    assert job["spec"]["command"] == ["python", "my_Net 2.py", "--lr", "0.1"]
+    spec = parse_job(job).spec
+    assert (spec.parameter_servers.replicas, spec.workers.replicas, spec.update.backups) == (2, 3, 1)
+
+
+@given(st.text(min_size=1, max_size=60).filter(lambda text: "/" not in text and "\0" not in text))
+@settings(deadline=None, max_examples=60)
+def test_any_script_name_makes_a_name_that_a_job_may_have(tmp_path_factory: pytest.TempPathFactory, stem: str) -> None:
+    script = tmp_path_factory.mktemp("s") / (stem[:60].encode()[:60].decode(errors="ignore") + ".py")
+    script.write_text("")
+    job_of_script(script, servers=1, workers=1, backups="0", mode="Async")
+
+
+def test_options_of_scripts_are_refused_for_files(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    result = RUNNER.invoke(app, ["run", str(path), "--workers", "3"])
+    assert result.exit_code == 2
+    assert "--workers" in result.stderr
+
+
+def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
+    job = {**JOB, "spec": {**JOB["spec"], "code": {"configMap": "c"}, "checkpoint": {"uri": "ckpt"}}}
+    local = localise(job, tmp_path)
+    assert local["spec"]["workingDir"] == str(tmp_path)
+    assert local["spec"]["checkpoint"]["uri"] == str(tmp_path / "ckpt")
+    assert "code" not in local["spec"]
+    assert job["spec"]["code"] == {"configMap": "c"}
+    assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "src"}}, tmp_path)["spec"]["workingDir"] == str(
+        tmp_path / "src"
+    )
+    assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "/x"}}, tmp_path)["spec"]["workingDir"] == "/x"
+    remote = {**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": "s3://b/c"}}}
+    assert localise(remote, tmp_path)["spec"]["checkpoint"]["uri"] == "s3://b/c"
+    claims = {**JOB, "spec": {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "ck"}}}}}
+    assert claims_of(claims) == ["ck"]
+
+
+STATUS = {
+    "phase": "Failed",
+    "step": 7,
+    "loss": 0.5,
+    "examplesPerSecond": 1234.5,
+    "conditions": [{"type": "Failed", "status": "True", "reason": "NonFinite", "message": "step 7, rank 1"}],
+    "roles": {"Worker": {"desired": 2, "ready": 1, "restarts": 3, "disruptions": 1}, "ParameterServer": {"desired": 1}},
+}
+
+
+def ended_pod(index: int, message: str, code: int = 0) -> dict[str, Any]:
+    labels = {"backstay.dev/role": "parameter-server", "backstay.dev/index": str(index)}
+    state = {"terminated": {"exitCode": code, "reason": "Error", "message": message}}
+    return {
+        "metadata": {"name": f"a-ps-{index}", "namespace": "default", "labels": labels},
+        "status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": state}]},
+    }
+
+
+def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": STATUS}
+    result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
+    view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
+    assert json.loads(report.as_json(view, 1.5)) == {
+        "job": "a",
+        "phase": "Failed",
+        "step": 9,
+        "seconds": 1.5,
+        "examplesPerSecond": 1234.5,
+        "loss": 0.5,
+        "metrics": {"accuracy": 0.5, "bad": None},
+        "restarts": 3,
+        "disruptions": 1,
+        "checkpoint": "/c",
+    }
+    log = tmp_path / "default" / "a-ps-0" / "trainer.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"fine\n\x1b[31mred\xff\n")
+    text = "\n".join(report.lines(view, 1.5, tmp_path))
+    assert "NonFinite: step 7, rank 1" in text
+    assert str(log) in text
+    assert "\\x1b[31mred\\xff" in text
+
+
+def test_the_views_show_phase_numbers_deaths_and_events() -> None:
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, "phase": "Running"}}
+    events = [
+        {"type": "Warning", "reason": "PodReplaced", "message": "worker 1 died"},
+        {"type": "Normal", "reason": "Running", "message": "all there"},
+    ]
+    view = view_of(job, [], events)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(LiveDisplay(console, "hint", clock=lambda: 0.0).render(view))
+    console.file.close()
+    picture = console.export_text()
+    for part in ("Running", "1,234", "0.5", "1/2", "worker 1 died", "hint"):
+        assert part in picture
+    lines: list[str] = []
+    now = [0.0]
+    display = LineDisplay(lines.append, clock=lambda: now[0])
+    display.show(view)
+    now[0] = 6.0
+    display.show(view)
+    display.show(view)
+    assert [line.split("] ")[1] for line in lines] == [
+        "warning: PodReplaced: worker 1 died",
+        "Running: all there",
+        "a is Running",
+        "step 7  loss 0.5  1,234 examples/s  restarts 3",
+    ]
