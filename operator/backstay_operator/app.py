@@ -1,0 +1,236 @@
+"""The operator's parts, wired together, and the order in which they start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from backstay_operator.backoff import Backoffs, Curve
+from backstay_operator.cluster import Cluster
+from backstay_operator.dispatch import Dispatcher
+from backstay_operator.errors import KubeError
+from backstay_operator.execute import Executor
+from backstay_operator.health import Health, Verdict
+from backstay_operator.kube import Kube
+from backstay_operator.leader import Leader, identity
+from backstay_operator.metrics import Metrics
+from backstay_operator.progress import Poller
+from backstay_operator.reconcile import Reconciler
+from backstay_operator.settings import Options
+from backstay_operator.slim import SLIM
+from backstay_operator.verify import Verifier
+from backstay_operator.watching import JobKey, Watch, wait_for_crd
+from backstay_spec.observed import PlanSettings
+
+log = logging.getLogger(__name__)
+
+#: A write that the watch has not shown after this many seconds means that the watch is dead.
+WATCH_LIMIT = 60.0
+
+
+class WatchEnded(Exception):  # noqa: N818  what happened
+    """Kopf gave up; everything is to be started again."""
+
+
+class App:
+    """One operator.
+
+    Args:
+        options: how it is run.
+        key: the operator's key, at least 32 bytes.
+        environ: where the pod's name may be found.
+        draw: a number in [0, 1): all the chance there is.
+    """
+
+    def __init__(self, options: Options, key: bytes, *, environ: Mapping[str, str], draw: Callable[[], float]) -> None:
+        self._options = options
+        clock = time.monotonic
+        self.metrics = Metrics(clock)
+        self._kube = Kube(options.kubeconfig, observe=self.metrics.request)
+        self._leader = Leader(
+            self._kube,
+            options.lease_namespace,
+            identity(environ, draw),
+            clock=clock,
+            changed=self._lead,
+        )
+        self.cluster = Cluster(clock, self.metrics, self._mark)
+        backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
+        executor = Executor(
+            self._kube,
+            self.cluster,
+            key,
+            self.metrics,
+            clock=clock,
+            now=_now,
+            draw=draw,
+            backoffs=backoffs,
+            instance=self._leader.me,
+        )
+        self._reconciler = Reconciler(
+            self.cluster,
+            executor,
+            PlanSettings(options.operator_namespace, options.operator_labels, options.log_format),
+            key,
+            self.metrics,
+            clock=clock,
+            now=_now,
+            leads=self._leader.leads,
+        )
+        self._dispatcher: Dispatcher[JobKey] = Dispatcher(
+            self._reconciler, limit=options.parallel, draw=draw, failed=self._failed
+        )
+        self._poller = Poller(self._reconciler.round, self._reconciler.heard, self.metrics, now=_now, draw=draw)
+        self._reconciler.mark = self._dispatcher.mark
+        self._reconciler.mark_after = self._dispatcher.mark_after
+        self._reconciler.follow = self._poller.follow
+        self._verifier = Verifier(
+            self._kube,
+            self.cluster,
+            options.namespace,
+            self.metrics,
+            changed=self._mark,
+            every=options.verify_seconds,
+        )
+        self.cluster.ended = self._reconciler.ended
+        self.cluster.relisted = self._verifier.listed
+        self._watch = Watch(
+            options.kubeconfig,
+            options.namespace,
+            slim=SLIM,
+            sink=self.cluster.event,
+            indexed=self.cluster.attach,
+            lease=self._leader.saw,
+        )
+        self._health = Health(self.metrics, self.alive, self.ready)
+        self._watching = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop` is set, or SIGTERM or SIGINT arrives.
+
+        Raises:
+            WatchEnded: Kopf gave up, or another part ended that should not.
+        """
+        loop = asyncio.get_running_loop()
+        port = await self._health.start(self._options.bind, self._options.metrics_port)
+        log.info("metrics and probes on %s:%s", self._options.bind, port)
+        stopping = loop.create_task(stop.wait(), name="stop")
+        parts: list[asyncio.Task[None]] = []
+        watch: asyncio.Task[None] | None = None
+        try:
+            _on_signals(loop, stop)
+            crd = loop.create_task(wait_for_crd(self._kube), name="wait for the CRD")
+            parts.append(crd)
+            await asyncio.wait([stopping, crd], return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                return
+            crd.result()
+            # Before Kopf starts: it takes every task that is younger than itself for its own when it ends.
+            parts.append(loop.create_task(self._leader.run(), name="leader"))
+            parts.append(loop.create_task(self._verifier.run(), name="verifier"))
+            parts.append(loop.create_task(self._after_kopf(loop, stop), name="signals"))
+            watch = loop.create_task(self._watch.run(), name="kopf")
+            self._watching = True
+            await asyncio.wait([stopping, watch, *parts[1:3]], return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                self._raise(watch, parts[1:3])
+        finally:
+            await self._stop(stopping, parts, watch)
+
+    async def _after_kopf(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+        await self._watch.started.wait()
+        _on_signals(loop, stop)  # Kopf took them over; but what we hold must end before Kopf does
+
+    def _raise(self, watch: asyncio.Task[None], parts: list[asyncio.Task[None]]) -> None:
+        for task in (watch, *parts):
+            if task.done():
+                error = None if task.cancelled() else task.exception()
+                if task is watch and error is None:
+                    return  # Kopf took a signal before we had them back
+                raise WatchEnded(f"{task.get_name()} ended: {error!r}") from error
+
+    async def _stop(
+        self, stopping: asyncio.Task[bool], parts: list[asyncio.Task[None]], watch: asyncio.Task[None] | None
+    ) -> None:
+        self._watching = False
+        await self._dispatcher.close()
+        await self._poller.close()
+        for task in (stopping, *parts):
+            task.cancel()
+        await asyncio.gather(stopping, *parts, return_exceptions=True)
+        await self._leader.release()
+        await self._health.stop()
+        if watch is not None:
+            self._watch.stop()
+            await asyncio.gather(watch, return_exceptions=True)
+        await self._kube.close()
+
+    # What the parts tell each other.
+
+    def _mark(self, key: JobKey) -> None:
+        if self._leader.leads():
+            self._dispatcher.mark(key)
+
+    def _lead(self, leads: bool) -> None:
+        self.metrics.leader.set(1 if leads else 0)
+        if leads and self.cluster.synced:
+            for key in self.cluster.jobs():
+                self._dispatcher.mark(key)
+
+    def _failed(self, key: JobKey, error: Exception) -> None:
+        if isinstance(error, KubeError):
+            self.metrics.errors.labels(error.kind).inc()
+            log.warning("job %s/%s: %s", *key, error)
+        else:
+            self.metrics.errors.labels("bug").inc()
+            log.error("job %s/%s: a fault in the operator itself", *key, exc_info=error)
+
+    # The probes.
+
+    def alive(self) -> Verdict:
+        """Does the watch move?"""
+        if not self._leader.reached:
+            # A restart would not mend the API server. When it is back, the watch has its time anew.
+            self.cluster.pardon()
+            return Verdict(True, "the API server does not answer; waiting for it")
+        behind, owed = self._leader.behind(), self.cluster.owed()
+        if behind > WATCH_LIMIT:
+            return Verdict(False, f"the watch has not shown the Lease's renewal for {behind:.0f} s")
+        if owed > WATCH_LIMIT:
+            return Verdict(False, f"the watch has not shown a write of ours for {owed:.0f} s")
+        return Verdict(True, "ok")
+
+    def ready(self) -> Verdict:
+        """Have all first lists been read, and does the API server answer?"""
+        if not self._watching:
+            return Verdict(False, "starting, or waiting for the CustomResourceDefinition")
+        if not self._leader.seen:
+            return Verdict(False, "waiting for the first lists")
+        if not self._leader.reached:
+            return Verdict(False, "the API server does not answer")
+        return Verdict(True, "ok: acting" if self._leader.leads() else "ok: another operator acts")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Not the main thread (a test), or no such signals on this system: whoever runs us sets `stop`.
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+
+
+async def follow_parent(stop: asyncio.Event, parent: int, period: float = 0.5) -> None:
+    """Set `stop` once the process `parent` is no longer our parent: it died, however it did."""
+    while os.getppid() == parent:  # noqa: ASYNC110  no event tells of a parent's death on every system
+        await asyncio.sleep(period)
+    log.warning("the process that started this operator is gone: stopping")
+    stop.set()

@@ -1,0 +1,60 @@
+"""How long to wait before trying again: grows by doubling, is spread by chance, and is forgotten on success."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds before try n: ``first * 2**n``, at most `most`, times a factor drawn from [1 - jitter, 1]."""
+
+    first: float = 0.2
+    most: float = 30.0
+    jitter: float = 0.5
+
+    def seconds(self, attempt: int, draw: Callable[[], float]) -> float:
+        """The wait after failed try `attempt` (from 0); `draw` gives a number in [0, 1)."""
+        raw = min(self.most, self.first * 2.0 ** min(attempt, 60))
+        return raw * (1.0 - self.jitter * draw())
+
+
+@dataclass
+class _Entry:
+    attempts: int
+    not_before: float
+
+
+@dataclass
+class Backoffs(Generic[K]):
+    """One back-off for each key, on a clock that the caller reads."""
+
+    curve: Curve
+    draw: Callable[[], float]
+    _entries: dict[K, _Entry] = field(default_factory=dict)
+
+    def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
+        """Note a failure; answers the seconds to wait, `at_least` what the server asked for."""
+        entry = self._entries.setdefault(key, _Entry(0, now))
+        wait = max(at_least, self.curve.seconds(entry.attempts, self.draw))
+        entry.attempts += 1
+        entry.not_before = now + wait
+        return wait
+
+    def succeeded(self, key: K) -> None:
+        """Forget that `key` ever failed."""
+        self._entries.pop(key, None)
+
+    def remaining(self, key: K, now: float) -> float:
+        """Seconds until `key` may be tried again; 0 when it may be now."""
+        entry = self._entries.get(key)
+        return 0.0 if entry is None else max(0.0, entry.not_before - now)
+
+    def forget_where(self, dead: Callable[[K], bool]) -> None:
+        """Drop the keys of what is gone, so that this does not grow with all that ever was."""
+        for key in [key for key in self._entries if dead(key)]:
+            del self._entries[key]

@@ -1,0 +1,153 @@
+"""Runs one task at a time for each key, and many keys at once (O1).
+
+A trigger while a key is being worked on is remembered, not queued: any number of them is one more run, because the work
+is level-based and reads everything afresh. Timers of our own stand in for Kopf's, which would force finalizers on
+the objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from backstay_operator.backoff import Curve
+
+K = TypeVar("K", bound=Hashable)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    task: asyncio.Task[None] | None = None
+    dirty: bool = False
+    timer: asyncio.TimerHandle | None = None
+    failures: int = 0
+
+
+class Dispatcher(Generic[K]):
+    """Calls ``work(key)`` for every key that was marked.
+
+    Args:
+        work: does one key once, and answers after how many seconds it wants to run again (None: only when marked).
+            An exception is logged and counted, and the key is tried again with back-off; nothing escapes.
+        limit: how many keys are worked on at once.
+        draw: a number in [0, 1), the chance in the back-off.
+        failed: is told of every exception that `work` raised.
+        curve: the back-off after an exception.
+        impatient: while a key backs off, a trigger brings its next try forward to this many seconds from now, so that a
+            stream of triggers (which a failing write may itself cause) cannot turn into a busy loop.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[K], Awaitable[float | None]],
+        *,
+        limit: int,
+        draw: Callable[[], float],
+        failed: Callable[[K, Exception], None],
+        curve: Curve | None = None,
+        impatient: float = 1.0,
+    ) -> None:
+        self._work = work
+        self._slots = asyncio.Semaphore(limit)
+        self._draw = draw
+        self._failed = failed
+        self._curve = curve or Curve(first=0.2, most=30.0)
+        self._impatient = impatient
+        self._states: dict[K, _State] = {}
+        self._closed = False
+
+    def mark(self, key: K) -> None:
+        """Work on `key` as soon as may be."""
+        if self._closed:
+            return
+        state = self._states.setdefault(key, _State())
+        if state.task is not None:
+            state.dirty = True
+        elif state.failures:
+            self._wake_at(key, state, self._impatient)
+        else:
+            self._start(key, state)
+
+    def mark_after(self, key: K, seconds: float) -> None:
+        """Work on `key` after `seconds` at the latest; an earlier timer stays."""
+        if self._closed:
+            return
+        state = self._states.setdefault(key, _State())
+        self._wake_at(key, state, seconds)
+
+    def busy(self) -> bool:
+        """Is any key being worked on?"""
+        return any(state.task is not None for state in self._states.values())
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    async def close(self) -> None:
+        """Stop: no timer fires any more, and what runs is cancelled and awaited."""
+        self._closed = True
+        tasks = []
+        for state in self._states.values():
+            if state.timer is not None:
+                state.timer.cancel()
+            if state.task is not None:
+                state.task.cancel()
+                tasks.append(state.task)
+        self._states.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wake_at(self, key: K, state: _State, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, seconds)
+        if state.timer is not None:
+            if state.timer.when() <= due:
+                return
+            state.timer.cancel()
+        state.timer = loop.call_at(due, self._fire, key)
+
+    def _fire(self, key: K) -> None:
+        state = self._states.get(key)
+        if state is None or self._closed:
+            return
+        state.timer = None
+        if state.task is None:
+            self._start(key, state)
+        else:
+            state.dirty = True
+
+    def _start(self, key: K, state: _State) -> None:
+        if state.timer is not None:
+            state.timer.cancel()
+            state.timer = None
+        state.task = asyncio.get_running_loop().create_task(self._run(key, state), name=f"reconcile {key}")
+
+    async def _run(self, key: K, state: _State) -> None:
+        again: float | None = None
+        try:
+            while True:
+                async with self._slots:
+                    # Only now, with a slot in hand, is what will be read newer than every trigger so far.
+                    state.dirty = False
+                    try:
+                        again = await self._work(key)
+                        state.failures = 0
+                    except Exception as error:  # noqa: BLE001  one job's trouble must not become another's
+                        self._failed(key, error)
+                        again = self._curve.seconds(state.failures, self._draw)
+                        state.failures += 1
+                if state.failures or not state.dirty:
+                    break
+        finally:
+            state.task = None
+        if self._closed:
+            return
+        if state.failures and state.dirty and again is not None:
+            again = min(again, self._impatient)
+        if again is not None:
+            self._wake_at(key, state, again)
+        elif state.timer is None:
+            self._states.pop(key, None)

@@ -1,0 +1,137 @@
+"""What can go wrong when asking the API server, as an exception tree: which branch it is says what to do about it.
+
+::
+
+    KubeError
+      Unreachable     no answer: connection refused, reset, timed out      try again
+      Answered        an answer with a status of 400 or more
+        Unauthorized  401: the credentials were refused                    load them again, try again
+        Forbidden     403: no right, or over a quota                       try again later
+        NotFound      404: the object, its kind or its namespace is gone
+        Conflict      409: a stale resourceVersion, or a failed test       read again
+          AlreadyExists 409 on create: the name is taken
+        Gone          410: a continue token or resourceVersion is too old  list again
+        Invalid       422, and 400 on a create: this body can never be taken
+        Busy          429 and 5xx: the server cannot now                   try again, after `retry_after`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class KubeError(Exception):
+    """A request to the API server did not succeed."""
+
+    #: a short word for metrics
+    kind = "unknown"
+
+
+class Unreachable(KubeError):  # noqa: N818  the names say what happened
+    """The API server did not answer."""
+
+    kind = "unreachable"
+
+
+class Answered(KubeError):  # noqa: N818
+    """The API server answered with an error.
+
+    Attributes:
+        code: the HTTP status.
+        reason: the `reason` of the Status object, such as ``AlreadyExists``; "" when there was none.
+        message: the server's own words.
+        retry_after: seconds that the server asks to wait; 0 when it does not say.
+    """
+
+    kind = "refused"
+
+    def __init__(self, what: str, code: int, reason: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(f"{what}: {code} {reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class Unauthorized(Answered):
+    """401."""
+
+    kind = "unauthorized"
+
+
+class Forbidden(Answered):
+    """403."""
+
+    kind = "forbidden"
+
+
+class NotFound(Answered):
+    """404."""
+
+    kind = "not_found"
+
+
+class Conflict(Answered):
+    """409."""
+
+    kind = "conflict"
+
+
+class AlreadyExists(Conflict):
+    """409 on a create."""
+
+    kind = "already_exists"
+
+
+class Gone(Answered):
+    """410."""
+
+    kind = "gone"
+
+
+class Invalid(Answered):
+    """422, or 400: the server can never take this body."""
+
+    kind = "invalid"
+
+
+class Busy(Answered):
+    """429 or 5xx."""
+
+    kind = "busy"
+
+
+_BY_CODE: Mapping[int, type[Answered]] = {
+    400: Invalid,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: Busy,
+}
+
+
+def answered(what: str, code: int, status: Mapping[str, Any], retry_after: str | None) -> Answered:
+    """The exception for an error answer.
+
+    Args:
+        what: the request, for the message.
+        code: the HTTP status, 400 or more.
+        status: the body, when it was a Status object.
+        retry_after: the header of that name.
+    """
+    reason = str(status.get("reason") or "")
+    message = str(status.get("message") or "the answer had no message")
+    details = status.get("details") or {}
+    wait = retry_after if retry_after is not None else details.get("retryAfterSeconds")
+    try:
+        seconds = max(0.0, float(wait)) if wait is not None else 0.0
+    except (TypeError, ValueError):
+        seconds = 0.0
+    kind = _BY_CODE.get(code, Busy if code >= 500 else Answered)
+    if kind is Conflict and reason == "AlreadyExists":
+        kind = AlreadyExists
+    return kind(what, code, reason, message, seconds)

@@ -1,0 +1,271 @@
+"""Carries out a plan: the status first, then the events, then the actions, as `backstay_spec.actions` says.
+
+Neighbouring actions of one kind are independent of each other and are sent at once. What the API server refuses is told
+to the planner; what it could not answer is tried again, each action with its own back-off, so that one pod over its
+quota never delays the replacement of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from backstay_operator import errors
+from backstay_operator.backoff import Backoffs
+from backstay_operator.cluster import Cluster
+from backstay_operator.kube import Kube
+from backstay_operator.memory import JobMemory
+from backstay_operator.merge import merge_patch
+from backstay_operator.metrics import Metrics
+from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES, Resource
+from backstay_operator.slim import Json
+from backstay_operator.tell import tell
+from backstay_operator.watching import JobKey
+from backstay_spec import actions as act
+from backstay_spec.observed import Refusal
+from backstay_spec.token import token_for
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a plan.
+
+    Attributes:
+        again: something was done, so plan again with what is known now.
+        wait: seconds until something that failed may be tried again; None when nothing failed.
+    """
+
+    again: bool = False
+    wait: float | None = None
+
+
+class Executor:
+    """Turns plans into API calls.
+
+    Args:
+        kube: the API server.
+        cluster: is told of what was written.
+        key: the operator's key, for the jobs' tokens.
+        metrics: counts pods, deaths and errors.
+        clock: seconds, monotonic; `now` the time of day.
+        draw: a number in [0, 1), the chance in back-offs and event names.
+        backoffs: of the actions, by (job, what).
+        instance: this operator, as events name it.
+        at_once: how many requests of one plan are under way at a time.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        cluster: Cluster,
+        key: bytes,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        now: Callable[[], datetime],
+        draw: Callable[[], float],
+        backoffs: Backoffs[tuple[JobKey, str]],
+        instance: str,
+        at_once: int = 8,
+    ) -> None:
+        self._kube = kube
+        self._cluster = cluster
+        self._key = key
+        self._metrics = metrics
+        self._clock = clock
+        self._now = now
+        self._draw = draw
+        self._backoffs = backoffs
+        self._instance = instance
+        self._at_once = at_once
+
+    async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: JobMemory) -> Done:
+        """Do all of it that may be done now.
+
+        Args:
+            key: namespace and name of the job.
+            job: the job as it was planned from.
+            plan: what to do.
+            memory: of this job; what was refused and found missing is noted in it.
+
+        Raises:
+            errors.KubeError: the status could not be written; nothing else was done.
+        """
+        if plan.status is not None:
+            if not await self._write_status(key, job, plan.status, memory):
+                return Done(again=True)
+            for death in plan.deaths:
+                uncharged = "" if death.charged else " (uncharged)"
+                log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
+            for event in plan.events:
+                await tell(self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics)
+        waits: list[float] = []
+        did = False
+        slots = asyncio.Semaphore(self._at_once)
+
+        async def one(action: act.Action) -> None:
+            nonlocal did
+            what = (key, _identity(action))
+            wait = self._backoffs.remaining(what, self._clock())
+            if wait > 0:
+                waits.append(wait)
+                return
+            async with slots:
+                try:
+                    await self._do(key, action, memory)
+                except errors.KubeError as error:
+                    asked = error.retry_after if isinstance(error, errors.Answered) else 0.0
+                    waits.append(self._backoffs.failed(what, self._clock(), asked))
+                    self._metrics.errors.labels(error.kind).inc()
+                    log.warning("job %s/%s: %s", *key, error)
+                else:
+                    self._backoffs.succeeded(what)
+                    did = True
+
+        for _, group in itertools.groupby(plan.actions, type):
+            await asyncio.gather(*(one(action) for action in group))
+        return Done(again=did, wait=min(waits, default=None))
+
+    async def _write_status(self, key: JobKey, job: Json, status: Json, memory: JobMemory) -> bool:
+        patch = merge_patch({"status": job.get("status") or {}}, {"status": status})
+        if patch:
+            patch["metadata"] = {"resourceVersion": job["metadata"]["resourceVersion"]}
+            try:
+                answer = await self._kube.merge_patch(JOBS, *key, patch, subresource="status")
+            except errors.NotFound:
+                self._cluster.removed(JOBS, key, job["metadata"]["uid"])
+                return False
+            except errors.Conflict:
+                # Somebody changed the job since (the user, `kubectl scale`, another operator): plan from that.
+                await self._look_again(key, job)
+                return False
+            self._cluster.wrote(JOBS, answer)
+        memory.status_written = self._now()
+        return True
+
+    async def _look_again(self, key: JobKey, job: Json) -> None:
+        try:
+            fresh = await self._kube.get(JOBS, *key)
+        except errors.NotFound:
+            self._cluster.removed(JOBS, key, job["metadata"]["uid"])
+            return
+        if fresh["metadata"]["uid"] != job["metadata"]["uid"]:
+            self._cluster.removed(JOBS, key, job["metadata"]["uid"])
+        self._cluster.wrote(JOBS, fresh)
+
+    async def _do(self, key: JobKey, action: act.Action, memory: JobMemory) -> None:
+        match action:
+            case act.CreatePod():
+                if await self._create(key, PODS, action.manifest, memory):
+                    self._count_pod(action, memory)
+            case act.DeletePod():
+                await self._delete_pod(key, action)
+            case act.LookUpPod():
+                await self._look_up(key, action.name, memory)
+            case act.CreateService():
+                await self._create(key, SERVICES, action.manifest, memory)
+            case act.PatchService():
+                await self._patch_service(key, action)
+            case act.CreateNetworkPolicy():
+                await self._create(key, NETWORK_POLICIES, action.manifest, memory)
+            case act.CreateSecret():
+                await self._create_secret(key, action, memory)
+            case act.DeleteJob():
+                with contextlib.suppress(errors.NotFound, errors.Conflict):
+                    await self._kube.delete(JOBS, *key, uid=action.uid)
+                self._cluster.removed(JOBS, key, action.uid)
+
+    def _count_pod(self, action: act.CreatePod, memory: JobMemory) -> None:
+        self._metrics.pods_created.labels(action.role).inc()
+        ended = memory.ended.pop((action.role, action.index), None)
+        if action.cause is not None:
+            self._metrics.pods_replaced.labels(action.role, str(action.cause)).inc()
+            if ended is not None:
+                self._metrics.replacement_seconds.observe(self._clock() - ended)
+
+    async def _create(self, key: JobKey, resource: Resource, manifest: Mapping[str, Any], memory: JobMemory) -> bool:
+        """Create; True when it is there as ours now, and was not before."""
+        name = manifest["metadata"]["name"]
+        created = True
+        try:
+            answer = await self._kube.create(resource, key[0], manifest)
+        except errors.AlreadyExists as error:
+            # A create that was answered too late, or an object that somebody else made.
+            answer = await self._kube.get(resource, key[0], name)
+            if not _owned_by(answer, memory.uid):
+                memory.refused[name] = Refusal(error.reason, f"{error.message}, and it is not this job's", self._now())
+                return False
+            created = False
+        except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
+            # Told to the planner: it knows which refusals are final, and when to try the others again.
+            memory.refused[name] = Refusal(error.reason or str(error.code), error.message, self._now())
+            self._metrics.errors.labels(error.kind).inc()
+            return False
+        memory.refused.pop(name, None)
+        memory.missing.discard(name)
+        self._cluster.wrote(resource, answer)
+        return created
+
+    async def _create_secret(self, key: JobKey, action: act.CreateSecret, memory: JobMemory) -> None:
+        manifest = action.with_token(token_for(self._key, memory.uid))
+        name = manifest["metadata"]["name"]
+        try:
+            await self._kube.create(SECRETS, key[0], manifest)
+        except errors.AlreadyExists:
+            pass  # its name holds the job's uid, its content is derived: it is the same
+        except (errors.Invalid, errors.Forbidden, errors.NotFound) as error:
+            memory.refused[name] = Refusal(error.reason or str(error.code), error.message, self._now())
+            self._metrics.errors.labels(error.kind).inc()
+            return
+        memory.refused.pop(name, None)
+        memory.secret_ensured = True
+
+    async def _delete_pod(self, key: JobKey, action: act.DeletePod) -> None:
+        try:
+            answer = await self._kube.delete(PODS, key[0], action.name, uid=action.uid, grace=action.grace_seconds)
+        except (errors.NotFound, errors.Conflict):
+            self._cluster.removed(PODS, key, action.uid)
+            return
+        if answer.get("kind") == "Pod" and answer["metadata"].get("deletionTimestamp"):
+            self._cluster.wrote(PODS, answer)  # it ends gracefully
+        else:
+            self._cluster.removed(PODS, key, action.uid)
+
+    async def _look_up(self, key: JobKey, name: str, memory: JobMemory) -> None:
+        try:
+            answer = await self._kube.get(PODS, key[0], name)
+        except errors.NotFound:
+            memory.missing.add(name)
+            return
+        memory.missing.discard(name)
+        self._cluster.wrote(PODS, answer)
+
+    async def _patch_service(self, key: JobKey, action: act.PatchService) -> None:
+        try:
+            answer = await self._kube.json_patch(SERVICES, key[0], action.name, list(action.patch))
+        except (errors.Invalid, errors.Conflict):
+            # Its test failed: what is there is not what was planned from. Look, and plan again.
+            answer = await self._kube.get(SERVICES, key[0], action.name)
+        except errors.NotFound:
+            for seen in self._cluster.objects(SERVICES, key):
+                if seen["metadata"]["name"] == action.name:
+                    self._cluster.removed(SERVICES, key, seen["metadata"]["uid"])
+            return
+        self._cluster.wrote(SERVICES, answer)
+
+
+def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or [])
+
+
+def _identity(action: act.Action) -> str:
+    name = getattr(action, "name", None) or action.manifest["metadata"]["name"]  # type: ignore[union-attr]
+    return f"{type(action).__name__} {name}"

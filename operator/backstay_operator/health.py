@@ -1,0 +1,68 @@
+"""Liveness, readiness and metrics over HTTP.
+
+Alive means that the watch moves, not that HTTP answers: what we wrote must have come back through Kopf (the Lease's
+renewals, and any pod, service or status). An API server that is away makes us not ready, but not dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from backstay_operator.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Is it well, and if not, why."""
+
+    well: bool
+    why: str
+
+
+class Health:
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics``.
+
+    Args:
+        metrics: what to export.
+        alive: the liveness verdict, asked at each probe.
+        ready: the readiness verdict.
+    """
+
+    def __init__(self, metrics: Metrics, alive: Callable[[], Verdict], ready: Callable[[], Verdict]) -> None:
+        self._metrics = metrics
+        self._alive = alive
+        self._ready = ready
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; port 0 takes a free one. Returns the port. Raises OSError when it is taken."""
+        app = web.Application()
+        app.router.add_get("/healthz", self._answer(self._alive))
+        app.router.add_get("/readyz", self._answer(self._ready))
+        app.router.add_get("/metrics", self._export)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, shutdown_timeout=1.0)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @staticmethod
+    def _answer(verdict: Callable[[], Verdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def answer(_: web.Request) -> web.Response:
+            found = verdict()
+            return web.Response(status=200 if found.well else 503, text=found.why + "\n")
+
+        return answer
+
+    async def _export(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,219 @@
+"""The operator's writes, and the few reads that no watch gives: JSON over the `kubernetes` package's asyncio client.
+
+The generated models of that package are not used: they would triple the memory of a pod and turn what we do not know
+into nothing. Kopf does the watching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio.client import ApiClient
+
+from backstay_operator import access, errors
+from backstay_operator.rights import Resource
+
+Json = dict[str, Any]
+
+MERGE_PATCH: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
+METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
+
+log = logging.getLogger(__name__)
+
+
+class Kube:
+    """One connection pool to one API server.
+
+    Args:
+        kubeconfig: the path of a kubeconfig, or None inside a cluster.
+        timeout: seconds that one request may take.
+        observe: is told of each request: verb as RBAC names it, resource (with /subresource), status code
+            (0: no answer), seconds.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: str | None,
+        *,
+        timeout: float = 10.0,
+        observe: Callable[[str, str, int, float], None] = lambda *_: None,
+    ) -> None:
+        self._kubeconfig = kubeconfig
+        self._timeout = timeout
+        self._observe = observe
+        self._client: ApiClient | None = None
+        self._opening = asyncio.Lock()
+
+    async def __aenter__(self) -> Kube:
+        await self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()  # type: ignore[no-untyped-call]
+
+    async def _open(self) -> ApiClient:
+        async with self._opening:
+            if self._client is None:
+                configuration = await access.load(self._kubeconfig)
+                configuration.connection_pool_maxsize = 32
+                configuration.retries = None  # what is tried again, and when, is decided by who asks
+                self._client = ApiClient(configuration)
+                self._client.user_agent = access.USER_AGENT
+            return self._client
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> Json:
+        """One object, as it is now."""
+        return await self._request("get", resource, namespace, name)
+
+    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Json:
+        """Create an object; the answer is it as stored."""
+        return await self._request("create", resource, namespace, body=body)
+
+    async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+        """Replace an object; a stale `resourceVersion` in it is a Conflict."""
+        return await self._request("update", resource, namespace, name, body=body)
+
+    async def merge_patch(
+        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], subresource: str | None = None
+    ) -> Json:
+        """JSON merge patch (RFC 7386): null removes, lists are replaced whole."""
+        return await self._request(
+            "patch", resource, namespace, name, body=patch, subresource=subresource, content=MERGE_PATCH
+        )
+
+    async def json_patch(self, resource: Resource, namespace: str, name: str, patch: list[Json]) -> Json:
+        """JSON patch (RFC 6902); a failing `test` is Invalid."""
+        return await self._request("patch", resource, namespace, name, body=patch, content=JSON_PATCH)
+
+    async def delete(
+        self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+    ) -> Json:
+        """Ask for an object's deletion.
+
+        Args:
+            resource: the kind.
+            namespace: where.
+            name: which.
+            uid: delete that very object and no namesake; another one there is a Conflict.
+            grace: seconds, in place of the object's own grace period.
+
+        Returns:
+            The object (when it ends gracefully) or a Status.
+        """
+        body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        return await self._request("delete", resource, namespace, name, body=body)
+
+    async def metadata(
+        self, resource: Resource, namespace: str | None, selector: str
+    ) -> AsyncIterator[tuple[list[Json], str]]:
+        """List objects without their specs, 500 at a time.
+
+        Args:
+            resource: the kind.
+            namespace: where; None for everywhere.
+            selector: a label selector; "" for all.
+
+        Yields:
+            The objects of each page (their `metadata` at least), and the list's resourceVersion; one page at least.
+        """
+        token = ""
+        while True:
+            query = {"limit": "500"} | ({"labelSelector": selector} if selector else {})
+            query |= {"continue": token} if token else {}
+            page = await self._request("list", resource, namespace, query=query, accept=METADATA_ONLY)
+            yield page.get("items") or [], str(page.get("metadata", {}).get("resourceVersion", ""))
+            token = page.get("metadata", {}).get("continue") or ""
+            if not token:
+                return
+
+    async def discover(self, path: str) -> Json:
+        """Read a discovery document, such as ``/apis/backstay.dev/v1alpha1``."""
+        return await self._send("get", "discovery", "GET", path, path)
+
+    async def _request(
+        self,
+        verb: str,
+        resource: Resource,
+        namespace: str | None,
+        name: str | None = None,
+        *,
+        body: Any = None,
+        subresource: str | None = None,
+        content: str = "application/json",
+        query: Mapping[str, str] | None = None,
+        accept: str = "application/json",
+    ) -> Json:
+        method = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}.get(verb, "GET")
+        path = quote(resource.path(namespace, name, subresource))
+        kind = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
+        what = f"{verb} {kind} {'/'.join(part for part in (namespace, name) if part)}"
+        if query:
+            path += "?" + urlencode(query)
+        return await self._send(verb, kind, method, path, what, body=body, content=content, accept=accept)
+
+    async def _send(
+        self,
+        verb: str,
+        kind: str,
+        method: str,
+        path: str,
+        what: str,
+        *,
+        body: Any = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+    ) -> Json:
+        client = await self._open()
+        headers = {"Accept": accept, "User-Agent": access.USER_AGENT, "Content-Type": content}
+        started = time.monotonic()
+        code = 0
+        try:
+            authorization = await access.bearer(client.configuration)
+            if authorization is not None:
+                headers["Authorization"] = authorization
+            answer = await client.call_api(
+                method,
+                client.configuration.host + path,
+                header_params=headers,
+                body=body,
+                _request_timeout=aiohttp.ClientTimeout(total=self._timeout),
+            )
+            raw: bytes = await answer.read()  # type: ignore[no-untyped-call]
+            code = answer.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise errors.Unreachable(f"{what}: no answer: {type(error).__name__}: {error}") from error
+        finally:
+            self._observe(verb, kind, code, time.monotonic() - started)
+        document = _parse(raw)
+        if code >= 400:
+            if code == 401 and self._client is client:
+                # A token may have been rotated: the next request reads the credentials again.
+                await self.close()
+            raise errors.answered(what, code, document, answer.headers.get("Retry-After"))
+        return document
+
+
+def _parse(raw: bytes) -> Json:
+    try:
+        document = json.loads(raw)
+    except ValueError:
+        return {"message": raw[:200].decode("utf-8", "replace")}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,43 @@
+"""Log lines on stderr: for people, or one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, with the fields that log collectors expect."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+
+def set_up(kind: Literal["text", "json"], level: str) -> None:
+    """Log to stderr; Kopf's own lines only from WARNING on, as they tell of each event."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for name in ("kopf", "aiohttp", "asyncio", "grpc"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

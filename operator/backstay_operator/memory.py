@@ -1,0 +1,51 @@
+"""What the operator remembers of a job between two runs, and may forget: a restart costs only a few reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from backstay_spec import names
+from backstay_spec.observed import Progress, Refusal
+
+_MOST_EVENTS = 64
+
+
+@dataclass
+class Told:
+    """An event that was sent: its object's name and how often it was repeated."""
+
+    name: str
+    count: int
+
+
+@dataclass
+class JobMemory:
+    """One job, by its uid: a job that was made again under an old name starts with nothing.
+
+    Attributes:
+        uid: the job's.
+        secret_ensured, progress, missing, refused, status_written: see `backstay_spec.observed.Observed`.
+        told: the events sent, by (type, reason, message).
+        ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
+    """
+
+    uid: str
+    secret_ensured: bool = False
+    progress: Progress | None = None
+    missing: set[str] = field(default_factory=set)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    status_written: datetime | None = None
+    told: dict[tuple[str, str, str], Told] = field(default_factory=dict)
+    ended: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def prune(self, job: str, incarnations: dict[str, int]) -> None:
+        """Forget what speaks of pods that are no longer the newest of their place."""
+        current = set()
+        for key, incarnation in incarnations.items():
+            role, _, index = key.rpartition("-")
+            if role in names.ROLE_OF_LABEL and index.isdigit():
+                current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))
+        self.missing &= current
+        while len(self.told) > _MOST_EVENTS:
+            del self.told[next(iter(self.told))]

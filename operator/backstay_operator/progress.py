@@ -1,0 +1,247 @@
+"""The control channel (O8): every 2 s each server of each job is told what is wished, and asked how it goes.
+
+One task for a job, so that a slow one delays nobody; their starts are spread by chance and the calls of all of them are
+bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from backstay_operator.metrics import Metrics
+from backstay_operator.watching import JobKey
+from backstay_rpc import bearer, control_pb2, control_pb2_grpc
+from backstay_spec import contract
+from backstay_spec.observed import Progress, Stalled
+
+log = logging.getLogger(__name__)
+
+_OPTIONS: Final = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.enable_retries", 0),
+    # Channels to one address must not share a connection: another incarnation may have taken the address.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server pod that can be called."""
+
+    shard: int
+    incarnation: int
+    pod_uid: str
+    address: str  # host:port
+
+
+@dataclass(frozen=True)
+class Round:
+    """What to call for one job, and with what.
+
+    Attributes:
+        servers: its active servers that run now.
+        token: the job's.
+        generation, world, incarnations, checkpoint, stall_seconds: what the servers are told.
+    """
+
+    servers: Sequence[Server]
+    token: str
+    generation: int
+    world: int
+    incarnations: Mapping[str, int]
+    checkpoint: control_pb2.CheckpointSettings
+    stall_seconds: float
+
+    def request(self, server: Server) -> control_pb2.ProgressRequest:
+        """The request to one server."""
+        return control_pb2.ProgressRequest(
+            shard=server.shard,
+            expected_incarnation=server.incarnation,
+            generation=self.generation,
+            world=self.world,
+            incarnations=dict(self.incarnations),
+            checkpoint=self.checkpoint,
+            stall_seconds=self.stall_seconds,
+        )
+
+
+def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime) -> Progress | None:
+    """One round's answers as the planner wants them.
+
+    What the whole job does is said by the coordinator (shard 0); that a worker is stalled, or has handed in a
+    gradient, by any shard. None when no server answered.
+    """
+    if not replies:
+        return None
+    stalled: dict[tuple[int, int], str] = {}
+    contributed: dict[int, int] = {}
+    for _, reply in sorted(replies.items()):
+        for worker in reply.stalled:
+            stalled.setdefault((worker.rank, worker.incarnation), worker.reason)
+        for rank, incarnation in reply.contributed.items():
+            contributed[rank] = max(incarnation, contributed.get(rank, 0))
+    said: dict[str, Any] = {}
+    coordinator = replies.get(0)
+    if coordinator is not None:
+        stored = coordinator.checkpoint if coordinator.HasField("checkpoint") else None
+        said = {
+            "term": coordinator.term,
+            "step": coordinator.step,
+            "loss": coordinator.loss if coordinator.has_loss else None,
+            "examples_per_second": coordinator.examples_per_second,
+            "world": coordinator.world or None,
+            "metrics": dict(coordinator.metrics),
+            "done": coordinator.done,
+        }
+        if stored is not None:
+            said["checkpoint_error"] = stored.error
+            if stored.uri:
+                said |= {"checkpoint_step": stored.step, "checkpoint_uri": stored.uri}
+    return Progress(
+        taken=taken,
+        reached=frozenset(replies),
+        stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
+        contributed=contributed,
+        **said,
+    )
+
+
+def urgent(before: Progress | None, after: Progress) -> bool:
+    """Does `after` say more than that training goes on: something to plan for now, and not in ten seconds?"""
+    if before is None:
+        return True
+    fields = ("reached", "term", "world", "stalled", "contributed", "checkpoint_error", "done")
+    return any(getattr(before, name) != getattr(after, name) for name in fields)
+
+
+@dataclass
+class _Line:
+    channel: grpc.aio.Channel
+    stub: control_pb2_grpc.ControlStub
+
+
+@dataclass
+class _Poll:
+    task: asyncio.Task[None]
+    lines: dict[str, _Line] = field(default_factory=dict)
+
+
+class Poller:
+    """Calls the servers of every job that it was told to follow.
+
+    Args:
+        what: the round to make for a job now; None when it has none to be called.
+        heard: is given each round's answers: the combined one, and the steps redone as the coordinator counts them.
+        metrics: counts calls by outcome.
+        now: the time of day.
+        draw: a number in [0, 1): where in the period a job's first call falls.
+        period: seconds between two rounds of a job.
+        deadline: seconds that one call may take.
+        at_once: how many calls, of all jobs, are under way.
+        port: of the control service in a pod.
+    """
+
+    def __init__(
+        self,
+        what: Callable[[JobKey], Round | None],
+        heard: Callable[[JobKey, Progress, int], None],
+        metrics: Metrics,
+        *,
+        now: Callable[[], datetime],
+        draw: Callable[[], float],
+        period: float = 2.0,
+        deadline: float = 1.5,
+        at_once: int = 64,
+    ) -> None:
+        self._what = what
+        self._heard = heard
+        self._metrics = metrics
+        self._now = now
+        self._draw = draw
+        self._period = period
+        self._deadline = deadline
+        self._slots = asyncio.Semaphore(at_once)
+        self._polls: dict[JobKey, _Poll] = {}
+
+    def follow(self, key: JobKey) -> None:
+        """Call this job's servers from now on, for as long as it has any."""
+        if key not in self._polls:
+            task = asyncio.get_running_loop().create_task(self._run(key), name=f"progress {key}")
+            self._polls[key] = _Poll(task)
+
+    async def close(self) -> None:
+        """Stop calling, and close every channel."""
+        polls = list(self._polls.values())
+        for poll in polls:
+            poll.task.cancel()
+        await asyncio.gather(*(poll.task for poll in polls), return_exceptions=True)
+
+    async def _run(self, key: JobKey) -> None:
+        await asyncio.sleep(0)
+        poll = self._polls[key]
+        try:
+            delay = min(self._period, 0.25) * self._draw()
+            while True:
+                await asyncio.sleep(delay)
+                todo = self._what(key)
+                if todo is None:
+                    return
+                try:
+                    await self.round(key, poll.lines, todo)
+                except Exception:  # a reply that cannot be read must not end the calls
+                    log.exception("job %s/%s: a round of progress calls failed", *key)
+                    self._metrics.errors.labels("progress").inc()
+                delay = self._period * (0.9 + 0.2 * self._draw())
+        finally:
+            self._polls.pop(key, None)
+            await asyncio.gather(*(line.channel.close(None) for line in poll.lines.values()), return_exceptions=True)
+
+    async def round(self, key: JobKey, lines: dict[str, _Line], todo: Round) -> None:
+        """Call all servers of a job once."""
+        for uid in lines.keys() - {server.pod_uid for server in todo.servers}:
+            await lines.pop(uid).channel.close(None)
+        answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
+        replies = {
+            server.shard: reply for server, reply in zip(todo.servers, answers, strict=True) if reply is not None
+        }
+        combined = combine(replies, self._now())
+        if combined is not None:
+            self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
+
+    async def _call(self, lines: dict[str, _Line], todo: Round, server: Server) -> control_pb2.ProgressReply | None:
+        line = lines.get(server.pod_uid)
+        if line is None:
+            channel = grpc.aio.insecure_channel(server.address, options=_OPTIONS)
+            stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+            line = lines[server.pod_uid] = _Line(channel, stub)
+        async with self._slots:
+            try:
+                reply = await line.stub.Progress(
+                    todo.request(server), metadata=bearer(todo.token), timeout=self._deadline
+                )
+            except grpc.aio.AioRpcError as error:
+                self._metrics.progress_calls.labels(error.code().name).inc()
+                log.debug("server %s at %s: %s: %s", server.shard, server.address, error.code().name, error.details())
+                return None
+        self._metrics.progress_calls.labels("OK").inc()
+        if reply.incarnation not in (0, server.incarnation):
+            return None
+        found: control_pb2.ProgressReply = reply
+        return found
+
+
+def address_of(pod_ip: str) -> str:
+    """Where a pod's control service listens, as gRPC writes it."""
+    host = f"[{pod_ip}]" if ":" in pod_ip else pod_ip
+    return f"{host}:{contract.PORT_CONTROL}"

@@ -1,0 +1,283 @@
+"""One look at one job (O1): what is observed goes to the planner, its plan is carried out, until there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from backstay_operator.cluster import Cluster
+from backstay_operator.execute import Executor
+from backstay_operator.memory import JobMemory
+from backstay_operator.metrics import Metrics
+from backstay_operator.progress import Round, Server, address_of, urgent
+from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
+from backstay_operator.slim import Json
+from backstay_operator.watching import JobKey
+from backstay_rpc import control_pb2
+from backstay_spec import contract, names
+from backstay_spec.observed import Observed, PlanSettings, Progress
+from backstay_spec.plan import plan, refuse
+from backstay_spec.token import token_for
+from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
+from backstay_spec.types_status import TrainingJobStatus
+from backstay_spec.validation import SpecErrors, parse_job
+
+log = logging.getLogger(__name__)
+
+_ROUNDS: Final = 6
+_OVER: Final = ("Succeeded", "Failed")
+# What training alone changes in a status is written no more often (O8).
+_PACE: Final = 10.0
+
+
+@dataclass
+class _Parsed:
+    generation: int
+    spec: TrainingJobSpec | SpecErrors
+
+
+class Reconciler:
+    """Brings one job's objects to what its spec says; `Dispatcher` calls it for one job at a time.
+
+    Args:
+        cluster: what is known.
+        executor: carries plans out.
+        settings: the planner's.
+        key: the operator's key.
+        metrics: of the operator and of the jobs.
+        clock: seconds, monotonic.
+        now: the time of day, aware.
+        leads: may this operator act?
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        executor: Executor,
+        settings: PlanSettings,
+        key: bytes,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        now: Callable[[], datetime],
+        leads: Callable[[], bool],
+    ) -> None:
+        self._cluster = cluster
+        self._executor = executor
+        self._settings = settings
+        self._key = key
+        self._metrics = metrics
+        self._clock = clock
+        self._now = now
+        self._leads = leads
+        self._memories: dict[JobKey, JobMemory] = {}
+        self._parsed: dict[JobKey, tuple[str, _Parsed]] = {}
+        self.follow: Callable[[JobKey], None] = lambda _: None
+        self.mark: Callable[[JobKey], None] = lambda _: None
+        self.mark_after: Callable[[JobKey, float], None] = lambda *_: None
+
+    async def __call__(self, key: JobKey) -> float | None:
+        """Reconcile `key`; returns seconds until it wants to be looked at again though nothing happens.
+
+        Raises:
+            backstay_operator.errors.KubeError: the status could not be written.
+        """
+        if not self._leads():
+            return None
+        started = self._clock()
+        try:
+            return await self._reconcile(key)
+        finally:
+            self._metrics.reconciles.inc()
+            self._metrics.reconcile_seconds.observe(self._clock() - started)
+
+    async def _reconcile(self, key: JobKey) -> float | None:
+        again: float | None = 0.0
+        for _ in range(_ROUNDS):
+            job = self._cluster.job(key)
+            if job is None:
+                self._forget(key)
+                return None
+            memory = self._memory(key, job)
+            spec = self._spec(key, job)
+            if isinstance(spec, SpecErrors):
+                planned = refuse(ObjectMeta.model_validate(job["metadata"]), _status(job), str(spec), self._now())
+            else:
+                typed = _typed(job, spec)
+                memory.prune(key[1], typed.status.incarnations)
+                planned = plan(typed, self._observed(key, memory), self._now(), self._settings)
+            done = await self._executor.carry_out(key, job, planned, memory)
+            if not done.again or not self._leads():
+                again = _soonest(planned.requeue_after, done.wait)
+                break
+        self._report(key)
+        if self.round(key) is not None:
+            self.follow(key)
+        return again
+
+    # What is observed.
+
+    def _memory(self, key: JobKey, job: Json) -> JobMemory:
+        uid = job["metadata"]["uid"]
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid:
+            if memory is not None:
+                self._metrics.forget_job(*key)
+            memory = self._memories[key] = JobMemory(uid)
+        return memory
+
+    def _spec(self, key: JobKey, job: Json) -> TrainingJobSpec | SpecErrors:
+        """The spec as typed, validated once a generation: an older CRD, or none, may have let a bad one in."""
+        metadata = job["metadata"]
+        kept = self._parsed.get(key)
+        if kept is None or kept[0] != metadata["uid"] or kept[1].generation != metadata.get("generation", 0):
+            whole = {"metadata": {"name": key[1], "namespace": key[0]}, "spec": job.get("spec")}
+            spec: TrainingJobSpec | SpecErrors
+            try:
+                spec = parse_job({"apiVersion": contract.API_VERSION, "kind": contract.KIND, **whole}).spec
+            except SpecErrors as errors:
+                spec = errors
+            kept = self._parsed[key] = (metadata["uid"], _Parsed(metadata.get("generation", 0), spec))
+        return kept[1].spec
+
+    def _observed(self, key: JobKey, memory: JobMemory) -> Observed:
+        pods = self._cluster.objects(PODS, key)
+        memory.missing -= {pod["metadata"]["name"] for pod in pods}
+        return Observed(
+            pods=pods,
+            services=self._cluster.objects(SERVICES, key),
+            network_policies=self._cluster.objects(NETWORK_POLICIES, key),
+            secret_ensured=memory.secret_ensured,
+            progress=memory.progress,
+            missing=frozenset(memory.missing),
+            refused=dict(memory.refused),
+            status_written=memory.status_written,
+        )
+
+    # The control channel.
+
+    def round(self, key: JobKey) -> Round | None:
+        """What to tell and ask this job's servers now; None when there is none to be asked, or we do not act."""
+        job = self._cluster.job(key)
+        memory = self._memories.get(key)
+        if job is None or memory is None or not self._leads():
+            return None
+        spec = self._spec(key, job)
+        status = job.get("status") or {}
+        if isinstance(spec, SpecErrors) or status.get("phase") in _OVER:
+            return None
+        incarnations: Mapping[str, int] = status.get("incarnations") or {}
+        active = {
+            int(slot.rpartition("-")[2]): incarnation
+            for slot, incarnation in incarnations.items()
+            if slot.startswith(contract.ROLE_SERVER)
+        }
+        servers = [
+            server
+            for server in (_server(pod, memory.uid) for pod in self._cluster.objects(PODS, key))
+            if server is not None and active.get(server.shard) == server.incarnation
+        ]
+        if not servers:
+            return None
+        stored = spec.checkpoint
+        return Round(
+            servers=servers,
+            token=token_for(self._key, memory.uid),
+            generation=int(job["metadata"].get("generation") or 0),
+            world=spec.workers.replicas,
+            incarnations=incarnations,
+            checkpoint=control_pb2.CheckpointSettings(
+                every_steps=stored.every_steps or 0, every_seconds=stored.every_seconds, keep=stored.keep
+            ),
+            stall_seconds=spec.workers.stall_seconds,
+        )
+
+    def heard(self, key: JobKey, progress: Progress, redone: int) -> None:
+        """The servers answered."""
+        memory = self._memories.get(key)
+        if memory is None:
+            return
+        now_urgent = urgent(memory.progress, progress)
+        memory.progress = progress
+        if progress.step is not None:
+            self._metrics.job_step.labels(*key).set(progress.step)
+            self._metrics.job_redone.labels(*key).set(redone)
+        if progress.examples_per_second is not None:
+            self._metrics.job_rate.labels(*key).set(progress.examples_per_second)
+        if progress.loss is not None:
+            self._metrics.job_loss.labels(*key).set(progress.loss)
+        if now_urgent:
+            self.mark(key)
+        else:
+            written = memory.status_written
+            since = _PACE if written is None else (self._now() - written).total_seconds()
+            self.mark_after(key, max(0.0, _PACE - since))
+
+    def ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
+        """The watch showed that a pod has ended: its replacement's delay counts from here."""
+        memory = self._memories.get(key)
+        labels = raw["metadata"].get("labels") or {}
+        role, index = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX, "")
+        if memory is not None and role in names.ROLE_OF_LABEL and index.isdigit():
+            memory.ended.setdefault((role, int(index)), self._clock())
+
+    # What is reported.
+
+    def _report(self, key: JobKey) -> None:
+        job = self._cluster.job(key)
+        if job is None:
+            return
+        status = job.get("status") or {}
+        phase = status.get("phase") or "Pending"
+        self._metrics.job_phase(*key, phase)
+        if phase != "Running":
+            self._metrics.job_stopped(*key)
+        for role, counts in (status.get("roles") or {}).items():
+            self._metrics.job_role(
+                *key,
+                role,
+                desired=counts.get("desired", 0),
+                ready=counts.get("ready", 0),
+                restarts=counts.get("restarts", 0),
+                lost=counts.get("disruptions", 0),
+            )
+
+    def _forget(self, key: JobKey) -> None:
+        self._memories.pop(key, None)
+        self._parsed.pop(key, None)
+        self._metrics.forget_job(*key)
+
+
+def _typed(job: Json, spec: TrainingJobSpec) -> TrainingJob:
+    return TrainingJob(
+        metadata=ObjectMeta.model_validate(job["metadata"]),
+        spec=spec,
+        status=_status(job),
+    )
+
+
+def _status(job: Json) -> TrainingJobStatus:
+    return TrainingJobStatus.model_validate(job.get("status") or {})
+
+
+def _server(pod: Json, uid: str) -> Server | None:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    if not any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or []):
+        return None
+    if labels.get(contract.LABEL_ROLE) != contract.ROLE_SERVER or metadata.get("deletionTimestamp"):
+        return None
+    if status.get("phase") != "Running" or not status.get("podIP"):
+        return None
+    index, incarnation = labels.get(contract.LABEL_INDEX, ""), labels.get(contract.LABEL_INCARNATION, "")
+    if not (index.isdigit() and incarnation.isdigit()):
+        return None
+    return Server(int(index), int(incarnation), metadata["uid"], address_of(status["podIP"]))
+
+
+def _soonest(planned: timedelta | None, failed: float | None) -> float | None:
+    waits = [wait for wait in (planned.total_seconds() if planned is not None else None, failed) if wait is not None]
+    return min(waits, default=None)

@@ -1,0 +1,59 @@
+"""What the operator may ask of the API server, and no more (O6).
+
+The chart's ClusterRole is tested against this table, and a test records every request of a running operator and holds
+that the two are the same set.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from backstay_spec import contract
+
+
+class Resource(NamedTuple):
+    """A kind of object in the API: its group ("" for the core), version and plural name."""
+
+    group: str
+    version: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The URL path of the collection, one object, or one subresource of it."""
+        parts = ["/api" if not self.group else f"/apis/{self.group}", self.version]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+JOBS: Final = Resource(contract.GROUP, contract.VERSION, contract.PLURAL)
+PODS: Final = Resource("", "v1", "pods")
+SERVICES: Final = Resource("", "v1", "services")
+SECRETS: Final = Resource("", "v1", "secrets")
+EVENTS: Final = Resource("", "v1", "events")
+NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases")
+
+#: The name of the operator's Lease; the chart restricts the rights on Leases to this one name, creation apart.
+LEASE_NAME: Final = "backstay-operator"
+
+#: (group, resource or resource/subresource) -> verbs, in the jobs' namespaces (all, or the one that is served).
+RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
+    (JOBS.group, JOBS.plural): frozenset({"get", "list", "watch", "delete"}),
+    (JOBS.group, f"{JOBS.plural}/status"): frozenset({"patch"}),
+    (PODS.group, PODS.plural): frozenset({"get", "list", "watch", "create", "delete"}),
+    (SERVICES.group, SERVICES.plural): frozenset({"get", "list", "watch", "create", "patch"}),
+    (SECRETS.group, SECRETS.plural): frozenset({"create"}),
+    (NETWORK_POLICIES.group, NETWORK_POLICIES.plural): frozenset({"get", "list", "watch", "create"}),
+    (EVENTS.group, EVENTS.plural): frozenset({"create", "patch"}),
+}
+
+#: The same for the operator's own Lease, in the operator's own namespace, by its name alone where the API allows.
+LEASE_RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
+    (LEASES.group, LEASES.plural): frozenset({"get", "list", "watch", "create", "update"}),
+}
+
+#: Paths that are not objects; every authenticated client may read them (the built-in role `system:discovery`).
+DISCOVERY: Final = ("/api", "/apis", "/version")

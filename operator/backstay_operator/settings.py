@@ -1,0 +1,104 @@
+"""How the operator is run, and how Kopf is set up for production."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import kopf
+
+from backstay_operator.rights import LEASE_NAME, LEASES, NETWORK_POLICIES, PODS, SERVICES
+from backstay_spec import contract
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        kubeconfig: path of a kubeconfig; None: the pod's own service account.
+        namespace: the one namespace to serve; None: all of them.
+        operator_namespace: where the operator itself runs; each job's NetworkPolicy lets its calls in.
+        operator_labels: the labels of the operator's pods there; empty: any pod of that namespace.
+        key_file: holds the operator's key, from which the jobs' tokens are made.
+        bind: address of the HTTP port.
+        metrics_port: HTTP port of /metrics, /healthz and /readyz; 0 takes a free one.
+        log_format: of the log lines on stderr.
+        log_level: of our own log lines; Kopf's are shown from WARNING on.
+        die_with_parent: stop when the process that started this one is gone.
+        parallel: how many jobs are reconciled at once.
+        verify_seconds: how often the watches are compared with a list.
+    """
+
+    kubeconfig: str | None = None
+    namespace: str | None = None
+    operator_namespace: str = "default"
+    operator_labels: Mapping[str, str] = field(default_factory=dict)
+    key_file: str | None = None
+    bind: str = "0.0.0.0"  # noqa: S104  a pod's port; the chart's NetworkPolicy and `--bind` narrow it
+    metrics_port: int = 8080
+    log_format: Literal["text", "json"] = "text"
+    log_level: str = "INFO"
+    die_with_parent: bool = False
+    parallel: int = 32
+    verify_seconds: float = 300.0
+
+    @property
+    def lease_namespace(self) -> str:
+        """Where the Lease is: two operators for one namespace must meet there, whichever namespaces they run in."""
+        return self.namespace or self.operator_namespace
+
+
+class Patience:
+    """Delays between tries, without end: while the API server is away, Kopf must wait and not give up.
+
+    Kopf iterates over it anew for each request; a finite list would end the operator when it is used up.
+    """
+
+    def __init__(self, *first: float, then: float) -> None:
+        self._first = first
+        self._then = then
+
+    def __iter__(self) -> Iterator[float]:
+        yield from self._first
+        while True:
+            yield self._then
+
+
+def kopf_settings() -> kopf.OperatorSettings:
+    """Kopf as a source of events and nothing else: it writes nothing to any object."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    # Namespaces and CRDs would have to be readable cluster-wide; we wait for our CRD by discovery instead.
+    settings.scanning.disabled = True
+    settings.process.ultimate_exiting_timeout = None
+
+    # The server ends a watch after this long; a dead connection is noticed by the missing bookmarks (one a minute).
+    settings.watching.server_timeout = 600
+    settings.watching.client_timeout = 660
+    settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = 90
+    settings.watching.reconnect_backoff = 0.1
+    settings.watching.chunk_size = 500
+    settings.watching.label_selectors[PODS.plural] = contract.LABEL_JOB
+    settings.watching.label_selectors[SERVICES.plural] = contract.LABEL_JOB
+    settings.watching.label_selectors[NETWORK_POLICIES.plural] = contract.LABEL_JOB
+    settings.watching.field_selectors[LEASES.plural] = f"metadata.name={LEASE_NAME}"
+
+    settings.networking.request_timeout = 60
+    settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = Patience(0.1, 0.2, 0.5, 1, 2, then=5)
+
+    # A worker of Kopf's lives for each object with news; ours is a hand-over, done in microseconds.
+    settings.queueing.worker_limit = None
+    settings.queueing.idle_timeout = 1.0
+    settings.queueing.exit_timeout = 1.0
+
+    # No handler of ours keeps state in objects. Should one ever, it is under our own prefix, and never a finalizer.
+    prefix = contract.ANNOTATION_PREFIX
+    settings.persistence.finalizer = f"{prefix}/finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=prefix)
+    return settings

@@ -1,0 +1,83 @@
+"""What is kept in memory of a watched object: what the planner and the progress calls read, and no more.
+
+A pod as the API server shows it is 10 kB of JSON, most of it spec that we wrote ourselves and managedFields. At 2000
+pods that would be most of the operator's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SERVICES, Resource
+from backstay_spec import contract
+
+Json = dict[str, Any]
+
+_CONTAINER: Final = ("name", "state", "ready", "restartCount", "started", "image")
+_STATUS: Final = ("phase", "reason", "message", "podIP", "startTime")
+_CONDITION: Final = ("type", "status", "reason", "message", "lastTransitionTime")
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def _metadata(body: Mapping[str, Any], *, annotations: bool) -> Json:
+    kept = dict(body["metadata"])
+    kept.pop("managedFields", None)
+    if not annotations:
+        kept.pop("annotations", None)
+    return kept
+
+
+def pod(body: Mapping[str, Any]) -> Json:
+    """Who it is, whose it is, where it runs, and how it fares."""
+    status: Mapping[str, Any] = body.get("status") or {}
+    kept: Json = {field: status[field] for field in _STATUS if field in status}
+    for field in ("containerStatuses", "initContainerStatuses"):
+        if status.get(field):
+            kept[field] = [_only(container, _CONTAINER) for container in status[field]]
+    if status.get("conditions"):
+        kept["conditions"] = [_only(condition, _CONDITION) for condition in status["conditions"]]
+    spec: Mapping[str, Any] = body.get("spec") or {}
+    kept_spec = _only(spec, ("nodeName",))
+    kept_spec["containers"] = [
+        # A lost Service is made again under the address that its job's living pods were told.
+        {"name": contract.CONTAINER, "env": [var]}
+        for container in spec.get("containers") or []
+        if container.get("name") == contract.CONTAINER
+        for var in container.get("env") or []
+        if var.get("name") == contract.ENV_SERVERS
+    ]
+    return {"metadata": _metadata(body, annotations=False), "spec": kept_spec, "status": kept}
+
+
+def service(body: Mapping[str, Any]) -> Json:
+    """Whose it is and what it selects."""
+    spec: Mapping[str, Any] = body.get("spec") or {}
+    return {"metadata": _metadata(body, annotations=False), "spec": dict(spec)}
+
+
+def policy(body: Mapping[str, Any]) -> Json:
+    """Whose it is."""
+    return {"metadata": _metadata(body, annotations=False)}
+
+
+def job(body: Mapping[str, Any]) -> Json:
+    """All of it but managedFields."""
+    kept = dict(body)
+    kept["metadata"] = _metadata(body, annotations=True)
+    annotations = kept["metadata"].get("annotations")
+    if annotations:
+        kept["metadata"]["annotations"] = {k: v for k, v in annotations.items() if k != _LAST_APPLIED}
+    return kept
+
+
+def _only(source: Mapping[str, Any], fields: tuple[str, ...]) -> Json:
+    return {field: source[field] for field in fields if field in source}
+
+
+SLIM: Final[Mapping[Resource, Callable[[Mapping[str, Any]], Json]]] = {
+    JOBS: job,
+    PODS: pod,
+    SERVICES: service,
+    NETWORK_POLICIES: policy,
+}

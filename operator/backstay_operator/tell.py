@@ -1,0 +1,79 @@
+"""Events about a job, for `kubectl describe`: one object for each thing that is said, counted when said again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from backstay_operator import errors
+from backstay_operator.kube import Kube
+from backstay_operator.memory import JobMemory, Told
+from backstay_operator.metrics import Metrics
+from backstay_operator.rights import EVENTS
+from backstay_operator.slim import Json
+from backstay_operator.watching import JobKey
+from backstay_spec import contract
+from backstay_spec.events import Event
+
+log = logging.getLogger(__name__)
+COMPONENT = "backstay-operator"
+
+
+async def tell(
+    kube: Kube,
+    key: JobKey,
+    job: Json,
+    event: Event,
+    memory: JobMemory,
+    instance: str,
+    now: datetime,
+    draw: Callable[[], float],
+    metrics: Metrics,
+) -> None:
+    """Send one event. A failure is counted and logged, and nothing more: an event never delays a job."""
+    level = logging.WARNING if event.type == "Warning" else logging.INFO
+    log.log(level, "job %s/%s: %s: %s", *key, event.reason, event.message)
+    stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    said = (event.type, event.reason, event.message)
+    told = memory.told.get(said)
+    try:
+        if told is not None:
+            try:
+                patch = {"count": told.count + 1, "lastTimestamp": stamp}
+                await kube.merge_patch(EVENTS, key[0], told.name, patch)
+                told.count += 1
+                return
+            except errors.NotFound:
+                del memory.told[said]  # events are kept for an hour
+        name = f"{key[1]}.{int(now.timestamp() * 1e6):x}{int(draw() * 16**6):06x}"
+        await kube.create(EVENTS, key[0], _body(name, key, job, event, instance, stamp))
+        memory.told[said] = Told(name, 1)
+    except errors.KubeError as error:
+        metrics.errors.labels("event").inc()
+        log.warning("job %s/%s: an event could not be sent: %s", *key, error)
+
+
+def _body(name: str, key: JobKey, job: Json, event: Event, instance: str, stamp: str) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": key[0]},
+        "involvedObject": {
+            "apiVersion": contract.API_VERSION,
+            "kind": contract.KIND,
+            "namespace": key[0],
+            "name": key[1],
+            "uid": job["metadata"]["uid"],
+            "resourceVersion": job["metadata"]["resourceVersion"],
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message,
+        "count": 1,
+        "firstTimestamp": stamp,
+        "lastTimestamp": stamp,
+        "source": {"component": COMPONENT},
+        "reportingComponent": COMPONENT,
+        "reportingInstance": instance[:128],
+    }

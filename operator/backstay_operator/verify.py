@@ -1,0 +1,98 @@
+"""Compares what the watches have shown with a list, now and then.
+
+Kopf lists again when a watch cannot be continued, and then does not tell of what was deleted in between: such an
+object would stay in its index for ever, and a dead pod would never be replaced. So a list of the metadata (500 at a
+time, without specs) finds what is believed in and no longer exists. It is taken some time after each listing by Kopf,
+and every few minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from backstay_operator import errors
+from backstay_operator.cluster import Cluster
+from backstay_operator.kube import Kube
+from backstay_operator.metrics import Metrics
+from backstay_operator.overlay import version_of
+from backstay_operator.rights import JOBS, Resource
+from backstay_operator.watching import INDEXED, JobKey
+from backstay_spec import contract
+
+log = logging.getLogger(__name__)
+
+
+class Verifier:
+    """Finds the deletions that no watch told of.
+
+    Args:
+        kube: the API server.
+        cluster: what is believed.
+        namespace: what is watched; None for everywhere.
+        metrics: counts what was found.
+        changed: is told which job to look at again.
+        every: seconds between two comparisons.
+        settle: seconds to wait after Kopf listed something.
+    """
+
+    def __init__(
+        self,
+        kube: Kube,
+        cluster: Cluster,
+        namespace: str | None,
+        metrics: Metrics,
+        *,
+        changed: Callable[[JobKey], None],
+        every: float,
+        settle: float = 5.0,
+    ) -> None:
+        self._kube = kube
+        self._cluster = cluster
+        self._namespace = namespace
+        self._metrics = metrics
+        self._changed = changed
+        self._every = every
+        self._settle = settle
+        self._listed = asyncio.Event()
+
+    def listed(self) -> None:
+        """Kopf listed something: it may have missed a deletion before that."""
+        self._listed.set()
+
+    async def run(self) -> None:
+        """Compare for ever; cancel it to stop."""
+        while True:
+            try:
+                await asyncio.wait_for(self._listed.wait(), self._every)
+                await asyncio.sleep(self._settle)
+            except TimeoutError:
+                pass
+            self._listed.clear()
+            try:
+                await self.compare()
+            except errors.KubeError as error:
+                log.warning("the watches could not be compared with a list: %s", error)
+                self._metrics.errors.labels(error.kind).inc()
+
+    async def compare(self) -> list[tuple[Resource, str]]:
+        """Compare once; returns what was found to be gone, as (resource, name)."""
+        found = []
+        for resource in INDEXED:
+            selector = "" if resource == JOBS else contract.LABEL_JOB
+            listed: dict[str, int] = {}
+            version = -1
+            async for page, of_list in self._kube.metadata(resource, self._namespace, selector):
+                # All pages are of one moment, the first one's.
+                version = version if version >= 0 else version_of({"resourceVersion": of_list})
+                for item in page:
+                    listed[item["metadata"]["uid"]] = version_of(item["metadata"])
+            overlay = self._cluster.overlays[resource]
+            for key, seen in list(overlay.missing_from(listed, version)):
+                log.warning("%s %s/%s is gone, although no watch said so", resource.plural, key[0], seen.name)
+                self._metrics.ghosts.labels(resource.plural).inc()
+                overlay.removed(key, seen.uid)
+                found.append((resource, seen.name))
+                self._changed(key)
+        return found

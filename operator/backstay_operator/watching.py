@@ -1,0 +1,158 @@
+"""Kopf's part: it lists and watches, keeps the indexes, and says when to look at a job again (O1).
+
+Only `on.event` and `index` are used. They write nothing to any object, need no finalizer, and keep no state but memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import kopf
+
+from backstay_operator import access, errors
+from backstay_operator.kube import Kube
+from backstay_operator.overlay import Seen
+from backstay_operator.rights import JOBS, LEASES, NETWORK_POLICIES, PODS, SERVICES, Resource
+from backstay_operator.settings import kopf_settings
+from backstay_spec import contract
+
+JobKey: TypeAlias = tuple[str, str]  # namespace, name
+
+log = logging.getLogger(__name__)
+
+#: What is watched and kept in an index; the operator's Lease is watched besides.
+INDEXED: Final = (JOBS, PODS, SERVICES, NETWORK_POLICIES)
+
+#: Called for each event: resource, key, the object as the watch showed it, was it deleted, was it listed (not watched).
+Sink: TypeAlias = Callable[[Resource, JobKey, Mapping[str, Any], bool, bool], None]
+
+
+def job_key(body: Mapping[str, Any]) -> JobKey | None:
+    """The job that a pod or service says it belongs to."""
+    metadata = body.get("metadata") or {}
+    name = (metadata.get("labels") or {}).get(contract.LABEL_JOB)
+    return (metadata.get("namespace") or "", name) if name else None
+
+
+def own_key(body: Mapping[str, Any]) -> JobKey:
+    """The key of a job itself."""
+    return body["metadata"].get("namespace") or "", body["metadata"]["name"]
+
+
+class Watch:
+    """Kopf, set up and running.
+
+    Args:
+        kubeconfig: see `access.load`.
+        namespace: the one to watch; None for all.
+        slim: what is kept in memory of an object of each resource.
+        sink: is told of each event, after the indexes know of it and not before all first lists are in.
+        indexed: is given the index of each resource when Kopf starts.
+        lease: is told of the operator's Lease.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: str | None,
+        namespace: str | None,
+        *,
+        slim: Mapping[Resource, Callable[[Mapping[str, Any]], Any]],
+        sink: Sink,
+        indexed: Callable[[Resource, Mapping[JobKey, Iterable[Seen[Any]]]], None],
+        lease: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._kubeconfig = kubeconfig
+        self._namespace = namespace
+        self._slim = slim
+        self._sink = sink
+        self._indexed = indexed
+        self._lease = lease
+        self._stop = asyncio.Event()
+        self.started = asyncio.Event()
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Watch until `stop`, or until Kopf gives up (its exception escapes)."""
+        await kopf.operator(
+            registry=self._registry(),
+            settings=kopf_settings(),
+            standalone=True,
+            clusterwide=self._namespace is None,
+            namespaces=() if self._namespace is None else (self._namespace,),
+            stop_flag=self._stop,
+            ready_flag=self.started,
+        )
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        @kopf.on.login(registry=registry, retries=None, backoff=2.0)
+        async def login(**_: Any) -> kopf.ConnectionInfo:
+            try:
+                return await access.kopf_login(self._kubeconfig)
+            except access.AccessError as error:
+                raise kopf.TemporaryError(str(error), delay=2.0) from error
+
+        for resource in INDEXED:
+            self._watch(registry, resource, own_key if resource == JOBS else job_key)
+
+        @kopf.on.event(*LEASES, registry=registry, id="lease")
+        async def lease(event: kopf.RawEvent, **_: Any) -> None:
+            if event["type"] != "DELETED":
+                self._lease(event["object"])
+
+        @kopf.on.startup(registry=registry)
+        async def startup(**kwargs: Any) -> None:
+            for resource in INDEXED:
+                self._indexed(resource, kwargs[_index_name(resource)])
+
+        return registry
+
+    def _watch(
+        self,
+        registry: kopf.OperatorRegistry,
+        resource: Resource,
+        key_of: Callable[[Mapping[str, Any]], JobKey | None],
+    ) -> None:
+        slim = self._slim[resource]
+
+        @kopf.index(*resource, registry=registry, id=_index_name(resource))
+        async def index(body: kopf.Body, **_: Any) -> dict[JobKey, Seen[Any]]:
+            raw = dict(body)
+            key = key_of(raw)
+            return {} if key is None else {key: Seen.of(raw, slim(raw))}
+
+        @kopf.on.event(*resource, registry=registry, id=f"{resource.plural}_event")
+        async def event(event: kopf.RawEvent, **_: Any) -> None:
+            raw: Mapping[str, Any] = event["object"]
+            key = key_of(raw)
+            if key is not None:
+                self._sink(resource, key, raw, event["type"] == "DELETED", event["type"] is None)
+
+
+def _index_name(resource: Resource) -> str:
+    return f"index_{resource.plural}"
+
+
+async def wait_for_crd(kube: Kube, *, pause: float = 1.0) -> None:
+    """Return once the API server serves TrainingJobs; until then say so, from time to time."""
+    path = f"/apis/{JOBS.group}/{JOBS.version}"
+    tries = 0
+    while True:
+        try:
+            found = await kube.discover(path)
+            if any(item.get("name") == JOBS.plural for item in found.get("resources") or []):
+                return
+            why = "it is not served yet"
+        except errors.KubeError as error:
+            why = str(error)
+        if tries % 30 == 0:
+            log.warning("waiting for the CustomResourceDefinition %s.%s: %s", JOBS.plural, JOBS.group, why)
+        tries += 1
+        await asyncio.sleep(pause if tries > 10 else pause / 10)
