@@ -113,7 +113,7 @@ def job_of_script(
         "update": update,
     }
     if checkpoint is not None:
-        spec["checkpoint"] = {"uri": checkpoint}
+        spec["checkpoint"] = {"uri": checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve())}
     job = {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,
@@ -133,16 +133,13 @@ def _name_of(script: Path) -> str:
 
 
 def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same job for this machine: a relative or missing `workingDir`, and a relative checkpoint URI, are taken from
-    `folder`, and `code` is the folder itself."""
+    """The same job for this machine: a relative or missing `workingDir` is taken from `folder`, which is also the
+    `code`."""
     job = copy.deepcopy(job)
     spec = job["spec"]
     spec.pop("code", None)
     # A Path joined with an absolute one is the absolute one.
     spec["workingDir"] = str((folder / spec.get("workingDir", ".")).resolve())
-    uri = (spec.get("checkpoint") or {}).get("uri")
-    if uri is not None and "://" not in uri:
-        spec["checkpoint"]["uri"] = str((folder / uri).resolve())
     job.setdefault("metadata", {}).setdefault("namespace", "default")
     job.pop("status", None)
     return job

@@ -116,18 +116,15 @@ def test_options_of_scripts_are_refused_for_files(tmp_path: Path) -> None:
 
 
 def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
-    job = {**JOB, "spec": {**JOB["spec"], "code": {"configMap": "c"}, "checkpoint": {"uri": "ckpt"}}}
+    job = {**JOB, "spec": {**JOB["spec"], "code": {"configMap": "c"}}}
     local = localise(job, tmp_path)
     assert local["spec"]["workingDir"] == str(tmp_path)
-    assert local["spec"]["checkpoint"]["uri"] == str(tmp_path / "ckpt")
     assert "code" not in local["spec"]
     assert job["spec"]["code"] == {"configMap": "c"}
     assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "src"}}, tmp_path)["spec"]["workingDir"] == str(
         tmp_path / "src"
     )
     assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "/x"}}, tmp_path)["spec"]["workingDir"] == "/x"
-    remote = {**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": "s3://b/c"}}}
-    assert localise(remote, tmp_path)["spec"]["checkpoint"]["uri"] == "s3://b/c"
     claims = {**JOB, "spec": {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "ck"}}}}}
     assert claims_of(claims) == ["ck"]
 
