@@ -302,5 +302,5 @@ def _has_left_world(draft: Draft, slot: Slot, progress: Progress | None) -> bool
         return True
     if progress is not None and progress.world is not None:
         return slot.index >= progress.world
-    # Nobody has said which world is in force: before the first step nobody misses a rank, later we wait to be told.
-    return draft.old.step is None and draft.old.world is None
+    # Nobody has said which world is in force: before training begins nobody misses a rank, later we wait to be told.
+    return draft.old.world is None and not status.holds(draft.conditions, status.RUNNING)

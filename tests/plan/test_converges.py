@@ -1,0 +1,181 @@
+"""O1, O2, O4, O5: whatever happens to the pods, in whatever order, the planner ends where it should.
+
+A random history of everything that kubelets, nodes, people and operators do to one job; after every step the planner is
+run once, or until it is settled, or is killed in the middle of carrying a plan out.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from backstay_spec import contract
+from backstay_spec.observed import Stalled
+
+BUDGET = 6
+ROLE_FIELDS = {"parameter-server": "ParameterServer", "worker": "Worker", "evaluator": "Evaluator"}
+
+
+def test_any_history_converges(make_cluster):
+    class History(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            self.cluster = make_cluster(
+                {
+                    "parameterServers": {"replicas": 2, "maxRestarts": BUDGET},
+                    "workers": {"replicas": 3, "maxRestarts": BUDGET},
+                    "evaluator": {"maxRestarts": BUDGET},
+                    "checkpoint": {"uri": "file:///ckpt"},
+                    "runPolicy": {"pendingDeadlineSeconds": 10**6},
+                }
+            )
+            self.crashes = 0
+
+        def some(self, data, names):
+            return data.draw(st.sampled_from(sorted(names)))
+
+        def ended(self):
+            return self.cluster.status.get("phase") in ("Failed", "Succeeded")
+
+        # What may happen.
+
+        @rule(data=st.data(), ready=st.booleans())
+        @precondition(lambda self: self.cluster.living())
+        def runs(self, data, ready):
+            self.cluster.run(self.some(data, self.cluster.living()), ready=ready)
+
+        @rule(data=st.data(), code=st.sampled_from([0, 1, 137, 143]))
+        @precondition(lambda self: self.cluster.living())
+        def ends(self, data, code):
+            self.cluster.end(self.some(data, self.cluster.living()), code)
+            self.crashes += 1
+
+        @rule(data=st.data())
+        @precondition(lambda self: self.cluster.living())
+        def is_deleted(self, data):
+            self.cluster.delete(self.some(data, self.cluster.living()))
+
+        @rule(data=st.data(), reason=st.sampled_from(["EvictionByEvictionAPI", "DeletionByTaintManager"]))
+        @precondition(lambda self: self.cluster.living())
+        def is_disrupted(self, data, reason):
+            self.cluster.disrupt(self.some(data, self.cluster.living()), reason)
+
+        @rule(data=st.data())
+        @precondition(lambda self: self.cluster.pods)
+        def vanishes(self, data):
+            self.cluster.vanish(self.some(data, self.cluster.pods))
+
+        @rule()
+        def terminations_end(self):
+            self.cluster.bury()
+
+        @rule(seconds=st.sampled_from([0.3, 1, 5, 61]))
+        def time_passes(self, seconds):
+            self.cluster.tick(seconds)
+
+        @rule(world=st.integers(1, 5), rank=st.integers(0, 4), incarnation=st.integers(1, 3), hung=st.booleans())
+        def servers_answer(self, world, rank, incarnation, hung):
+            stalled = (Stalled(rank, incarnation),) if hung else ()
+            self.crashes += hung
+            self.cluster.answer(world=world, step=3, stalled=stalled, contributed={rank: incarnation})
+
+        @rule(replicas=st.integers(1, 5))
+        def is_scaled(self, replicas):
+            self.cluster.edit(workers={"replicas": replicas})
+
+        @rule(flag=st.booleans())
+        def is_suspended(self, flag):
+            self.cluster.edit(runPolicy={"suspend": flag})
+
+        @rule(prefix=st.sampled_from(["mnist-worker", "mnist-ps-0", "mnist-"]))
+        def creates_are_refused(self, prefix):
+            self.cluster.refuse = {prefix: ("Forbidden", "exceeded quota")}
+
+        @rule()
+        def creates_are_accepted(self):
+            self.cluster.refuse = {}
+
+        @rule(data=st.data())
+        @precondition(lambda self: self.cluster.services)
+        def a_service_is_deleted(self, data):
+            del self.cluster.services[self.some(data, self.cluster.services)]
+
+        @rule()
+        def the_operator_restarts(self):
+            self.cluster.restart_operator()
+
+        @rule(data=st.data())
+        def the_operator_dies_in_the_middle(self, data):
+            """After the status, and any number of the actions."""
+            todo = self.cluster.plan()
+            self.cluster.write_status(todo)
+            for action in todo.actions[: data.draw(st.integers(0, len(todo.actions)))]:
+                self.cluster.act(action)
+            self.cluster.restart_operator()
+
+        @rule()
+        def is_planned_once(self):
+            self.cluster.apply(self.cluster.plan())
+
+        @rule()
+        def is_settled(self):
+            self.cluster.settle(30)
+
+        # What must hold, always.
+
+        @invariant()
+        def the_budget_is_never_exceeded(self):
+            for role, counters in self.cluster.status.get("roles", {}).items():
+                assert counters["restarts"] <= BUDGET, role
+                assert counters["restarts"] == sum(
+                    d.charged for d in self.cluster.deaths if ROLE_FIELDS[d.role] == role
+                ), "each charged death is counted once"
+
+        @invariant()
+        def no_pod_dies_twice(self):
+            dead = [d.pod for d in self.cluster.deaths]
+            assert len(dead) == len(set(dead))
+
+        # Where it must end.
+
+        def teardown(self):
+            cluster = self.cluster
+            cluster.refuse = {}
+            cluster.edit(runPolicy={"suspend": False})
+            for _ in range(4):
+                cluster.tick(70)
+                cluster.answer(step=9, world=cluster.job.spec.workers.replicas)
+                cluster.settle(30)
+                cluster.bury()
+            if self.ended():
+                assert self.crashes > 0, "disruptions and people never fail a job"
+                assert not cluster.living()
+                return
+            wanted = {("parameter-server", i) for i in range(2)} | {("evaluator", 0)}
+            wanted |= {("worker", i) for i in range(cluster.job.spec.workers.replicas)}
+            found = {}
+            for name in cluster.living():
+                labels = cluster.pods[name]["metadata"]["labels"]
+                place = (labels[contract.LABEL_ROLE], int(labels[contract.LABEL_INDEX]))
+                assert place not in found, "two live pods in one place"
+                found[place] = int(labels[contract.LABEL_INCARNATION])
+            assert set(found) == wanted
+            assert all(cluster.status["incarnations"][f"{r}-{i}"] == n for (r, i), n in found.items())
+            for shard in range(2):
+                (service,) = [s for n, s in cluster.services.items() if n.startswith(f"mnist-ps-{shard}")]
+                selected = service["spec"]["selector"][contract.LABEL_INCARNATION]
+                assert selected == str(found["parameter-server", shard])
+            cluster.tick(60)
+            assert cluster.plan().status is None
+
+    run_state_machine_as_test(
+        History,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
