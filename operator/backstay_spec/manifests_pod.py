@@ -143,6 +143,8 @@ def _environment(
         # The kubelet expands $(NAME) in values, and a URI may hold one.
         contract.ENV_CONFIG: json.dumps(config, separators=(",", ":")).replace("$(", "$$("),
     }
+    if slot.role in _SERVES and config.get("checkpoint") is not None:
+        said[contract.ENV_CHECKPOINT_URI] = config["checkpoint"]["uri"].replace("$(", "$$(")
     token = {"name": names.secret_name(meta.name, meta.uid), "key": contract.SECRET_KEY_TOKEN}
     return [
         *({"name": name, "value": value} for name, value in said.items()),
