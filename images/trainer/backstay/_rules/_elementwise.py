@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._flat import Atom, Equation, Flat, Literal
+from ._flat import Atom, Equation, Flat, Literal, bind
 from ._signature import of_literal, of_params
 
 # Primitives that compute each element of the result from the same element of every operand.
@@ -290,11 +290,8 @@ class Expressions:
                     ]
                 elif expression.kind is Kind.ALIGNED:
                     args = [_spread(arg, size) for arg in args]
-                functions, params = expression.primitive.get_bind_params(dict(expression.params))
-                result = expression.primitive.bind(*functions, *args, **params)
-                if expression.op == "plain" and not expression.primitive.multiple_results:
-                    return [result]
-                return result
+                results = bind(expression.primitive, expression.params, args)
+                return results if expression.op == "plain" else results[0]
 
 
 def _spread(value: Any, size: int | None) -> Any:

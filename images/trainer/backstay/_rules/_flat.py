@@ -6,7 +6,7 @@ depends on, and to compute that leaf alone, calls are inlined and conditionals a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,20 @@ def evaluate(flat: Flat, values: Sequence[Any]) -> list[Any]:
             branches = [_branch(branch) for branch in equation.branches]
             results = jax.lax.switch(args[0], branches, *args[1:])
         else:
-            functions, params = equation.primitive.get_bind_params(equation.params)
-            results = equation.primitive.bind(*functions, *args, **params)
-            if not equation.primitive.multiple_results:
-                results = [results]
+            results = bind(equation.primitive, equation.params, args)
         env.update(zip(equation.outputs, results, strict=True))
     return [read(atom) for atom in flat.outputs]
+
+
+def bind(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:
+    """The results of one primitive, always as a list."""
+    prepared = primitive.get_bind_params(dict(params))
+    if isinstance(prepared, dict):
+        results = primitive.bind(*args, **prepared)
+    else:  # JAX before 0.9 keeps the functions apart
+        functions, prepared = prepared
+        results = primitive.bind(*functions, *args, **prepared)
+    return list(results) if primitive.multiple_results else [results]
 
 
 def select(flat: Flat, outputs: Sequence[int]) -> tuple[Flat, tuple[int, ...]]:

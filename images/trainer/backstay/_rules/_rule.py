@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ class WholeProgram:
 Program = ElementwiseProgram | WholeProgram
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """What `analyse` found out about an optimizer on a tree.
 
@@ -106,6 +106,8 @@ class Rule:
         groups: every parameter leaf in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
         programs: what updates groups; groups of equal program are updated alike.
+        optimizer: what was analysed.
+        cache: for what its users compile and want to keep as long as the rule.
     """
 
     tree: TreeSpec
@@ -118,6 +120,7 @@ class Rule:
     _advance: Flat
     _advance_inputs: tuple[int, ...]
     _split: Split
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def check(self, shards: int) -> None:
         """Refuse what `shards` shards cannot compute as one process would.

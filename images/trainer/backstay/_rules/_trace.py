@@ -41,6 +41,13 @@ class StateSpec:
         )
 
 
+def key_impl(spec: StateSpec) -> Any:
+    """The generator that typed keys are of, for `jax.random.wrap_key_data`."""
+    found: list[Any] = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), spec.shape_dtype())
+    return found[0]
+
+
 @dataclass(frozen=True)
 class Trace:
     """The update as a program: inputs are the gradients, the states, the parameters, each leaf by leaf; outputs are

@@ -1,0 +1,463 @@
+"""The state of one shard on its device, and the update of it.
+
+Blocks of elementwise programs are updated one by one, so that the first can be sent while the later ones compute; a
+whole group is one computation. Everything is dispatched asynchronously. Parameters and optimizer state are donated,
+so an update changes them in place; where somebody still holds a view of a block, JAX copies it first, and so what was
+handed out never changes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from ._kernels import Kernels, Mean, kernels_of
+from ._partition import Block, Partition
+from ._rules import ElementwiseProgram, Group, Rule, key_impl
+from ._tree import arrays
+from .errors import CheckpointError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+PARAMS = "params/"
+STATE = "optimizer/"
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a job's state, as a checkpoint names it.
+
+    Attributes:
+        key: ``params/`` and the leaf's path, or ``optimizer/`` and the path in the optimizer's state.
+        shape: of the whole array. PRNG keys have the shape of their data.
+        dtype: a NumPy dtype (ml_dtypes' for bfloat16); uint32 for PRNG keys.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Elements ``start:stop`` of the flattened array `key`: `value` is 1-D, read-only, and never changes."""
+
+    key: str
+    start: int
+    stop: int
+    value: Array
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a shard knows at one version. The entries of all shards cover every array of `array_specs` once."""
+
+    version: int
+    entries: tuple[Entry, ...]
+
+
+def array_specs(rule: Rule) -> tuple[ArraySpec, ...]:
+    """Every array of a job's state, whatever the number of shards: parameters first, each in the order of its tree."""
+    params = [ArraySpec(PARAMS + leaf.path, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
+    states = []
+    for state in rule.states:
+        spec = state.shape_dtype()
+        if state.is_key:
+            spec = jax.eval_shape(jax.random.key_data, spec)
+        states.append(ArraySpec(STATE + state.path, tuple(spec.shape), np.dtype(spec.dtype)))
+    return (*params, *states)
+
+
+class ShardEngine:
+    """One shard's parameters and optimizer state, and their updates.
+
+    Not more than one thread may call `apply`, `skip`, `snapshot` and `sum_of_squares`; `block` and `ready` may be
+    called from any thread.
+    """
+
+    _lock: threading.Lock  # held while arrays are replaced
+    _shared: list[jax.Array]
+    _wanted: tuple[int, ...]  # the uniform scalars that the blocks need
+    _place: dict[int, int]  # of those among them
+    _shared_place: dict[int, int]  # of the shared states
+
+    def __init__(self, partition: Partition, shard: int, rule: Rule, params: Any, *, version: int = 0) -> None:
+        """Start from parameters and a fresh optimizer state.
+
+        Args:
+            partition: of `rule.tree`.
+            shard: which of its shards to hold.
+            rule: `analyse(optimizer, tree)`.
+            params: the whole tree of parameters; only this shard's part is kept.
+            version: the number of updates that are in `params`.
+
+        Raises:
+            TreeError: `params` has other leaves than the partition.
+        """
+        self._prepare(partition, shard, rule, version)
+        leaves = arrays(params, partition.tree)
+        wanted = sorted({*rule.shared, *(state for group in self._held for state in group.states)})
+        tree = partition.tree.unflatten(leaves)
+        initial = dict(zip(wanted, rule.initial_state(tree, wanted), strict=True))
+        self._load(_Whole(rule, leaves, initial).read)
+
+    @classmethod
+    def restore(
+        cls,
+        partition: Partition,
+        shard: int,
+        rule: Rule,
+        read: Callable[[str, int, int], Array],
+        version: int,
+    ) -> ShardEngine:
+        """Start from a checkpoint, which may be of another number of shards.
+
+        Args:
+            partition, shard, rule: as in the constructor.
+            read: ``read(key, start, stop)`` gives elements ``start:stop`` of the flattened array `key` of
+                `array_specs(rule)`, 1-D, of its dtype.
+            version: of the checkpoint.
+
+        Raises:
+            CheckpointError: `read` gives another size or dtype.
+        """
+        engine = cls.__new__(cls)
+        engine._prepare(partition, shard, rule, version)
+        engine._load(read)
+        return engine
+
+    @property
+    def version(self) -> int:
+        """The number of updates, skipped ones included."""
+        return self._version
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self._layout.blocks
+
+    def compile(self, contributions: Sequence[int] = (1,), *, weighted: bool = False, clipped: bool = False) -> None:
+        """Compile what `apply` will run, before the first gradient is there.
+
+        Args:
+            contributions: how many gradients an update may have.
+            weighted: whether updates may have weights other than 1.
+            clipped: whether updates may have clip factors other than 1; compiles `sum_of_squares` too.
+        """
+        done: set[object] = set()
+        for count in contributions:
+            for factor in (1.0, 0.5) if clipped else (1.0,):
+                for weight in (1.0, 0.5) if weighted else (1.0,):
+                    mean = Mean.of([weight] * count, count, factor)
+                    self._warm(mean, done, clipped)
+
+    def apply(
+        self,
+        gradients: Sequence[Sequence[Array]],
+        *,
+        weights: Sequence[float] | None = None,
+        divisor: int = 1,
+        clip_factor: float = 1.0,
+    ) -> None:
+        """Dispatch one update and return; the version grows by one.
+
+        The optimizer gets ``clip_factor * (w0 * g0 + w1 * g1 + ...) / divisor``, summed in that order, in float32 for
+        narrower floats. Where no weight or factor differs from 1, nothing is multiplied.
+
+        Args:
+            gradients: ``gradients[k][b]``, contribution k in order of rank, block b of this shard: 1-D of the block's
+                dtype and size. 64-byte-aligned memory is used where it lies: it must stay unchanged until
+                `ready(b)`; other memory is copied.
+            weights: one for each contribution; None is all 1.
+            divisor: usually the number of contributions.
+            clip_factor: `clip_factor(...)` of `backstay._clip`, or 1.
+        """
+        mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, clip_factor)
+        self._check(gradients, mean)
+        shared = self._shared
+        with self._lock:
+            self._shared, scalars = self._kernels.advance(shared, self._wanted)
+            for index, block in enumerate(self._layout.blocks):
+                if (stretch := self._stretches.get(index)) is None:
+                    continue
+                program = self._rule.programs[block.rule]
+                assert isinstance(program, ElementwiseProgram)
+                uniform = [scalars[self._place[number]] for number in program.uniform]
+                values = tuple(_device(contribution[index]) for contribution in gradients)
+                stretch.param, stretch.states = self._kernels.stretch(block.rule, mean)(
+                    stretch.param, stretch.states, values, uniform, mean.scalars(block.dtype)
+                )
+            for whole in self._wholes:
+                own = tuple(tuple(_device(contribution[index]) for contribution in gradients) for index in whole.blocks)
+                needed = [shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
+                whole.params, whole.states = self._kernels.whole(whole.group.program, mean)(
+                    whole.params, whole.states, own, needed, mean.scalars(np.dtype(np.float64))
+                )
+            self._version += 1
+
+    def skip(self) -> None:
+        """The version grows by one; nothing else changes."""
+        self._version += 1
+
+    def ready(self, b: int) -> None:
+        """Wait until block `b` of the last update is computed: its gradients' memory is free again."""
+        self._param(b).block_until_ready()
+
+    def block(self, b: int) -> Array:
+        """Block `b` of the current version, when it is computed.
+
+        Returns:
+            1-D, read-only. It aliases the shard's memory and yet never changes: the next `apply` copies a block of
+            which a view is still held, so drop views early.
+        """
+        while True:
+            param = self._param(b)
+            try:
+                param.block_until_ready()
+            except RuntimeError:
+                if not param.is_deleted():
+                    raise
+                continue  # another update began meanwhile
+            with self._lock:
+                if not param.is_deleted():
+                    return _view(param)
+
+    def sum_of_squares(
+        self, gradients: Sequence[Sequence[Array]], weights: Sequence[float] | None = None, divisor: int = 1
+    ) -> float:
+        """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments."""
+        mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, 1.0)
+        self._check(gradients, mean)
+        with _enable_x64():
+            parts = [
+                self._kernels.squares(mean)(
+                    tuple(_device(contribution[index]) for contribution in gradients), mean.scalars(block.dtype)
+                )
+                for index, block in enumerate(self._layout.blocks)
+            ]
+        return math.fsum(float(part) for part in parts)
+
+    def snapshot(self) -> Snapshot:
+        """Everything at the current version. The entries are views that never change: writing them may take its time,
+        and the updates meanwhile copy only what is still held."""
+        entries: list[Entry] = []
+        for index, block in enumerate(self._layout.blocks):
+            if (stretch := self._stretches.get(index)) is not None:
+                values = [_view(stretch.param), *map(_view, stretch.states)]
+                for piece in block.pieces:
+                    for key, value in zip(self._keys(self._group_of[piece.leaf]), values, strict=True):
+                        part = value[piece.offset : piece.offset + piece.size]
+                        entries.append(Entry(key, piece.start, piece.stop, part))
+        for whole in self._wholes:
+            values = [_view(value) for value in (*whole.params, *whole.states)]
+            entries += [_entry(key, value) for key, value in zip(self._keys(whole.group), values, strict=True)]
+        if self._layout.shard == 0:
+            keys = [STATE + self._rule.states[index].path for index in self._rule.shared]
+            entries += [_entry(key, _view(value)) for key, value in zip(keys, self._shared, strict=True)]
+        return Snapshot(self._version, tuple(entry for entry in entries if entry.stop > entry.start))
+
+    # -- inside
+
+    def _prepare(self, partition: Partition, shard: int, rule: Rule, version: int) -> None:
+        self._layout = partition.shards[shard]
+        self._rule = rule
+        self._kernels: Kernels = kernels_of(rule)
+        self._version = version
+        self._shared = []
+        self._lock = threading.Lock()
+        self._group_of = {leaf: group for group in rule.groups for leaf in group.leaves}
+        self._stretches: dict[int, _Stretch] = {}
+        self._wholes: list[_WholeGroup] = []
+        self._where: dict[int, tuple[_WholeGroup, int]] = {}  # block -> its group and place in it
+        blocks = self._layout.blocks
+        leaves = {piece.leaf for block in blocks for piece in block.pieces}
+        whole = [rule.groups[index] for index in self._layout.groups]
+        cut = {leaf for leaf in leaves if self._group_of[leaf].elementwise}
+        self._held = [*whole, *(self._group_of[leaf] for leaf in sorted(cut))]
+        programs = {block.rule for block in blocks}
+        uniform = {
+            number
+            for program in (rule.programs[index] for index in programs)
+            if isinstance(program, ElementwiseProgram)
+            for number in program.uniform
+        }
+        self._wanted = tuple(sorted(uniform))
+        self._place = {number: place for place, number in enumerate(self._wanted)}
+        self._shared_place = {state: place for place, state in enumerate(rule.shared)}
+
+    def _load(self, read: Callable[[str, int, int], Array]) -> None:
+        specs = {spec.key: spec for spec in array_specs(self._rule)}
+
+        def values(key: str, start: int, stop: int) -> Array:
+            spec = specs[key]
+            value = np.asarray(read(key, start, stop)) if stop > start else np.empty(0, spec.dtype)
+            if value.shape != (stop - start,) or value.dtype != spec.dtype:
+                raise CheckpointError(
+                    f"array {key}, elements {start}:{stop}, is {value.dtype}{list(value.shape)}: must be "
+                    f"{spec.dtype}[{stop - start}]"
+                )
+            return value
+
+        at = {}
+        for index, block in enumerate(self._layout.blocks):
+            if not isinstance(self._rule.programs[block.rule], ElementwiseProgram):
+                at[block.pieces[0].leaf] = index
+                continue
+            columns = zip(
+                *(
+                    [values(key, piece.start, piece.stop) for key in self._keys(self._group_of[piece.leaf])]
+                    for piece in block.pieces
+                ),
+                strict=True,
+            )
+            param, *states = [_own(np.concatenate(column)) for column in columns]
+            self._stretches[index] = _Stretch(param, states)
+        for number in self._layout.groups:
+            group = self._rule.groups[number]
+            # An empty leaf has no block; its gradient is empty too.
+            own = tuple(at[leaf] for leaf in group.leaves if leaf in at)
+            loaded = []
+            for key in self._keys(group):
+                value = values(key, 0, specs[key].size).reshape(specs[key].shape)
+                loaded.append(_own(value))
+            count = len(group.leaves)
+            states = [self._typed(value, index) for value, index in zip(loaded[count:], group.states, strict=True)]
+            whole = _WholeGroup(group, own, loaded[:count], states)
+            self._wholes.append(whole)
+            for place, leaf in enumerate(group.leaves):
+                if leaf in at:
+                    self._where[at[leaf]] = (whole, place)
+        for index in self._rule.shared:
+            spec = specs[STATE + self._rule.states[index].path]
+            value = values(spec.key, 0, spec.size).reshape(spec.shape)
+            self._shared.append(self._typed(_own(value), index))
+
+    def _typed(self, value: jax.Array, state: int) -> jax.Array:
+        spec = self._rule.states[state]
+        return jax.random.wrap_key_data(value, impl=key_impl(spec)) if spec.is_key else value
+
+    def _keys(self, group: Group) -> list[str]:
+        params = [PARAMS + self._rule.tree.leaves[leaf].path for leaf in group.leaves]
+        return params + [STATE + self._rule.states[state].path for state in group.states]
+
+    def _param(self, index: int) -> Any:
+        if index in self._stretches:
+            return self._stretches[index].param
+        whole, place = self._where[index]
+        return whole.params[place]
+
+    def _check(self, gradients: Sequence[Sequence[Array]], mean: Mean) -> None:
+        if len(gradients) != mean.count:
+            raise ValueError(f"{len(gradients)} gradients and {mean.count} weights: must be as many")
+        for rank, contribution in enumerate(gradients):
+            if len(contribution) != len(self._layout.blocks):
+                raise ValueError(
+                    f"contribution {rank} has {len(contribution)} blocks: shard {self._layout.shard} has "
+                    f"{len(self._layout.blocks)}"
+                )
+            for index, (value, block) in enumerate(zip(contribution, self._layout.blocks, strict=True)):
+                if value.shape != (block.size,) or value.dtype != block.dtype:
+                    raise ValueError(
+                        f"contribution {rank}, block {index} is {value.dtype}{list(value.shape)}: must be "
+                        f"{block.dtype}[{block.size}]"
+                    )
+
+    def _warm(self, mean: Mean, done: set[object], clipped: bool) -> None:
+        """Run each distinct executable once, on zeros."""
+        _, scalars = self._kernels.advance(self._shared, self._wanted)
+        for index, block in enumerate(self._layout.blocks):
+            zero = _device(np.zeros(block.size, block.dtype))
+            if clipped and (squares := ("squares", mean.form, block.dtype, block.size)) not in done:
+                done.add(squares)
+                with _enable_x64():
+                    self._kernels.squares(mean)((zero,) * mean.count, mean.scalars(block.dtype))
+            key = (block.rule, mean.form, block.dtype, block.size)
+            if key in done or (stretch := self._stretches.get(index)) is None:
+                continue
+            done.add(key)
+            program = self._rule.programs[block.rule]
+            assert isinstance(program, ElementwiseProgram)
+            uniform = [scalars[self._place[number]] for number in program.uniform]
+            fresh = [_own(np.zeros(block.size, value.dtype)) for value in (stretch.param, *stretch.states)]
+            self._kernels.stretch(block.rule, mean)(
+                fresh[0], fresh[1:], (zero,) * mean.count, uniform, mean.scalars(block.dtype)
+            )
+        for whole in self._wholes:
+            if (group := (whole.group.program, mean.form)) in done:
+                continue
+            done.add(group)
+            own = tuple(
+                (_device(np.zeros(self._layout.blocks[i].size, self._layout.blocks[i].dtype)),) * mean.count
+                for i in whole.blocks
+            )
+            needed = [self._shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
+            params, states = jax.tree_util.tree_map(lambda value: value.copy(), (whole.params, whole.states))
+            self._kernels.whole(whole.group.program, mean)(
+                params, states, own, needed, mean.scalars(np.dtype(np.float64))
+            )
+
+
+@dataclass
+class _Stretch:
+    param: jax.Array
+    states: list[jax.Array]
+
+
+@dataclass
+class _WholeGroup:
+    group: Group
+    blocks: tuple[int, ...]
+    params: list[jax.Array]
+    states: list[jax.Array]
+
+
+class _Whole:
+    """`read` of whole arrays in memory."""
+
+    def __init__(self, rule: Rule, leaves: Sequence[Array], states: Mapping[int, jax.Array]) -> None:
+        self._rule = rule
+        self._flat: dict[str, Array] = {
+            PARAMS + spec.path: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves, leaves, strict=True)
+        }
+        self._flat |= {STATE + rule.states[index].path: _view(value) for index, value in states.items()}
+
+    def read(self, key: str, start: int, stop: int) -> Array:
+        return self._flat[key][start:stop]
+
+
+def _entry(key: str, value: Array) -> Entry:
+    return Entry(key, 0, value.size, value)
+
+
+def _device(value: Array) -> jax.Array:
+    """On the device, where it lies if it is aligned."""
+    return jax.device_put(value, may_alias=True)
+
+
+def _own(value: Array) -> jax.Array:
+    """On the device, in memory that is JAX's own and may be donated."""
+    return jax.numpy.array(value, copy=True)
+
+
+def _view(value: jax.Array) -> Array:
+    """A flat read-only host view (a copy on other devices than the CPU)."""
+    if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    view = np.asarray(value).reshape(-1)
+    view.flags.writeable = False
+    return cast("Array", view)
+
+
+def _enable_x64() -> AbstractContextManager[Any]:
+    context: Any = getattr(jax, "enable_x64", None) or vars(jax.experimental)["enable_x64"]
+    return cast("AbstractContextManager[Any]", context(True))

@@ -1,0 +1,156 @@
+"""The compiled functions of an optimizer's rule: means of gradients, and programs on blocks and groups.
+
+One jitted function for each program and form of the mean; equal blocks and engines of one process share its
+executables. Weights, divisor and clip factor are arguments, so no value of them compiles anything; only whether they
+are there at all does. Where they are not, no multiplication is in the program either: it could change how the compiler
+contracts the optimizer's own arithmetic, and with it the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._rules import ElementwiseProgram, Rule, WholeProgram
+from ._tree import is_low_precision
+
+
+@dataclass(frozen=True)
+class Mean:
+    """How gradients are averaged. `form` is what is compiled, the rest are values."""
+
+    weights: tuple[float, ...]
+    divisor: int
+    clip_factor: float
+
+    @classmethod
+    def of(cls, weights: Sequence[float], divisor: int, clip_factor: float) -> Mean:
+        """Raises `ValueError` for no weights, a divisor below 1, or a negative or non-finite factor."""
+        if not weights:
+            raise ValueError("a mean of no gradients")
+        if divisor < 1:
+            raise ValueError(f"divisor is {divisor}: must be at least 1")
+        if not (0.0 <= clip_factor < float("inf")):
+            raise ValueError(f"clip_factor is {clip_factor}: must be finite and not negative")
+        return cls(tuple(float(weight) for weight in weights), divisor, float(clip_factor))
+
+    @property
+    def count(self) -> int:
+        return len(self.weights)
+
+    @property
+    def form(self) -> tuple[int, bool, bool, bool]:
+        """(contributions, weighted, divided, clipped)"""
+        return (
+            self.count,
+            any(weight != 1.0 for weight in self.weights),
+            self.divisor != 1,
+            self.clip_factor != 1.0,
+        )
+
+    def scalars(self, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+        """Weights, divisor and factor as arguments for blocks of `dtype`."""
+        real = np.float64 if dtype.itemsize >= 8 else np.float32  # JAX narrows the first where x64 is off
+        return np.asarray(self.weights, real), np.asarray(self.divisor, real), np.asarray(self.clip_factor, real)
+
+
+def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
+    """``factor * (w0 * g0 + w1 * g1 + ...) / divisor`` in that order. To be traced; see `Mean`.
+
+    Sums of floats narrower than 32 bits are made in float32 and rounded once.
+    """
+    _, weighted, divided, clipped = form
+    weights, divisor, factor = scalars
+    dtype = values[0].dtype
+    wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
+    total = None
+    for index, value in enumerate(values):
+        term = value.astype(wide)
+        if weighted:
+            term = term * weights[index].astype(wide)
+        total = term if total is None else total + term
+    assert total is not None
+    if divided:
+        total = total / divisor.astype(wide)
+    if clipped:
+        total = total * factor.astype(wide)
+    return total.astype(dtype)
+
+
+class Kernels:
+    """The jitted functions of one rule."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._programs = rule.programs
+        self._evaluate_advance = rule.advance
+        self._jitted: dict[Any, Any] = {}
+
+    def advance(self, shared: Sequence[jax.Array], wanted: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """New shared states, and uniform scalars of this update."""
+        if not shared and not wanted:
+            return [], []
+        evaluate = self._evaluate_advance
+        function = self._get(("advance", wanted), lambda: jax.jit(lambda values: evaluate(values, wanted)))
+        new, scalars = function(list(shared))
+        return list(new), list(scalars)
+
+    def shared(self, program: int) -> tuple[int, ...]:
+        """The shared state leaves that a whole program reads."""
+        whole = self._programs[program]
+        assert isinstance(whole, WholeProgram)
+        return whole.shared
+
+    def stretch(self, program: int, how: Mean) -> Any:
+        """``(param, states, gradients, uniform, scalars) -> (param, states)`` on one block; the first two donated."""
+        elementwise, form = self._programs[program], how.form
+        assert isinstance(elementwise, ElementwiseProgram)
+
+        def update(param: Any, states: Any, values: Any, uniform: Any, scalars: Any) -> Any:
+            return elementwise.run(uniform, mean(values, form, scalars), param, states)
+
+        return self._get(("stretch", program, form), lambda: jax.jit(update, donate_argnums=(0, 1)))
+
+    def whole(self, program: int, how: Mean) -> Any:
+        """``(params, states, gradients, shared, scalars) -> (params, states)`` on one group; the first two donated.
+
+        ``gradients[i]`` are the contributions to the i-th leaf that is not empty, flat.
+        """
+        group, form = self._programs[program], how.form
+        assert isinstance(group, WholeProgram)
+
+        def update(params: Any, states: Any, values: Any, shared: Any, scalars: Any) -> Any:
+            remaining = iter(values)
+            gradients = [
+                mean(next(remaining), form, scalars).reshape(param.shape) if param.size else jnp.zeros_like(param)
+                for param in params
+            ]
+            return group.run(shared, gradients, params, states)
+
+        return self._get(("whole", program, form), lambda: jax.jit(update, donate_argnums=(0, 1)))
+
+    def squares(self, how: Mean) -> Any:
+        """``(gradients, scalars) ->`` the sum of squares of the mean in float64; to be called with x64 enabled."""
+        form = how.form
+
+        def squares(values: Any, scalars: Any) -> Any:
+            value = jnp.abs(mean(values, form, scalars))
+            return jnp.sum(jnp.square(value.astype(jnp.float64)))
+
+        return self._get(("squares", form), lambda: jax.jit(squares))
+
+    def _get(self, key: Any, make: Callable[[], Any]) -> Any:
+        function = self._jitted.get(key)
+        if function is None:
+            function = self._jitted[key] = make()
+        return function
+
+
+def kernels_of(rule: Rule) -> Kernels:
+    """The jitted functions of a rule, the same for every engine of it in this process."""
+    kernels: Kernels = rule.cache.setdefault("kernels", Kernels(rule))
+    return kernels
