@@ -2,4 +2,44 @@
 
 Everything here is plain data and arithmetic: messages come in, decisions go out, the time is an argument. So the
 promises T1, T2, T3 and T5 can be tested over every interleaving, and a standby can hold the same state (T6).
+The vocabulary is that of `backstay_rpc.control_pb2`.
 """
+
+from __future__ import annotations
+
+from ._coordinator import EVALUATION_SECONDS, STORING_SECONDS, Coordinator
+from ._decisions import (
+    CheckpointFailed,
+    Counted,
+    Decision,
+    Finished,
+    Message,
+    Outcome,
+    Restart,
+    Rollback,
+    Send,
+    Updated,
+    WriteManifest,
+)
+from ._schedule import Intervals
+from ._state import CoordinatorState, Rules
+
+__all__ = [
+    "EVALUATION_SECONDS",
+    "STORING_SECONDS",
+    "CheckpointFailed",
+    "Coordinator",
+    "CoordinatorState",
+    "Counted",
+    "Decision",
+    "Finished",
+    "Intervals",
+    "Message",
+    "Outcome",
+    "Restart",
+    "Rollback",
+    "Rules",
+    "Send",
+    "Updated",
+    "WriteManifest",
+]

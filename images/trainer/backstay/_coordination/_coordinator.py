@@ -1,0 +1,520 @@
+"""The coordinator: messages in, decisions out. It owns the history; the rules themselves are in the modules beside it.
+
+Order of a decision: a complete set is chosen, the version moves, and the commit goes out; with `clip_norm` the commit
+waits for every shard's norm, and those after it wait for it. The same commits go to all shards in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    Done,
+    GradientId,
+    GradientInfo,
+    Norm,
+    NormRequest,
+    Reject,
+    RejectReason,
+    Save,
+    Staged,
+    Written,
+)
+
+from . import _async, _sync
+from ._decisions import (
+    CheckpointFailed,
+    Counted,
+    Decision,
+    Finished,
+    Outcome,
+    Restart,
+    Rollback,
+    Send,
+    Updated,
+    WriteManifest,
+)
+from ._ledger import Ledger, identity
+from ._schedule import Intervals, Schedule
+from ._state import CoordinatorState, Rules
+from ._world import next_world
+
+__all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Coordinator"]
+
+EVALUATION_SECONDS = 600.0
+"""How long a job waits for the evaluation of its last version."""
+
+STORING_SECONDS = 600.0
+"""How long a job tries to store its last version before it fails."""
+
+STORE_AGAIN_SECONDS = 10.0
+
+_OUTCOMES = {
+    RejectReason.LATE: Outcome.LATE,
+    RejectReason.DUPLICATE: Outcome.DUPLICATE,
+    RejectReason.STALE: Outcome.STALE,
+    RejectReason.OLD_TERM: Outcome.OLD_TERM,
+    RejectReason.OLD_INCARNATION: Outcome.OLD_INCARNATION,
+    RejectReason.NOT_IN_WORLD: Outcome.NOT_IN_WORLD,
+    RejectReason.ABANDONED: Outcome.ABANDONED,
+    RejectReason.OUT_OF_ORDER: Outcome.OUT_OF_ORDER,
+}
+
+
+@dataclass
+class _Pending:
+    """A commit that is decided and waits for norms."""
+
+    commit: Commit
+    infos: tuple[GradientInfo, ...]
+    norms: dict[int, float] = field(default_factory=dict)
+    needs_norm: bool = False
+
+
+@dataclass
+class _Ending:
+    """The last version is decided: what is still waited for."""
+
+    began: float
+    stored: bool
+    evaluated: bool
+    store_again_at: float | None = None
+    error: str = ""
+
+
+class Coordinator:
+    """Decides every update of one job. Not thread-safe; `now` never goes back, in seconds of any monotonic clock.
+
+    Args:
+        rules: what stays the same during the job.
+        state: where the history starts: a fresh one, or that of a checkpoint with its term raised.
+        checkpoint: the checkpoint that `state` is from; empty for the seed's initial parameters.
+        wished_world: `workers.replicas`.
+        intervals: when to write checkpoints.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        state: CoordinatorState,
+        *,
+        checkpoint: str = "",
+        wished_world: int | None = None,
+        intervals: Intervals | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.rules = rules
+        self.state = state
+        self.schedule = Schedule(intervals or Intervals(), rules.shards, now)
+        self.wished_world = wished_world or state.world
+        self.checkpoint = checkpoint
+        self.finished: Finished | None = None
+        self._ledger = Ledger(rules.shards)
+        self._start = Rollback(state.term, state.version, checkpoint, state.world)
+        self._pending: deque[_Pending] = deque()
+        self._commits: deque[Commit] = deque()  # those that some shard may not have applied
+        self._applied = dict.fromkeys(range(rules.shards), state.version)
+        self._incarnations: dict[int, int] = {}
+        self._joined: set[int] = set()
+        self._used: dict[tuple[int, ...], int] = {}  # gradients of commits that some shard may not have applied
+        self._counted: dict[tuple[int, int], GradientId] = {}  # by (rank, incarnation), the newest told of
+        self._restarting = False
+        self._ending: _Ending | None = None
+        self._checkpoint_version = state.version if checkpoint else -1
+        if checkpoint:
+            self.schedule.reset(now, state.version)
+
+    # ---- What shards say ----
+
+    def hello(self, now: float, shard: int, term: int, version: int) -> list[Decision]:
+        """A shard's server connected and stands at (term, version); (0, 0) when it holds nothing yet.
+
+        What it holds of gradients, it tells again after this.
+        """
+        del now
+        start = self._start
+        self._ledger.lose_all(shard)  # it tells again what it holds
+        if term == self.state.term and self._replayable(version):
+            self._applied[shard] = max(self._applied[shard], version)
+            out: list[Decision] = [Send(shard, commit) for commit in self._commits if commit.version >= version]
+            out += [Send(shard, self._norm_request(pending)) for pending in self._pending if pending.needs_norm]
+            return out + self._farewell(shard)
+        if self.finished is not None:
+            return self._farewell(shard)
+        if self._restarting:
+            return []
+        if self.state.version == start.version:
+            return [Send(shard, start), *self._farewell(shard)]
+        # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
+        self._restarting = True
+        return [Restart(shard)]
+
+    def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
+        """Begin a new term at `state`, whose term is higher than any before."""
+        if state.term <= self.state.term:
+            raise ValueError(f"term {state.term} is not above the term {self.state.term} in force")
+        out = [self._count(staged.id, Outcome.OLD_TERM, staged.info) for staged in self._ledger.open()]
+        state.redone = self.state.redone + max(0, self.state.version - state.version)
+        self.state = state
+        self.checkpoint, self._checkpoint_version = checkpoint, state.version if checkpoint else -1
+        self._start = Rollback(state.term, state.version, checkpoint, state.world)
+        self._ledger.clear()
+        self._pending.clear()
+        self._commits.clear()
+        self._used.clear()
+        self._applied = dict.fromkeys(self._applied, state.version)
+        self._restarting = False
+        if state.version < self.rules.steps:
+            self._ending = None
+        self.schedule.reset(now, state.version if checkpoint else None)
+        return [*out, Send(None, self._start), *self._end_if_over(now)]
+
+    def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
+        """A shard holds all of a gradient."""
+        gradient = staged.id
+        committed = self._used.get(identity(gradient))
+        if committed is not None:
+            # Its commit is on the way to the shard, or has been there and the worker sent it again.
+            if self._applied[shard] > committed and self.rules.mode == "Async":
+                return [Send(shard, self._reject(gradient, RejectReason.DUPLICATE))]
+            return []
+        reason = self._judge(gradient)
+        if reason != RejectReason.REJECT_UNSPECIFIED:
+            return self._refuse(staged, reason, shard)
+        out: list[Decision] = []
+        for older in self._ledger.of_rank(gradient.rank):
+            if (older.id.incarnation, older.id.attempt) < (gradient.incarnation, gradient.attempt):
+                out += self._refuse(older, RejectReason.ABANDONED, None)
+        if self._ledger.hold(shard, staged):
+            out += self._advance(now)
+        return out
+
+    def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
+        """A gradient's stream to a shard ended before its end mark."""
+        del now
+        self._ledger.lose(shard, gradient)
+        return []
+
+    def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
+        """A shard's sum of squares."""
+        for pending in self._pending:
+            if (pending.commit.term, pending.commit.version) == (norm.term, norm.version):
+                pending.norms[shard] = norm.sum_of_squares
+        return [*self._release(), *self._end_if_over(now)]
+
+    def applied(self, now: float, shard: int, version: int) -> list[Decision]:
+        """A shard reached `version`."""
+        del now
+        self._applied[shard] = max(self._applied[shard], min(version, self.state.version))
+        low = min(self._applied.values())
+        while self._commits and self._commits[0].version < low:
+            for contribution in self._commits.popleft().contributions:
+                self._used.pop(identity(contribution.id), None)
+        return []
+
+    def written(self, now: float, shard: int, written: Written) -> list[Decision]:
+        """A shard stored its files, or could not."""
+        if written.error:
+            if written.term != self.state.term or not self.schedule.in_flight(written.version):
+                return []
+            return self._checkpoint_failed(now, written.version, f"shard {shard}: {written.error}")
+        flight = self.schedule.written(shard, written)
+        if flight is None:
+            return []
+        files = tuple(flight.files[index] for index in range(self.rules.shards))
+        return [WriteManifest(flight.term, written.version, flight.state, files)]
+
+    def manifest(self, now: float, version: int, uri: str, error: str = "") -> list[Decision]:
+        """The manifest that `WriteManifest` asked for is stored at `uri`, or could not be."""
+        if not self.schedule.in_flight(version):
+            return []
+        if error:
+            return self._checkpoint_failed(now, version, error)
+        self.schedule.end(version, whole=True)
+        if version > self._checkpoint_version:
+            self.checkpoint, self._checkpoint_version = uri, version
+        return self._end_if_over(now)
+
+    def failed(self, now: float, shard: int, why: str) -> list[Decision]:
+        """A shard cannot go on."""
+        del now
+        return self.fail("ShardFailed", f"shard {shard}: {why}")
+
+    # ---- What workers, evaluator and operator say ----
+
+    def joined(self, now: float, rank: int, incarnation: int) -> list[Decision]:
+        """A worker introduced itself: what older incarnations of it left incomplete is given up."""
+        del now
+        self._joined.add(rank)
+        if incarnation <= self._incarnations.get(rank, -1):
+            return []
+        self._incarnations[rank] = incarnation
+        complete = self._ledger.complete_of(rank)
+        out: list[Decision] = []
+        for staged in self._ledger.of_rank(rank):
+            if staged.id.incarnation < incarnation and staged != complete:
+                out += self._refuse(staged, RejectReason.OLD_INCARNATION, None)
+        return out
+
+    def left(self, now: float, rank: int, incarnation: int) -> list[Decision]:
+        """A worker left on purpose."""
+        del now
+        if incarnation >= self._incarnations.get(rank, -1):
+            self._joined.discard(rank)
+        return []
+
+    def evaluated(self, now: float, step: int) -> list[Decision]:
+        """An evaluation of version `step` was reported."""
+        if self._ending is not None and step >= self.state.version:
+            self._ending.evaluated = True
+        return self._end_if_over(now)
+
+    def wish(self, world: int, intervals: Intervals) -> None:
+        """What the operator wishes now; a world of 0 is no wish."""
+        self.schedule.intervals = intervals
+        self.wished_world = world or self.wished_world
+
+    def save(self, now: float) -> list[Decision]:
+        """Write what there is, now: a server was told to stop."""
+        version = self.state.version
+        if (
+            not self.rules.stores
+            or self.finished is not None
+            or self._restarting
+            or self._checkpoint_version == version
+            or self.schedule.in_flight(version)
+        ):
+            return []
+        self.schedule.begin(now, self.state.term, version, self.state.copy().to_json())
+        if self._pending:  # the commit that makes this version has not gone out: it carries the wish
+            self._pending[-1].commit.checkpoint = True
+            return []
+        return [Send(None, Save(term=self.state.term, version=version))]
+
+    def fail(self, reason: str, why: str) -> list[Decision]:
+        """The job fails, once."""
+        if self.finished is not None:
+            return []
+        self.finished = Finished(self.state.version, reason, why)
+        return [Send(None, self._done()), self.finished]
+
+    def start(self, now: float) -> list[Decision]:
+        """Call once, before anything else: a history that starts at its end is over."""
+        return self._end_if_over(now)
+
+    def tick(self, now: float) -> list[Decision]:
+        """Deadlines: call it once a second or so (T8)."""
+        out: list[Decision] = []
+        for version in self.schedule.overdue(now, STORING_SECONDS):
+            out += self._checkpoint_failed(now, version, f"not stored within {STORING_SECONDS:.0f} s")
+        return [*out, *self._end_if_over(now)]
+
+    # ---- Decisions ----
+
+    @property
+    def over(self) -> bool:
+        """The last version is decided."""
+        return self.state.version >= self.rules.steps
+
+    def _judge(self, gradient: GradientId) -> RejectReason:
+        if gradient.term != self.state.term:
+            return RejectReason.OLD_TERM
+        if self.over or self.finished is not None:
+            return RejectReason.LATE
+        if gradient.rank >= self.state.world:
+            return RejectReason.NOT_IN_WORLD
+        if self.rules.mode == "Sync":
+            reason = _sync.judge(self.state, gradient)
+        else:
+            reason = _async.judge(self.state, self.rules, gradient)
+        if reason != RejectReason.REJECT_UNSPECIFIED:
+            return reason
+        complete = self._ledger.complete_of(gradient.rank)
+        if complete is not None:
+            return RejectReason.REJECT_UNSPECIFIED if complete.id == gradient else RejectReason.DUPLICATE
+        if gradient.incarnation < self._incarnations.get(gradient.rank, -1):
+            return RejectReason.OLD_INCARNATION
+        if (gradient.incarnation, gradient.attempt) < self._ledger.newest(gradient.rank):
+            return RejectReason.ABANDONED
+        return RejectReason.REJECT_UNSPECIFIED
+
+    def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
+        return Reject(id=gradient, reason=reason, next_key_step=self.state.key_steps.get(gradient.rank, 0))
+
+    def _refuse(self, staged: Staged, reason: RejectReason, shard: int | None) -> list[Decision]:
+        """Tell all shards; of a late one in Sync mode the commit of its version tells them already."""
+        self._ledger.forget([staged.id])
+        out: list[Decision] = []
+        if staged.id != self._counted.get((staged.id.rank, staged.id.incarnation)):
+            out.append(self._count(staged.id, _OUTCOMES[reason], staged.info))
+        if self.rules.mode == "Async" or staged.id.version >= self.state.version or reason != RejectReason.LATE:
+            # Every shard that holds it answers its worker, and those that have not yet seen it will ask again.
+            to = shard if reason in {RejectReason.OLD_TERM, RejectReason.NOT_IN_WORLD} else None
+            out.append(Send(to, self._reject(staged.id, reason)))
+        return out
+
+    def _count(self, gradient: GradientId, outcome: Outcome, info: GradientInfo, staleness: int = 0) -> Counted:
+        self._counted[gradient.rank, gradient.incarnation] = gradient
+        return Counted(gradient, outcome, info, staleness)
+
+    def _advance(self, now: float) -> list[Decision]:
+        """Choose sets while there are complete ones."""
+        out: list[Decision] = []
+        while not self.over and self.finished is None:
+            complete = self._ledger.complete
+            if self.rules.mode == "Sync":
+                chosen = _sync.choose(self.state, self.rules, complete)
+            else:
+                chosen = _async.choose(self.state, self.rules, complete)
+            if chosen is None:
+                break
+            by_rank = {staged.id.rank: staged.info for staged in complete}
+            infos = tuple(by_rank[contribution.id.rank] for contribution in chosen)
+            out += self._decide(now, chosen, infos)
+        return out
+
+    def _decide(self, now: float, chosen: tuple[Contribution, ...], infos: tuple[GradientInfo, ...]) -> list[Decision]:
+        state = self.state
+        version = state.version
+        skip = not all(info.finite for info in infos)
+        out: list[Decision] = []
+        for contribution, info in zip(chosen, infos, strict=True):
+            gradient = contribution.id
+            outcome = Outcome.APPLIED if info.finite else Outcome.NON_FINITE
+            out.append(self._count(gradient, outcome, info, version - gradient.version))
+            state.key_steps[gradient.rank] = gradient.key_step + 1
+            self._used[identity(gradient)] = version
+        self._ledger.forget(contribution.id for contribution in chosen)
+        state.version = version + 1
+        state.world = next_world(state.world, self.wished_world, self._joined)
+        state.non_finite_run = state.non_finite_run + 1 if skip else 0
+        final = state.version >= self.rules.steps
+        checkpoint = self.rules.stores and (final or self.schedule.due(now, state.version))
+        commit = Commit(
+            term=state.term,
+            version=version,
+            contributions=chosen,
+            world=state.world,
+            skip=skip,
+            clip_factor=1.0,
+            checkpoint=checkpoint,
+            final=final,
+        )
+        if checkpoint:
+            self.schedule.begin(now, state.term, state.version, state.copy().to_json())
+        needs_norm = self.rules.clip_norm is not None and not skip
+        pending = _Pending(commit, infos, needs_norm=needs_norm)
+        self._pending.append(pending)
+        if needs_norm:
+            out.append(Send(None, self._norm_request(pending)))
+        out += self._release()
+        out += self._settle(final)
+        if skip and state.non_finite_run >= self.rules.max_non_finite:
+            gradient = next(c.id for c, info in zip(chosen, infos, strict=True) if not info.finite)
+            out += self.fail(
+                "NonFiniteGradients",
+                f"the gradient of rank {gradient.rank} at step {gradient.version} is not finite, and so were "
+                f"{state.non_finite_run} updates in a row (update.maxNonFinite is {self.rules.max_non_finite})",
+            )
+        if final:
+            self._ending = _Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+            out += self._end_if_over(now)
+        return out
+
+    def _settle(self, final: bool) -> list[Decision]:
+        """What is open and can no longer be used, now that the version moved."""
+        out: list[Decision] = []
+        for staged in self._ledger.open():
+            if final or self.rules.mode == "Sync":
+                out += self._refuse(staged, RejectReason.LATE, None)
+            elif staged.id.rank >= self.state.world:
+                out += self._refuse(staged, RejectReason.NOT_IN_WORLD, None)
+            else:
+                reason = _async.judge(self.state, self.rules, staged.id)
+                if reason != RejectReason.REJECT_UNSPECIFIED:
+                    out += self._refuse(staged, reason, None)
+        return out
+
+    def _norm_request(self, pending: _Pending) -> NormRequest:
+        commit = pending.commit
+        return NormRequest(term=commit.term, version=commit.version, contributions=commit.contributions)
+
+    def _release(self) -> list[Decision]:
+        """Send the commits whose norms are known, in order of version."""
+        out: list[Decision] = []
+        while self._pending:
+            pending = self._pending[0]
+            commit = pending.commit
+            if pending.needs_norm:
+                if len(pending.norms) < self.rules.shards:
+                    break
+                commit = self._clipped(pending)
+            self._pending.popleft()
+            self._commits.append(commit)
+            out += [Send(None, commit), Updated(commit, pending.infos)]
+        return out
+
+    def _clipped(self, pending: _Pending) -> Commit:
+        limit = self.rules.clip_norm
+        assert limit is not None
+        # In order of shard, so that the sum is the same run after run.
+        norm = math.sqrt(sum(pending.norms[shard] for shard in range(self.rules.shards)))
+        factor = 1.0 if norm <= limit else limit / norm
+        commit = pending.commit
+        commit.clip_factor = factor  # it has not been handed over yet
+        return commit
+
+    def _replayable(self, version: int) -> bool:
+        first = self._commits[0].version if self._commits else self.state.version - len(self._pending)
+        return first <= version <= self.state.version
+
+    # ---- The end ----
+
+    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
+        self.schedule.end(version, whole=False)
+        if self._ending is not None and version == self.state.version:
+            self._ending.store_again_at = now + STORE_AGAIN_SECONDS
+            self._ending.error = error
+        return [CheckpointFailed(version, error), *self._end_if_over(now)]
+
+    def _end_if_over(self, now: float) -> list[Decision]:
+        if self.finished is not None or not self.over or self._pending:
+            return []
+        if self._ending is None:
+            # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
+            self._ending = _Ending(now, stored=True, evaluated=True)
+        ending = self._ending
+        out: list[Decision] = []
+        if not ending.stored and self._checkpoint_version >= self.state.version:
+            ending.stored = True
+            ending.began = now
+        if not ending.stored:
+            if now - ending.began >= STORING_SECONDS:
+                why = ending.error or "its shards did not answer in time"
+                return self.fail("CheckpointFailed", f"the last version could not be stored: {why}")
+            if ending.store_again_at is not None and now >= ending.store_again_at:
+                ending.store_again_at = None
+                out += self.save(now)
+            return out
+        if not ending.evaluated and now - ending.began < EVALUATION_SECONDS:
+            return out
+        self.finished = Finished(self.state.version)
+        return [*out, Send(None, self._done()), self.finished]
+
+    def _done(self) -> Done:
+        finished = self.finished
+        assert finished is not None
+        failed = finished.why or finished.reason
+        return Done(version=finished.version, checkpoint=self.checkpoint, failed=failed, reason=finished.reason)
+
+    def _farewell(self, shard: int) -> list[Decision]:
+        return [] if self.finished is None else [Send(shard, self._done())]
+
+    def open_gradients(self) -> Iterable[Staged]:
+        """Gradients whose fate is open, for tests and reports."""
+        return self._ledger.open()

@@ -1,0 +1,115 @@
+"""What the coordinator decides; whoever drives it carries these out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from backstay_rpc.control_pb2 import Commit, Done, File, GradientId, GradientInfo, NormRequest, Reject, Save
+
+__all__ = [
+    "CheckpointFailed",
+    "Counted",
+    "Decision",
+    "Finished",
+    "Message",
+    "Outcome",
+    "Restart",
+    "Rollback",
+    "Send",
+    "Updated",
+    "WriteManifest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Start at `version` from `checkpoint` (empty: the seed's initial parameters), in this term."""
+
+    term: int
+    version: int
+    checkpoint: str
+    world: int
+
+
+Message: TypeAlias = Commit | Reject | NormRequest | Save | Rollback | Done
+
+
+class Outcome(StrEnum):
+    """What became of a gradient; the values are those of a metric's label."""
+
+    APPLIED = "applied"
+    NON_FINITE = "non_finite"
+    LATE = "late"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    OLD_TERM = "old_term"
+    OLD_INCARNATION = "old_incarnation"
+    NOT_IN_WORLD = "not_in_world"
+    ABANDONED = "abandoned"
+    OUT_OF_ORDER = "out_of_order"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To one shard, or to all of them (`shard` is None). Each shard gets its messages in the order of decisions."""
+
+    shard: int | None
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The fate of one gradient, told once. `staleness` is in versions, of applied gradients."""
+
+    id: GradientId
+    outcome: Outcome
+    info: GradientInfo
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """An update was decided; `infos` are its gradients', in order of rank."""
+
+    commit: Commit
+    infos: tuple[GradientInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteManifest:
+    """Every shard has written: store the manifest, then say so by `Coordinator.manifest`. `files` is by shard."""
+
+    term: int
+    version: int
+    state: Mapping[str, Any]
+    files: tuple[tuple[File, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """A checkpoint could not be written; training goes on."""
+
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A shard lost its part of this history: find the newest checkpoint and call `Coordinator.restart`."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job is over. With `reason` (one CamelCase word) it failed, and `why` says how."""
+
+    version: int
+    reason: str = ""
+    why: str = ""
+
+
+Decision: TypeAlias = Send | Counted | Updated | WriteManifest | CheckpointFailed | Restart | Finished

@@ -1,0 +1,105 @@
+"""Which shards hold which gradient: a gradient is complete when all of them do (T1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from backstay_rpc.control_pb2 import GradientId, Staged
+
+__all__ = ["Held", "Ledger", "identity"]
+
+
+def identity(gradient: GradientId) -> tuple[int, ...]:
+    """All of it as a key: messages have no hash."""
+    return (
+        gradient.term,
+        gradient.version,
+        gradient.rank,
+        gradient.key_step,
+        gradient.incarnation,
+        gradient.attempt,
+    )
+
+
+@dataclass
+class Held:
+    """A gradient that at least one shard holds, or held until its stream broke."""
+
+    staged: Staged
+    shards: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """The gradients whose fate is open, by rank; complete ones in the order in which they became so."""
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._by_rank: dict[int, dict[tuple[int, ...], Held]] = {}
+        self._complete: dict[int, Staged] = {}
+        # Newest (incarnation, attempt) seen of each rank: what is older was given up by its worker.
+        self._newest: dict[int, tuple[int, int]] = {}
+
+    def newest(self, rank: int) -> tuple[int, int]:
+        """The newest (incarnation, attempt) of `rank` that any shard held."""
+        return self._newest.get(rank, (-1, -1))
+
+    def complete_of(self, rank: int) -> Staged | None:
+        """The complete gradient of `rank`, if there is one."""
+        return self._complete.get(rank)
+
+    @property
+    def complete(self) -> list[Staged]:
+        """Complete gradients, first come first."""
+        return list(self._complete.values())
+
+    def open(self) -> list[Staged]:
+        """Everything whose fate is open."""
+        return [held.staged for of_rank in self._by_rank.values() for held in of_rank.values()]
+
+    def of_rank(self, rank: int) -> list[Staged]:
+        """What is open of `rank`."""
+        return [held.staged for held in self._by_rank.get(rank, {}).values()]
+
+    def hold(self, shard: int, staged: Staged) -> bool:
+        """Note that `shard` holds it; True when that makes it complete."""
+        gradient = staged.id
+        held = self._by_rank.setdefault(gradient.rank, {}).setdefault(identity(gradient), Held(staged))
+        self._newest[gradient.rank] = max(self.newest(gradient.rank), (gradient.incarnation, gradient.attempt))
+        if shard in held.shards:
+            return False
+        held.shards.add(shard)
+        if len(held.shards) < self._shards:
+            return False
+        self._complete[gradient.rank] = staged
+        return True
+
+    def lose(self, shard: int, gradient: GradientId) -> None:
+        """Note that `shard` holds nothing of it; what is complete stays so."""
+        held = self._by_rank.get(gradient.rank, {}).get(identity(gradient))
+        if held is not None and len(held.shards) < self._shards:
+            held.shards.discard(shard)
+
+    def lose_all(self, shard: int) -> None:
+        """Note that `shard` holds nothing at all, not even of complete ones, until it says so again."""
+        for of_rank in self._by_rank.values():
+            for held in of_rank.values():
+                held.shards.discard(shard)
+        self._complete.clear()
+
+    def forget(self, gradients: Iterable[GradientId]) -> None:
+        """Their fate is settled."""
+        for gradient in gradients:
+            of_rank = self._by_rank.get(gradient.rank, {})
+            of_rank.pop(identity(gradient), None)
+            if not of_rank:
+                self._by_rank.pop(gradient.rank, None)
+            complete = self._complete.get(gradient.rank)
+            if complete is not None and complete.id == gradient:
+                del self._complete[gradient.rank]
+
+    def clear(self) -> None:
+        """Nothing is held; a new term began."""
+        self._by_rank.clear()
+        self._complete.clear()
+        self._newest.clear()

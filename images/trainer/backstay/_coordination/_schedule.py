@@ -1,0 +1,87 @@
+"""When a version is written as a checkpoint, and whether all shards have written it (T7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backstay_rpc.control_pb2 import File, Written
+
+__all__ = ["InFlight", "Intervals", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """At least one of them ends: `every_steps` updates, or `every_seconds` since the last one began; None is never."""
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+
+
+@dataclass
+class InFlight:
+    """A checkpoint that shards are writing."""
+
+    began: float
+    term: int
+    state: Mapping[str, Any]
+    files: dict[int, tuple[File, ...]] = field(default_factory=dict)
+
+
+class Schedule:
+    """One checkpoint is written at a time, except that the last version and a stopping server do not wait."""
+
+    def __init__(self, intervals: Intervals, shards: int, now: float) -> None:
+        self.intervals = intervals
+        self._shards = shards
+        self._began = now
+        self._in_flight: dict[int, InFlight] = {}
+        self._whole: int | None = None
+
+    @property
+    def newest_whole(self) -> int | None:
+        """The newest version whose manifest is stored, as far as this term knows."""
+        return self._whole
+
+    def in_flight(self, version: int) -> bool:
+        """Whether shards are writing this version."""
+        return version in self._in_flight
+
+    def due(self, now: float, version: int) -> bool:
+        """Whether the update that makes `version` is to be written."""
+        if self._in_flight:
+            return False
+        steps, seconds = self.intervals.every_steps, self.intervals.every_seconds
+        if steps is not None and version % steps == 0:
+            return True
+        return seconds is not None and now - self._began >= seconds
+
+    def begin(self, now: float, term: int, version: int, state: Mapping[str, Any]) -> None:
+        """Shards were told to write `version`."""
+        self._began = now
+        self._in_flight[version] = InFlight(now, term, state)
+
+    def written(self, shard: int, written: Written) -> InFlight | None:
+        """A shard's files are stored; returns the checkpoint when it was the last shard. Twice changes nothing."""
+        flight = self._in_flight.get(written.version)
+        if flight is None or flight.term != written.term or shard in flight.files:
+            return None
+        flight.files[shard] = tuple(written.files)
+        return flight if len(flight.files) == self._shards else None
+
+    def overdue(self, now: float, seconds: float) -> list[int]:
+        """The versions that have been in flight for at least so long."""
+        return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]
+
+    def end(self, version: int, *, whole: bool) -> None:
+        """The manifest of `version` is stored (`whole`), or it was given up."""
+        self._in_flight.pop(version, None)
+        if whole:
+            self._whole = version if self._whole is None else max(version, self._whole)
+
+    def reset(self, now: float, whole: int | None) -> None:
+        """A new term began at a checkpoint of version `whole`."""
+        self._in_flight.clear()
+        self._began = now
+        self._whole = whole

@@ -1,0 +1,92 @@
+"""What the coordinator knows, as plain data: it goes into checkpoints, and later to a standby."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+Mode: TypeAlias = Literal["Sync", "Async"]
+
+__all__ = ["CoordinatorState", "Rules"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What stays the same during a job, besides the checkpoint's intervals (`Schedule`).
+
+    Attributes:
+        steps: the job ends when this many updates were made.
+        backups: as in `backstay_spec.quorum.quorum_of`.
+        max_non_finite: this many updates in a row with a gradient that is not finite fail the job.
+        max_staleness: Async; None is no bound.
+        clip_norm: upper bound of the mean gradient's norm; None clips nothing.
+        stores: the last version is written as a checkpoint before the job is done.
+        evaluates: the job waits for an evaluation of the last version.
+    """
+
+    mode: Mode
+    shards: int
+    steps: int
+    backups: int | str = 0
+    max_non_finite: int = 3
+    max_staleness: int | None = None
+    staleness_damping: bool = False
+    clip_norm: float | None = None
+    stores: bool = False
+    evaluates: bool = False
+
+
+@dataclass
+class CoordinatorState:
+    """The history so far.
+
+    Attributes:
+        term: one stretch of history without a rollback; grows with every start from a checkpoint.
+        version: the number of updates decided.
+        world: the number of ranks in force.
+        key_steps: by rank, the next `BatchKey.step`: in Async mode the number of its gradients that were used.
+        non_finite_run: how many of the newest updates in a row had a gradient that was not finite.
+        redone: updates lost by going back to checkpoints, which were made again.
+    """
+
+    term: int
+    version: int
+    world: int
+    key_steps: dict[int, int] = field(default_factory=dict)
+    non_finite_run: int = 0
+    redone: int = 0
+
+    def copy(self) -> CoordinatorState:
+        """A copy that shares nothing."""
+        return replace(self, key_steps=dict(self.key_steps))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "term": self.term,
+            "version": self.version,
+            "world": self.world,
+            "keySteps": {str(rank): step for rank, step in sorted(self.key_steps.items())},
+            "nonFiniteRun": self.non_finite_run,
+            "redone": self.redone,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CoordinatorState:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: a field is missing or is not what `to_json` writes.
+        """
+        try:
+            return cls(
+                term=int(data["term"]),
+                version=int(data["version"]),
+                world=int(data["world"]),
+                key_steps={int(rank): int(step) for rank, step in dict(data["keySteps"]).items()},
+                non_finite_run=int(data["nonFiniteRun"]),
+                redone=int(data["redone"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a coordinator's state: {error!r}") from error

@@ -1,0 +1,543 @@
+"""T1, T2, T3, T5 over every order in which notices can come: a simulated job around the pure coordinator.
+
+The simulation has shards whose links deliver in order but at any pace, workers that die, are replaced and send again,
+and shards that break their stream or lose everything. What is asserted is what the shards were told to apply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backstay._coordination import (
+    Coordinator,
+    CoordinatorState,
+    Finished,
+    Intervals,
+    Restart,
+    Rollback,
+    Rules,
+    Send,
+    WriteManifest,
+)
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Done,
+    GradientId,
+    GradientInfo,
+    Norm,
+    NormRequest,
+    Reject,
+    RejectReason,
+    Save,
+    Staged,
+    Written,
+)
+from backstay_spec.quorum import quorum_of
+
+
+def key_of(gradient: GradientId) -> bytes:
+    return gradient.SerializeToString(deterministic=True)
+
+
+@dataclasses.dataclass
+class Worker:
+    rank: int
+    incarnation: int = 0
+    attempt: int = 0
+    term: int = 0
+    key_step: int = 0
+    current: GradientId | None = None
+    to_push: list[int] = dataclasses.field(default_factory=list)
+    alive: bool = True
+
+
+class Shard:
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.lose_all()
+
+    def lose_all(self) -> None:
+        self.term = self.version = 0
+        self.staged: dict[bytes, Staged] = {}
+        self.told: dict[bytes, Reject] = {}
+        self.history: list[Commit] = []
+        self.used: set[bytes] = set()
+        self.inbox: deque[object] = deque()
+        self.outbox: deque[object] = deque()
+        self.connected = False
+        self.done: Done | None = None
+        self.written: list[Written] = []
+
+
+class Job:
+    """Shards, workers and the links between them; `step(random)` lets one thing happen."""
+
+    def __init__(self, rules: Rules, ranks: int, finite: float, random: Random) -> None:
+        self.rules, self.ranks, self.finite, self.random = rules, ranks, finite, random
+        self.now = 0.0
+        self.coordinator = Coordinator(
+            rules,
+            CoordinatorState(term=1, version=0, world=ranks),
+            intervals=Intervals(every_steps=3 if rules.stores else None),
+        )
+        self.shards = [Shard(index) for index in range(rules.shards)]
+        self.workers = [Worker(rank) for rank in range(ranks)]
+        self.saved = CoordinatorState(term=1, version=0, world=ranks)
+        self.saved_uri = ""
+        self.histories: dict[int, list[Commit]] = {}
+        self.completions: dict[tuple[int, int], list[int]] = {}  # (term, version) -> ranks in order of completion
+        self.holders: dict[bytes, set[int]] = {}
+        self.finished: Finished | None = None
+        self.carry_out(self.coordinator.start(self.now))
+
+    # The coordinator's end.
+    def carry_out(self, decisions: list[object]) -> None:
+        for decision in decisions:
+            match decision:
+                case Send(None, message):
+                    if isinstance(message, Commit):
+                        self.check(message)
+                    elif isinstance(message, NormRequest):
+                        self.check_whole(message)
+                    for shard in self.shards:
+                        if shard.connected:
+                            shard.inbox.append(message)
+                case Send(index, message):
+                    if self.shards[index].connected:
+                        self.shards[index].inbox.append(message)
+                case WriteManifest():
+                    assert len(decision.files) == self.rules.shards
+                    assert decision.state["version"] == decision.version
+                    self.saved = CoordinatorState.from_json(decision.state)
+                    self.saved_uri = f"at-{decision.version}-{decision.term}"
+                    self.carry_out(self.coordinator.manifest(self.now, decision.version, self.saved_uri))
+                case Restart():
+                    state = self.saved.copy()
+                    state.term = self.coordinator.state.term + 1
+                    self.carry_out(self.coordinator.restart(self.now, state, self.saved_uri))
+                case Finished():
+                    assert self.finished is None
+                    self.finished = decision
+
+    def check_whole(self, decided: Commit | NormRequest) -> None:
+        for contribution in decided.contributions:
+            holders = self.holders.get(key_of(contribution.id), set())
+            assert holders == set(range(self.rules.shards)), "T1: never a part of one"
+        if self.rules.mode == "Sync":
+            ranks = {contribution.id.rank for contribution in decided.contributions}
+            first = self.completions[decided.term, decided.version][: len(ranks)]
+            assert ranks == set(first), "T2: the first ones count"
+
+    def check(self, commit: Commit) -> None:
+        """The promises, at the moment of the decision."""
+        history = self.histories.setdefault(commit.term, [])
+        start = history[0].version if history else commit.version
+        assert commit.version == start + len(history), "T1: one commit a version, in order"
+        history.append(commit)
+        ids = [contribution.id for contribution in commit.contributions]
+        ranks = [gradient.rank for gradient in ids]
+        assert ranks == sorted(set(ranks)), "distinct ranks in order"
+        for gradient in ids:
+            assert gradient.term == commit.term
+        if self.rules.clip_norm is None:
+            self.check_whole(commit)
+        if self.rules.mode == "Sync":
+            assert len(ids) == quorum_of(self.rules.backups, self.ranks), "T1: exactly the quorum"
+            assert all(gradient.version == commit.version == gradient.key_step for gradient in ids)
+            assert all(contribution.weight == 1.0 for contribution in commit.contributions)
+        else:
+            (gradient,) = ids
+            staleness = commit.version - gradient.version
+            assert staleness >= 0
+            if self.rules.max_staleness is not None:
+                assert staleness <= self.rules.max_staleness, "T5"
+            weight = 1 / (1 + staleness) if self.rules.staleness_damping else 1.0
+            assert commit.contributions[0].weight == weight
+        assert commit.final == (commit.version + 1 == self.rules.steps)
+
+    # The shards' end.
+    def deliver_to_shard(self, shard: Shard) -> None:
+        if not shard.inbox:
+            return
+        message = shard.inbox.popleft()
+        match message:
+            case Rollback():
+                shard.term, shard.version = message.term, message.version
+                shard.staged.clear()
+                shard.told.clear()
+                shard.used.clear()
+                shard.history = []
+                shard.outbox.clear()
+            case Commit():
+                assert message.term == shard.term
+                if message.version < shard.version:
+                    return  # replayed
+                assert message.version == shard.version, "commits come without gaps"
+                for contribution in message.contributions:
+                    key = key_of(contribution.id)
+                    assert key in shard.staged, "a shard holds what it is told to apply"
+                    assert key not in shard.used, "T3"
+                    shard.used.add(key)
+                    del shard.staged[key]
+                if self.rules.mode == "Sync":
+                    for key, staged in list(shard.staged.items()):
+                        if staged.id.version <= message.version:
+                            del shard.staged[key]
+                shard.version += 1
+                shard.history.append(message)
+                shard.outbox.append(("applied", shard.version))
+                if message.checkpoint:
+                    self.write(shard)
+            case Save():
+                assert message.version == shard.version
+                self.write(shard)
+            case NormRequest():
+                assert all(key_of(c.id) in shard.staged for c in message.contributions)
+                norm = Norm(term=message.term, version=message.version, sum_of_squares=4.0)
+                shard.outbox.append(norm)
+            case Reject():
+                key = key_of(message.id)
+                assert key not in shard.used, "what was applied is never rejected"
+                shard.staged.pop(key, None)
+                shard.told[key] = message
+            case Done():
+                shard.done = message
+
+    def deliver_to_coordinator(self, shard: Shard) -> None:
+        if not shard.outbox or not shard.connected:
+            return
+        message = shard.outbox.popleft()
+        coordinator, index, now = self.coordinator, shard.index, self.now
+        match message:
+            case Staged():
+                key = key_of(message.id)
+                term = coordinator.state.term
+                holders = self.holders.setdefault(key, set())
+                known = len(holders)
+                holders.add(index)
+                decisions = coordinator.staged(now, index, message)
+                rejected = any(
+                    isinstance(d, Send) and isinstance(d.message, Reject) and d.message.id == message.id
+                    for d in decisions
+                )
+                if message.id.term == term and known < len(holders) == self.rules.shards and not rejected:
+                    self.completions.setdefault((term, message.id.version), []).append(message.id.rank)
+                self.carry_out(decisions)
+            case Norm():
+                self.carry_out(coordinator.norm(now, index, message))
+            case Written():
+                self.carry_out(coordinator.written(now, index, message))
+            case ("applied", version):
+                self.carry_out(coordinator.applied(now, index, version))
+            case ("lost", gradient):
+                self.holders.get(key_of(gradient), set()).discard(index)
+                self.carry_out(coordinator.lost(now, index, gradient))
+
+    def connect(self, shard: Shard) -> None:
+        shard.connected = True
+        shard.inbox.clear()
+        shard.outbox.clear()
+        self.holders = {key: holders - {shard.index} for key, holders in self.holders.items()}
+        self.completions.clear()
+        term, version = shard.term, shard.version
+        self.carry_out(self.coordinator.hello(self.now, shard.index, term, version))
+        if shard.term == self.coordinator.state.term:
+            shard.outbox.extend(shard.staged.values())
+            shard.outbox.append(("applied", shard.version))
+            shard.outbox.extend(shard.written)
+
+    def write(self, shard: Shard) -> None:
+        shard.written.append(Written(term=shard.term, version=shard.version))
+        shard.outbox.append(shard.written[-1])
+
+    # The workers' end.
+    def act(self, worker: Worker) -> None:
+        if not worker.alive:
+            worker.alive = True
+            worker.incarnation += 1
+            worker.attempt = 0
+            worker.current, worker.to_push = None, []
+            self.carry_out(self.coordinator.joined(self.now, worker.rank, worker.incarnation))
+            worker.key_step = self.coordinator.state.key_steps.get(worker.rank, 0)
+            return
+        terms = {shard.term for shard in self.shards}
+        if len(terms) > 1 or 0 in terms:
+            return
+        if worker.current is not None and worker.current.term not in terms:
+            worker.current, worker.to_push = None, []
+            worker.key_step = self.coordinator.state.key_steps.get(worker.rank, 0)
+        if worker.current is None:
+            versions = {shard.version for shard in self.shards}
+            if self.rules.mode == "Sync" and len(versions) > 1:
+                return
+            version = min(versions)
+            if version >= self.rules.steps:
+                return
+            key_step = version if self.rules.mode == "Sync" else worker.key_step
+            worker.attempt += 1
+            worker.current = GradientId(
+                term=terms.pop(),
+                version=version,
+                rank=worker.rank,
+                key_step=key_step,
+                incarnation=worker.incarnation,
+                attempt=worker.attempt,
+            )
+            worker.to_push = list(range(self.rules.shards))
+            self.random.shuffle(worker.to_push)
+            return
+        if worker.to_push:
+            self.push(worker, worker.to_push.pop())
+            return
+        self.look(worker)
+
+    def push(self, worker: Worker, index: int) -> None:
+        shard, gradient = self.shards[index], worker.current
+        assert gradient is not None
+        key = key_of(gradient)
+        stale = self.rules.mode == "Sync" and shard.version > gradient.version
+        if gradient.term != shard.term or key in shard.used or key in shard.staged or key in shard.told or stale:
+            return
+        info = GradientInfo(finite=self.random.random() < self.finite, examples=1, loss=1.0)
+        # Whether it is finite is the same wherever it is sent.
+        info.finite = (hash(key) % 1000) / 1000 < self.finite
+        staged = Staged(id=gradient, info=info)
+        shard.staged[key] = staged
+        if shard.connected:
+            shard.outbox.append(staged)
+
+    def look(self, worker: Worker) -> None:
+        """Wait for the answer of every shard."""
+        gradient = worker.current
+        assert gradient is not None
+        key = key_of(gradient)
+        rejects = [shard.told[key] for shard in self.shards if key in shard.told]
+        if rejects:
+            worker.current = None
+            if rejects[0].reason in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
+                worker.key_step = rejects[0].next_key_step
+            return
+        sync = self.rules.mode == "Sync"
+        answered = [key in s.used or (sync and s.version > gradient.version) for s in self.shards]
+        if all(answered):
+            worker.current = None
+            worker.key_step = gradient.key_step + 1
+        else:
+            # A server that was replaced has lost it: send the same again.
+            worker.to_push = [s.index for s in self.shards if not answered[s.index] and key not in s.staged]
+
+    def disturb(self) -> None:
+        kind = self.random.randrange(6)
+        shard = self.random.choice(self.shards)
+        worker = self.random.choice(self.workers)
+        if kind <= 2:
+            worker.alive = False
+        elif kind == 3 and worker.current is not None:  # a stream broke before its end: nothing was staged there
+            shard.outbox.append(("lost", worker.current)) if key_of(worker.current) not in shard.staged else None
+        elif kind == 4:  # the coordinate stream broke
+            shard.connected = False
+        elif shard.term:  # the server died
+            shard.lose_all()
+
+    def step(self, *, chaos: bool) -> None:
+        self.now += 0.1
+        roll = self.random.random()
+        if chaos and roll < 0.03:
+            self.disturb()
+            return
+        shard = self.random.choice(self.shards)
+        if not shard.connected:
+            self.connect(shard)
+        elif roll < 0.35:
+            self.deliver_to_shard(shard)
+        elif roll < 0.65:
+            self.deliver_to_coordinator(shard)
+        else:
+            self.act(self.random.choice(self.workers))
+
+    @property
+    def over(self) -> bool:
+        return self.finished is not None and all(shard.done for shard in self.shards)
+
+    def surviving(self) -> list[Commit]:
+        """The commits that no rollback undid."""
+        out: list[Commit] = []
+        for _, history in sorted(self.histories.items()):
+            if history:
+                out = [commit for commit in out if commit.version < history[0].version]
+                out += history
+        return out
+
+
+def rules_of(mode: str) -> st.SearchStrategy[Rules]:
+    common = {
+        "shards": st.integers(1, 3),
+        "steps": st.integers(1, 8),
+        "stores": st.booleans(),
+        "clip_norm": st.sampled_from([None, 1.0]),
+        "max_non_finite": st.just(1000),
+    }
+    if mode == "Sync":
+        return st.builds(Rules, mode=st.just("Sync"), backups=st.sampled_from([0, 1, 2, "50%"]), **common)
+    return st.builds(
+        Rules,
+        mode=st.just("Async"),
+        max_staleness=st.sampled_from([None, 0, 2]),
+        staleness_damping=st.booleans(),
+        **common,
+    )
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> None:
+    """T1, T2, T3, T5 hold at every decision, and the job ends once the disturbances do (T8)."""
+    rules = data.draw(rules_of(mode))
+    ranks = data.draw(st.integers(1, 4))
+    finite = data.draw(st.sampled_from([1.0, 0.8]))
+    job = Job(rules, ranks, finite, Random(data.draw(st.integers(0, 2**32))))
+    for _ in range(400):
+        job.step(chaos=True)
+    for _ in range(60_000):
+        if job.over:
+            break
+        job.step(chaos=False)
+    assert job.over, "with everybody alive the job ends"
+    assert job.finished == Finished(rules.steps)
+    surviving = job.surviving()
+    assert [commit.version for commit in surviving] == list(range(rules.steps))
+    used = [contribution.id for commit in surviving for contribution in commit.contributions]
+    keys = [(gradient.rank, gradient.key_step) for gradient in used]
+    assert len(keys) == len(set(keys)), "T3: each at most once"
+    for rank in range(ranks):
+        steps = [gradient.key_step for gradient in used if gradient.rank == rank]
+        if mode == "Async":
+            assert steps == list(range(len(steps))), "T3: a rank's key_step grows by one with each applied gradient"
+    for shard in job.shards:
+        mine = {commit.version: commit for commit in shard.history}
+        for commit in surviving:
+            if commit.version in mine:
+                assert mine[commit.version] == commit, "T1: the same set on every shard"
+        assert shard.version == rules.steps
+    if rules.stores:
+        assert job.shards[0].done is not None
+        assert job.shards[0].done.checkpoint == job.saved_uri
+        assert job.saved.version == rules.steps
+
+
+def staged(rank: int, version: int, *, attempt: int = 1, incarnation: int = 0, finite: bool = True) -> Staged:
+    gradient = GradientId(
+        term=1, version=version, rank=rank, key_step=version, incarnation=incarnation, attempt=attempt
+    )
+    return Staged(id=gradient, info=GradientInfo(finite=finite, examples=2, loss=0.5))
+
+
+def commits(decisions: list[object]) -> list[Commit]:
+    return [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Commit)]
+
+
+def test_non_finite_updates_move_the_version_and_then_fail_the_job() -> None:
+    rules = Rules(mode="Sync", shards=1, steps=10, max_non_finite=2)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    (first,) = commits(job.staged(0, 0, staged(0, 0, finite=False)))
+    assert (first.skip, first.version) == (True, 0)
+    assert not commits(job.staged(1, 0, staged(0, 1)))[0].skip
+    assert job.state.non_finite_run == 0
+    job.staged(2, 0, staged(0, 2, finite=False))
+    decisions = job.staged(3, 0, staged(0, 3, finite=False))
+    (finished,) = [d for d in decisions if isinstance(d, Finished)]
+    assert finished.reason == "NonFiniteGradients"
+    assert "rank 0 at step 3" in finished.why
+    assert commits(decisions)[0].skip
+    assert job.staged(4, 0, staged(0, 4)) != []  # answered, not used
+    assert job.state.version == 4
+
+
+def test_the_clip_factor_is_of_the_norm_over_all_shards() -> None:
+    rules = Rules(mode="Sync", shards=2, steps=10, clip_norm=1.0)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    job.staged(0, 0, staged(0, 0))
+    decisions = job.staged(0, 1, staged(0, 0))
+    assert not commits(decisions)
+    assert any(isinstance(d, Send) and isinstance(d.message, NormRequest) for d in decisions)
+    assert not commits(job.norm(0, 1, Norm(term=1, version=0, sum_of_squares=9.0)))
+    (commit,) = commits(job.norm(0, 0, Norm(term=1, version=0, sum_of_squares=16.0)))
+    assert commit.clip_factor == pytest.approx(0.2)
+
+
+def test_the_world_grows_to_joined_ranks_and_shrinks_at_once() -> None:
+    rules = Rules(mode="Sync", shards=1, steps=100)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
+    for rank in (0, 1, 3):
+        job.joined(0, rank, 0)
+    job.wish(4, Intervals())
+    job.staged(0, 0, staged(0, 0))
+    assert commits(job.staged(0, 0, staged(1, 0)))[0].world == 2
+    job.joined(0, 2, 0)
+    job.staged(0, 0, staged(0, 1))
+    assert commits(job.staged(0, 0, staged(1, 1)))[0].world == 4
+    job.wish(1, Intervals())
+    for rank in range(3):
+        job.staged(0, 0, staged(rank, 2))
+    assert commits(job.staged(0, 0, staged(3, 2)))[0].world == 1
+    (answer,) = [d for d in job.staged(0, 0, staged(1, 3)) if isinstance(d, Send)]
+    assert answer.message.reason == RejectReason.NOT_IN_WORLD
+
+
+def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None:
+    """T8: and the evaluation is waited for only so long."""
+    rules = Rules(mode="Sync", shards=1, steps=1, stores=True, evaluates=True)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    assert commits(job.staged(0, 0, staged(0, 0)))[0].checkpoint
+    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    assert job.tick(2) == []
+    (again,) = job.tick(12)
+    assert again.message == Save(term=1, version=1)
+    (write,) = job.written(13, 0, Written(term=1, version=1))
+    assert job.manifest(13, 1, "the-uri") == []
+    assert write.version == 1
+    assert job.tick(600) == []
+    done, finished = job.tick(613)
+    assert done.message.checkpoint == "the-uri"
+    assert finished.reason == ""
+
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    job.staged(0, 0, staged(0, 0))
+    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    failed = job.tick(601)[-1]
+    assert failed.reason == "CheckpointFailed"
+    assert "disk full" in failed.why
+
+
+def test_a_history_that_starts_at_its_end_is_over_at_once() -> None:
+    """T7: AlreadyComplete."""
+    rules = Rules(mode="Sync", shards=1, steps=5, stores=True, evaluates=True)
+    job = Coordinator(rules, CoordinatorState(term=2, version=7, world=1), checkpoint="uri")
+    assert job.start(0)[-1] == Finished(7)
+
+
+def test_seconds_and_stopping_make_checkpoints() -> None:
+    rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_seconds=10))
+    assert not commits(job.staged(9, 0, staged(0, 0)))[0].checkpoint
+    assert commits(job.staged(10, 0, staged(0, 1)))[0].checkpoint
+    assert not commits(job.staged(30, 0, staged(0, 2)))[0].checkpoint  # one at a time
+    job.written(31, 0, Written(term=1, version=2))
+    job.manifest(31, 2, "two")
+    assert [d.message for d in job.save(32)] == [Save(term=1, version=3)]
+    assert job.save(32) == []
+    assert job.checkpoint == "two"
+
+
+def test_the_state_survives_a_manifest() -> None:
+    state = CoordinatorState(term=3, version=9, world=2, key_steps={0: 4, 1: 5}, non_finite_run=1, redone=7)
+    assert CoordinatorState.from_json(state.to_json()) == state
+    with pytest.raises(ValueError, match="keySteps"):
+        CoordinatorState.from_json({"term": 1, "version": 2, "world": 3})
