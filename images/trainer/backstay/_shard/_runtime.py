@@ -443,7 +443,7 @@ class ShardRuntime:
             used = [self._held(c.id, "request for the norm", request.version) for c in request.contributions]
             arrays = [gradient.staging.arrays for gradient in used if gradient.staging is not None]
         weights = [c.weight for c in request.contributions]
-        total = engine.sum_of_squares(arrays, weights, len(weights))
+        total = engine.sum_of_squares(arrays, weights=weights, divisor=len(weights))
         self._coordination.norm(
             self._shard, Norm(term=request.term, version=request.version, sum_of_squares=float(total))
         )

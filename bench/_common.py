@@ -1,0 +1,266 @@
+"""What the benchmarks of the data plane share: roles as processes, told line by line what to do.
+
+A benchmark starts one server process and some worker processes, with the allocator settings that a pod has, and
+directs them through their standard input and output, so that everything in one table was measured in one run, in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parent.parent
+TOKEN = "benchmark"  # noqa: S105
+RAW_BYTES = 64 << 20
+
+
+def allocator_environment() -> dict[str, str]:
+    """What the operator sets in every pod of a job."""
+    from backstay_spec import manifests_pod
+
+    return {name: value for name, value in vars(manifests_pod)["_ALLOCATOR"].items()}
+
+
+class Process:
+    """A role of a benchmark in a process of its own: one JSON object a line, both ways."""
+
+    def __init__(self, script: str, role: str, *args: str) -> None:
+        environment = {**os.environ, **allocator_environment(), "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(REPO / "bench" / script), "--role", role, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=REPO,
+        )
+
+    def send(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a benchmark's process ended with status {self._process.wait()}")
+        return dict(json.loads(line))
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self.send(**command)
+        return self.receive()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def processes() -> Iterator[list[Process]]:
+    """Processes appended to the list are killed at the end, whatever happens."""
+    running: list[Process] = []
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+
+
+def commands() -> Iterator[dict[str, Any]]:
+    """A role's side of `Process`."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def reply(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+class RawServer:
+    """Sends `RAW_BYTES` over a plain TCP connection for each byte that it gets."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        data = memoryview(np.ones(RAW_BYTES, np.uint8))
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection, data), daemon=True).start()
+
+    @staticmethod
+    def _serve(connection: socket.socket, data: memoryview) -> None:
+        with connection:
+            while connection.recv(1):
+                connection.sendall(data)
+
+
+class RawClient:
+    """Receives them into a buffer that is ready: the fastest that a socket does it."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._buffer = memoryview(np.ones(RAW_BYTES, np.uint8))
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self._socket.sendall(b"g")
+        at = 0
+        while at < RAW_BYTES:
+            got = self._socket.recv_into(self._buffer[at:])
+            if not got:
+                raise RuntimeError("the raw server ended")
+            at += got
+        return time.perf_counter() - begin
+
+
+def float_tree(arrays: int, elements: int) -> dict[str, np.ndarray]:
+    """`arrays` float32 arrays of `elements` elements."""
+    rng = np.random.default_rng(0)
+    return {f"w{i:02}": rng.standard_normal(elements, dtype=np.float32) for i in range(arrays)}
+
+
+class Quorum:
+    """The smallest coordinator: commits a version when `quorum` ranks have staged a gradient of it. One shard."""
+
+    def __init__(self, quorum: int) -> None:
+        self._quorum = quorum
+        self._lock = threading.Lock()
+        self._staged: dict[int, dict[int, Any]] = {}
+        self.sink: Any = None
+
+    def staged(self, shard: int, staged: Any) -> None:
+        from backstay_rpc.control_pb2 import Commit, Contribution
+
+        gradient = staged.id
+        with self._lock:
+            ranks = self._staged.setdefault(gradient.version, {})
+            ranks[gradient.rank] = gradient
+            if len(ranks) < self._quorum:
+                return
+            del self._staged[gradient.version]
+        contributions = [Contribution(id=ranks[rank], weight=1.0) for rank in sorted(ranks)]
+        self.sink.on_commit(
+            Commit(
+                term=gradient.term,
+                version=gradient.version,
+                contributions=contributions,
+                world=self._quorum,
+                clip_factor=1.0,
+            )
+        )
+
+    def lost(self, shard: int, gradient: Any) -> None:
+        raise RuntimeError(f"a gradient was lost: {gradient}")
+
+    def norm(self, shard: int, norm: Any) -> None: ...
+    def written(self, shard: int, written: Any) -> None: ...
+    def applied(self, shard: int, version: int) -> None: ...
+
+    def failed(self, shard: int, why: str) -> None:
+        print(why, file=sys.stderr)
+        os._exit(1)
+
+
+class Server:
+    """One shard with everything, as in a pod."""
+
+    def __init__(self, params: Any, optimizer: Any, workers: int) -> None:
+        from backstay._engine import ShardEngine
+        from backstay._partition import partition
+        from backstay._rules import analyse
+        from backstay._shard import ShardRuntime
+        from backstay._tree import describe
+        from backstay._wire.server import DataServer
+
+        tree = describe(params)
+        rule = analyse(optimizer, tree)
+        layout = partition(tree, rule, 1)
+        engine = ShardEngine(layout, 0, rule, params)
+        engine.compile([workers])
+        coordination = Quorum(workers)
+        self.shard = ShardRuntime(layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync")
+        coordination.sink = self.shard
+        self.server = DataServer(self.shard, host="127.0.0.1", port=0, token=TOKEN)
+        self.shard.reset(1, engine, workers)
+
+
+class Worker:
+    """One worker's data plane: gradients in JAX's memory, parameters received into memory that JAX aliases."""
+
+    def __init__(self, params: Any, optimizer: Any, port: int, rank: int) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        from backstay._partition import partition
+        from backstay._rules import analyse
+        from backstay._tree import describe
+        from backstay._wire.buffers import Arrangement, ParamBuffers
+        from backstay._wire.client import connect
+        from backstay_rpc.control_pb2 import Hello, Peer
+
+        tree = describe(params)
+        layout = partition(tree, analyse(optimizer, tree), 1)
+        self.nbytes = layout.shards[0].nbytes
+        self._rank = rank
+        self._arrangement = Arrangement(layout)
+        self._buffers = ParamBuffers(self._arrangement)
+        self._gradient = [jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in jax.tree_util.tree_leaves(params)]
+        jax.block_until_ready(self._gradient)
+        hello = Hello(peer=Peer(role="worker", index=rank, incarnation=1), term=1, partition_digest=layout.digest)
+        self._client = connect([f"127.0.0.1:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync")
+        slot = self._buffers.take()
+        self._version = self._client.exchange_all(None, 0, slot.blocks).version
+        self._params = slot.params()
+
+    def step(self) -> None:
+        from backstay._wire.client import Push
+        from backstay_rpc.control_pb2 import GradientId, GradientInfo
+
+        gradient = GradientId(
+            term=1, version=self._version, rank=self._rank, key_step=self._version, incarnation=1, attempt=self._version
+        )
+        blocks = self._arrangement.gradient_blocks(self._gradient)
+        slot = self._buffers.take()
+        pulled = self._client.exchange_all(Push(gradient, GradientInfo(finite=True), blocks), 0, slot.blocks)
+        self._params = slot.params()
+        if pulled.version != self._version + 1:
+            raise RuntimeError(f"version {pulled.version} came after {self._version}")
+        self._version = pulled.version
+
+    def seconds(self, steps: int) -> list[float]:
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - begin)
+        return times
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned; the first row is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
