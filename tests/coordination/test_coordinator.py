@@ -425,7 +425,7 @@ def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> 
         for commit in surviving:
             if commit.version in mine:
                 assert mine[commit.version] == commit, "T1: the same set on every shard"
-        assert shard.version == rules.steps
+        assert shard.version == (rules.steps if shard.term else 0), "one that came back after the end has nothing to do"
     if rules.stores:
         assert job.shards[0].done is not None
         assert job.shards[0].done.checkpoint == job.saved_uri
