@@ -1,0 +1,96 @@
+"""The rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(
+    path for root in (ROOT / "operator", ROOT / "images" / "trainer") for path in root.iterdir() if path.is_dir()
+)
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py") if "_pb2" not in path.name)
+
+
+def test_operator_never_becomes_a_package_that_shadows_the_standard_library() -> None:
+    assert not (ROOT / "operator" / "__init__.py").exists()
+    for folder in (ROOT, ROOT / "operator", ROOT / "images" / "trainer"):
+        found = subprocess.run(
+            [sys.executable, "-c", "import operator; print(operator.__file__, operator.add(1, 2))"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert str(ROOT) not in found
+        assert found.rstrip().endswith(" 3")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_says_why_it_exists_and_stays_small(module: Path) -> None:
+    text = module.read_text()
+    assert ast.get_docstring(ast.parse(text)), "its first docstring says why it exists"
+    assert len(text.splitlines()) <= 600, "a few hundred lines at most"
+
+
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        ("backstay_operator.app", {"jax", "optax", "numpy", "pyarrow", "backstay"}),
+        ("backstay._train", {"kopf", "kubernetes", "aiohttp"}),
+        ("backstay", {"jax", "pyarrow", "grpc", "kopf", "kubernetes"}),
+        ("backstay_spec.plan", {"jax", "numpy", "grpc", "yaml", "kopf", "kubernetes", "aiohttp"}),
+        ("backstay_cli.main", {"jax", "kopf", "pyarrow", "backstay"}),
+    ],
+)
+def test_what_an_import_never_pulls_in(module: str, never: set[str]) -> None:
+    code = f"import {module}, sys; print(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    loaded = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not never & set(loaded)
+
+
+def test_nothing_is_ever_pickled() -> None:
+    """T7: on disk or on the wire."""
+    for module in MODULES:
+        for node in ast.walk(ast.parse(module.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & {
+                name.split(".")[0] for name in names
+            }, module
+
+
+def test_every_locked_version_satisfies_what_is_declared() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(line) for line in project["dependencies"]]
+    wanted += [Requirement(line) for extra in project["optional-dependencies"].values() for line in extra]
+    locked: dict[str, set[str]] = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if line and line[0].isalnum():
+            requirement = Requirement(line.rstrip("\\ ").strip())
+            version = next(iter(requirement.specifier)).version
+            locked.setdefault(canonicalize_name(requirement.name), set()).add(version)
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        if name == "backstay":
+            continue
+        assert name in locked, f"{name} is declared and not locked: make lock"
+        assert all(requirement.specifier.contains(version) for version in locked[name]), f"{name}: make lock"
+
+
+def test_the_two_commands_of_the_readme_exist() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command}" in readme
+        assert f"\n{command}:" in makefile
