@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from ._kernels import Kernels, Mean, kernels_of
+from ._kernels import Kernels, Mean, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, key_impl
 from ._tree import arrays
@@ -238,7 +237,7 @@ class ShardEngine:
         """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments."""
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, 1.0)
         self._check(gradients, mean)
-        with _enable_x64():
+        with enable_x64():
             parts = [
                 self._kernels.squares(mean)(
                     tuple(_device(contribution[index]) for contribution in gradients), mean.scalars(block.dtype)
@@ -379,7 +378,7 @@ class ShardEngine:
             zero = _device(np.zeros(block.size, block.dtype))
             if clipped and (squares := ("squares", mean.form, block.dtype, block.size)) not in done:
                 done.add(squares)
-                with _enable_x64():
+                with enable_x64():
                     self._kernels.squares(mean)((zero,) * mean.count, mean.scalars(block.dtype))
             key = (block.rule, mean.form, block.dtype, block.size)
             if key in done or (stretch := self._stretches.get(index)) is None:
@@ -441,7 +440,7 @@ def _entry(key: str, value: Array) -> Entry:
 
 def _device(value: Array) -> jax.Array:
     """On the device, where it lies if it is aligned."""
-    return jax.device_put(value, may_alias=True)
+    return cast("jax.Array", jax.device_put(value, may_alias=True))
 
 
 def _own(value: Array) -> jax.Array:
@@ -455,9 +454,4 @@ def _view(value: jax.Array) -> Array:
         value = jax.random.key_data(value)
     view = np.asarray(value).reshape(-1)
     view.flags.writeable = False
-    return cast("Array", view)
-
-
-def _enable_x64() -> AbstractContextManager[Any]:
-    context: Any = getattr(jax, "enable_x64", None) or vars(jax.experimental)["enable_x64"]
-    return cast("AbstractContextManager[Any]", context(True))
+    return view

@@ -9,8 +9,9 @@ contracts the optimizer's own arithmetic, and with it the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -154,3 +155,9 @@ def kernels_of(rule: Rule) -> Kernels:
     """The jitted functions of a rule, the same for every engine of it in this process."""
     kernels: Kernels = rule.cache.setdefault("kernels", Kernels(rule))
     return kernels
+
+
+def enable_x64() -> AbstractContextManager[Any]:
+    """While it lasts, this thread computes float64 in float64 whatever `jax_enable_x64` says."""
+    context: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
+    return cast("AbstractContextManager[Any]", context(True))

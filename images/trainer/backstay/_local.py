@@ -1,0 +1,170 @@
+"""Training in one process: the plain optax loop.
+
+It is what `train` does without a cluster, and with more than one rank it is the reference that promise T4 speaks of.
+So it computes the optimizer over the whole tree, as any optax user would, and knows nothing of shards and blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._batch_key import BatchKey
+from ._gradient import Gradient, GradientFn
+from ._kernels import Mean, enable_x64, mean
+from ._result import Result
+from ._tree import describe
+from .errors import ConfigurationError, JobFailed
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the local loop.
+
+    Attributes:
+        step: the number of updates including this one.
+        loss, metrics: of the newest gradient in it, before the update.
+        examples: in all its gradients.
+        applied: False if it was skipped for a gradient that is not finite.
+        params: after it; only valid until the callback returns.
+    """
+
+    step: int
+    loss: float
+    metrics: Mapping[str, float]
+    examples: int
+    applied: bool
+    params: Any
+
+
+def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
+    """What to multiply a gradient with so that its norm is at most `clip_norm`; exactly 1 if it is already."""
+    norm = math.sqrt(sum_of_squares)
+    return 1.0 if norm <= clip_norm else clip_norm / norm
+
+
+def train_local(
+    init: Callable[[Any], Any],
+    loss: Callable[[Any, Any], Any],
+    batches: Callable[[BatchKey], Any],
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    *,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    world: int = 1,
+    max_non_finite: int = 3,
+    deterministic: bool = False,
+    devices: Any = None,
+    on_update: Callable[[Update], None] | None = None,
+) -> Result:
+    """Train in this process.
+
+    Args:
+        init: PRNG key to parameters, called with ``jax.random.key(seed)``.
+        loss: see `GradientFn`.
+        batches: `BatchKey` to batch; called for every rank of every step.
+        optimizer: any `optax.GradientTransformation`.
+        steps: updates, at least 0.
+        evaluate: called once with the last parameters.
+        seed: of `init` and of the keys of batches.
+        clip_norm: upper bound of the mean gradient's global norm.
+        world: the gradients of ranks 0..world-1 are averaged, summed in that order.
+        max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
+        deterministic, devices: see `GradientFn`.
+        on_update: called after each update.
+
+    Raises:
+        ConfigurationError: an argument or what a function returns is wrong.
+        JobFailed: ``NonFiniteGradients``.
+    """
+    check_arguments(steps=steps, clip_norm=clip_norm, world=world)
+    params = init(jax.random.key(seed))
+    tree = describe(params)
+    params = jax.tree_util.tree_map(lambda leaf: jnp.array(leaf, copy=True), params)
+    # Copied, because a state may be the very parameters, and both are donated.
+    state = jax.tree_util.tree_map(lambda leaf: leaf.copy(), jax.jit(optimizer.init)(params))
+    gradient_of = GradientFn(loss, tree, devices, deterministic)
+    update = _updater(optimizer, tree.unflatten)
+    averaged = jax.jit(_average, static_argnums=1)
+    squares = jax.jit(_squares)
+    newest: Gradient | None = None
+    bad_in_a_row = 0
+    for step in range(steps):
+        gradients = [
+            gradient_of(params, batches(BatchKey(step=step, rank=rank, world=world, seed=seed)))
+            for rank in range(world)
+        ]
+        newest = gradients[-1]
+        bad = [rank for rank, gradient in enumerate(gradients) if not gradient.finite]
+        if bad:
+            bad_in_a_row += 1
+            if bad_in_a_row >= max_non_finite:
+                raise JobFailed(
+                    "NonFiniteGradients",
+                    f"the gradients of {bad_in_a_row} updates in a row were not finite, the last at step {step} of "
+                    f"rank {bad[0]} (loss {gradients[bad[0]].loss:g})",
+                )
+        else:
+            bad_in_a_row = 0
+            how = Mean.of([1.0] * world, world, 1.0)
+            leaves = averaged([gradient.leaves for gradient in gradients], how.form, how.scalars(np.dtype(np.float64)))
+            factor = 1.0
+            if clip_norm is not None:
+                with enable_x64():
+                    factor = clip_factor(clip_norm, math.fsum(float(part) for part in squares(leaves)))
+            params, state = update(params, state, leaves, factor)
+        if on_update is not None:
+            examples = sum(gradient.examples for gradient in gradients)
+            on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params))
+    metrics: Mapping[str, float] = {}
+    if evaluate is not None:
+        metrics = {name: float(value) for name, value in evaluate(params).items()}
+    return Result(
+        params=params,
+        step=steps,
+        loss=None if newest is None else newest.loss,
+        metrics=metrics,
+        train_metrics={} if newest is None else newest.metrics,
+    )
+
+
+def check_arguments(*, steps: int, clip_norm: float | None, world: int = 1) -> None:
+    """What is wrong with the numbers that `train` takes.
+
+    Raises:
+        ConfigurationError: naming the argument.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigurationError(f"steps is {steps!r}: must be a whole number of updates, 0 or more")
+    if world < 1:
+        raise ConfigurationError(f"world is {world}: must be at least 1")
+    if clip_norm is not None and not 0.0 < clip_norm < math.inf:
+        raise ConfigurationError(f"clip_norm is {clip_norm}: must be a positive number, or None not to clip")
+
+
+def _updater(optimizer: optax.GradientTransformation, unflatten: Callable[[Any], Any]) -> Callable[..., Any]:
+    def step(params: Any, state: Any, leaves: Any, factor: Any, clipped: bool) -> Any:
+        if clipped:
+            leaves = [leaf * factor.astype(leaf.real.dtype) for leaf in leaves]
+        updates, state = optimizer.update(unflatten(leaves), state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, static_argnums=4, donate_argnums=(0, 1))
+    return lambda params, state, leaves, factor: jitted(params, state, leaves, np.asarray(factor), factor != 1.0)
+
+
+def _average(contributions: Any, form: Any, scalars: Any) -> list[Any]:
+    return [mean(values, form, scalars) for values in zip(*contributions, strict=True)]
+
+
+def _squares(leaves: Any) -> list[Any]:
+    return [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float64))) for leaf in leaves]
