@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from . import errors
     from ._batch_key import BatchKey
     from ._checkpoint import Checkpoint, load
-    from ._data import from_dataset, from_iterator
+    from ._dataset import from_dataset, from_iterator
     from ._result import Result
     from ._train import train
     from .errors import BackstayError
@@ -41,8 +41,8 @@ _HOMES: Final = {
     "BatchKey": "._batch_key",
     "Checkpoint": "._checkpoint",
     "Result": "._result",
-    "from_dataset": "._data",
-    "from_iterator": "._data",
+    "from_dataset": "._dataset",
+    "from_iterator": "._dataset",
     "load": "._checkpoint",
     "train": "._train",
 }

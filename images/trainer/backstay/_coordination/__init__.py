@@ -16,16 +16,19 @@ from ._decisions import (
     Message,
     Outcome,
     Restart,
-    Rollback,
     Send,
     Updated,
     WriteManifest,
 )
+from ._liveness import COMPILE_SECONDS, SILENT_SECONDS, Liveness
+from ._rate import Rate
 from ._schedule import Intervals
-from ._state import CoordinatorState, Rules
+from ._state import CoordinatorState, Mode, Rules
 
 __all__ = [
+    "COMPILE_SECONDS",
     "EVALUATION_SECONDS",
+    "SILENT_SECONDS",
     "STORING_SECONDS",
     "CheckpointFailed",
     "Coordinator",
@@ -34,10 +37,12 @@ __all__ = [
     "Decision",
     "Finished",
     "Intervals",
+    "Liveness",
     "Message",
+    "Mode",
     "Outcome",
+    "Rate",
     "Restart",
-    "Rollback",
     "Rules",
     "Send",
     "Updated",

@@ -21,6 +21,7 @@ from backstay_rpc.control_pb2 import (
     NormRequest,
     Reject,
     RejectReason,
+    Rollback,
     Save,
     Staged,
     Written,
@@ -34,7 +35,6 @@ from ._decisions import (
     Finished,
     Outcome,
     Restart,
-    Rollback,
     Send,
     Updated,
     WriteManifest,
@@ -87,6 +87,10 @@ class _Ending:
     error: str = ""
 
 
+def _start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
+    return Rollback(term=state.term, version=state.version, checkpoint=checkpoint, world=state.world)
+
+
 class Coordinator:
     """Decides every update of one job. Not thread-safe; `now` never goes back, in seconds of any monotonic clock.
 
@@ -115,7 +119,7 @@ class Coordinator:
         self.checkpoint = checkpoint
         self.finished: Finished | None = None
         self._ledger = Ledger(rules.shards)
-        self._start = Rollback(state.term, state.version, checkpoint, state.world)
+        self._start = _start_of(state, checkpoint)
         self._pending: deque[_Pending] = deque()
         self._commits: deque[Commit] = deque()  # those that some shard may not have applied
         self._applied = dict.fromkeys(range(rules.shards), state.version)
@@ -162,7 +166,7 @@ class Coordinator:
         state.redone = self.state.redone + max(0, self.state.version - state.version)
         self.state = state
         self.checkpoint, self._checkpoint_version = checkpoint, state.version if checkpoint else -1
-        self._start = Rollback(state.term, state.version, checkpoint, state.world)
+        self._start = _start_of(state, checkpoint)
         self._ledger.clear()
         self._pending.clear()
         self._commits.clear()
@@ -286,6 +290,7 @@ class Coordinator:
             not self.rules.stores
             or self.finished is not None
             or self._restarting
+            or version == self._start.version
             or self._checkpoint_version == version
             or self.schedule.in_flight(version)
         ):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from backstay_rpc.control_pb2 import Commit, Done, File, GradientId, GradientInfo, NormRequest, Reject, Save
+from backstay_rpc.control_pb2 import Commit, Done, File, GradientId, GradientInfo, NormRequest, Reject, Rollback, Save
 
 __all__ = [
     "CheckpointFailed",
@@ -17,21 +17,10 @@ __all__ = [
     "Message",
     "Outcome",
     "Restart",
-    "Rollback",
     "Send",
     "Updated",
     "WriteManifest",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """Start at `version` from `checkpoint` (empty: the seed's initial parameters), in this term."""
-
-    term: int
-    version: int
-    checkpoint: str
-    world: int
 
 
 Message: TypeAlias = Commit | Reject | NormRequest | Save | Rollback | Done

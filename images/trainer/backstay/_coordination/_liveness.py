@@ -1,0 +1,153 @@
+"""Who lives, who has stopped giving gradients, who is slow: bookkeeping over heartbeats, with the time passed in.
+
+It reports; replacing is the operator's work (O5). A worker that waits for others owes nothing and is not stalled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled, Straggler
+
+from ._state import Mode
+
+__all__ = ["COMPILE_SECONDS", "SILENT_SECONDS", "Liveness"]
+
+SILENT_SECONDS = 10.0
+"""A peer without a heartbeat for so long is lost."""
+
+COMPILE_SECONDS = 1800.0
+"""A worker that starts or compiles for longer than this (and `stallSeconds`) is stalled."""
+
+_PREPARING = {STARTING, COMPILING}
+_SAMPLES = 16
+_MEDIANS = 20
+
+
+@dataclass
+class _Member:
+    peer: Peer
+    joined: float
+    beat: float
+    activity: Activity = STARTING
+    activity_since: float = 0.0
+    ready_since: float = 0.0  # when it last ended starting or compiling
+    handed_in: float | None = None  # when
+    handed_version: int = -1
+    periods: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+
+class Liveness:
+    """The peers of one server, by role and index; the newest incarnation of each."""
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+        self._members: dict[tuple[str, int], _Member] = {}
+        self._version = 0
+        self._version_since = 0.0
+
+    def joined(self, now: float, peer: Peer) -> None:
+        """A peer introduced itself (again)."""
+        key = peer.role, peer.index
+        old = self._members.get(key)
+        if old is not None and old.peer.incarnation == peer.incarnation:
+            old.beat = now
+            return
+        self._members[key] = _Member(peer, joined=now, beat=now, activity_since=now)
+
+    def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
+        """A heartbeat. One of a peer that did not join counts for nothing."""
+        member = self._member(peer)
+        if member is None:
+            return
+        member.beat = now
+        if activity != member.activity:
+            if member.activity in _PREPARING:
+                member.ready_since = now
+            member.activity, member.activity_since = activity, now
+        if step_seconds > 0:
+            member.step_seconds.append(step_seconds)
+
+    def left(self, peer: Peer) -> None:
+        """A peer left on purpose."""
+        if self._member(peer) is not None:
+            del self._members[peer.role, peer.index]
+
+    def moved(self, now: float, version: int) -> None:
+        """An update was decided: from now on workers of a Sync job owe the next gradient."""
+        self._version, self._version_since = version, now
+
+    def handed_in(self, now: float, rank: int, incarnation: int, version: int) -> None:
+        """A gradient came in."""
+        member = self._members.get(("worker", rank))
+        if member is None or member.peer.incarnation != incarnation:
+            return
+        since = self._owing_since(member)
+        member.handed_in, member.handed_version = now, version
+        if since is not None:
+            member.periods.append(now - since)
+
+    def stalled(self, now: float, stall_seconds: float, world: int) -> list[Stalled]:
+        """Workers of the world that hang."""
+        found = []
+        for (role, index), member in sorted(self._members.items()):
+            if role != "worker" or index >= world:
+                continue
+            reason = self._why_stalled(now, member, stall_seconds)
+            if reason:
+                found.append(Stalled(rank=index, incarnation=member.peer.incarnation, reason=reason))
+        return found
+
+    def stragglers(self) -> list[Straggler]:
+        """Workers whose computation takes half again as long as the median of the others."""
+        times = {
+            index: median(member.step_seconds)
+            for (role, index), member in self._members.items()
+            if role == "worker" and len(member.step_seconds) >= 3
+        }
+        found = []
+        for rank, own in sorted(times.items()):
+            others = [seconds for other, seconds in times.items() if other != rank]
+            if others and own > 1.5 * median(others):
+                found.append(Straggler(rank=rank, delay_seconds=own - median(others)))
+        return found
+
+    def lost(self, now: float) -> list[Peer]:
+        """Peers that did not leave and have been silent."""
+        return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= SILENT_SECONDS]
+
+    def live(self, now: float, role: str) -> int:
+        """How many of a role live."""
+        return sum(
+            member_role == role and now - member.beat < SILENT_SECONDS
+            for (member_role, _), member in self._members.items()
+        )
+
+    def _member(self, peer: Peer) -> _Member | None:
+        member = self._members.get((peer.role, peer.index))
+        return member if member is not None and member.peer.incarnation == peer.incarnation else None
+
+    def _owing_since(self, member: _Member) -> float | None:
+        """Since when it could have been computing the gradient it owes; None: it owes none."""
+        if self._mode == "Async":
+            return member.joined if member.handed_in is None else member.handed_in
+        if member.handed_version >= self._version:
+            return None
+        return max(member.joined, self._version_since)
+
+    def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
+        if now - member.beat >= SILENT_SECONDS:
+            return f"no heartbeat for {now - member.beat:.0f} s"
+        if member.activity in _PREPARING:
+            limit, since, what = max(stall_seconds, COMPILE_SECONDS), member.activity_since, "starting or compiling"
+        else:
+            own = median(member.periods) if member.periods else 0.0
+            owing = self._owing_since(member)
+            if owing is None:
+                return ""
+            # Compiling has its own limit, so what it took is not held against the gradient that comes after it.
+            limit, since, what = max(stall_seconds, _MEDIANS * own), max(owing, member.ready_since), "no gradient"
+        return f"{what} for {now - since:.0f} s" if now - since >= limit else ""

@@ -1,0 +1,85 @@
+"""Who is reported as hung, slow or lost (the design's `stallSeconds`): time is passed in."""
+
+from __future__ import annotations
+
+import pytest
+
+from backstay._coordination import COMPILE_SECONDS, SILENT_SECONDS, Liveness, Rate
+from backstay_rpc.control_pb2 import COMPILING, TRAINING, WAITING, Peer
+
+
+def worker(rank: int, incarnation: int = 0) -> Peer:
+    return Peer(role="worker", index=rank, incarnation=incarnation)
+
+
+def ranks(stalled: list) -> list[int]:
+    return [entry.rank for entry in stalled]
+
+
+def test_a_worker_that_waits_for_others_is_not_hung() -> None:
+    live = Liveness("Sync")
+    for rank in range(2):
+        live.joined(0, worker(rank))
+        live.beat(0, worker(rank), TRAINING, 0)
+    live.moved(1, 1)
+    live.handed_in(2, 0, 0, 1)
+    for now in range(0, 120, 5):
+        for rank in range(2):
+            live.beat(now, worker(rank), WAITING, 0)
+    assert ranks(live.stalled(115, 100, 2)) == [1]
+    assert "no gradient" in live.stalled(115, 100, 2)[0].reason
+    assert ranks(live.stalled(115, 100, 1)) == []  # out of the world
+
+
+def test_twenty_of_its_own_medians_are_waited_for() -> None:
+    live = Liveness("Async")
+    live.joined(0, worker(0))
+    live.beat(0, worker(0), TRAINING, 0)
+    for step in range(1, 6):
+        live.handed_in(step * 10, 0, 0, step)
+    for now in range(50, 260, 5):
+        live.beat(now, worker(0), TRAINING, 0)
+    assert ranks(live.stalled(249, 1, 1)) == []
+    assert ranks(live.stalled(250, 1, 1)) == [0]
+
+
+def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_anew() -> None:
+    live = Liveness("Sync")
+    live.joined(0, worker(0))
+    assert ranks(live.stalled(SILENT_SECONDS - 1, 300, 1)) == []
+    assert ranks(live.stalled(SILENT_SECONDS, 300, 1)) == [0]
+    assert [peer.index for peer in live.lost(SILENT_SECONDS)] == [0]
+    live.joined(SILENT_SECONDS, worker(0, 1))
+    live.beat(SILENT_SECONDS, worker(0, 0), TRAINING, 0)  # the old one does not count any more
+    assert live.stalled(SILENT_SECONDS, 300, 1) == []
+    assert live.live(SILENT_SECONDS, "worker") == 1
+    for now in range(12, int(COMPILE_SECONDS) + 20, 5):
+        live.beat(now, worker(0, 1), COMPILING, 0)
+    assert ranks(live.stalled(COMPILE_SECONDS, 300, 1)) == []
+    assert ranks(live.stalled(COMPILE_SECONDS + 12, 300, 1)) == [0]
+    # What it took is not held against the first gradient.
+    now = COMPILE_SECONDS + 20
+    live.beat(now, worker(0, 1), TRAINING, 0)
+    assert live.stalled(now + 5, 300, 1) == []
+    live.left(worker(0, 1))
+    assert live.lost(now + 100) == []
+
+
+def test_the_slow_one_is_a_straggler_with_its_delay() -> None:
+    live = Liveness("Sync")
+    for rank, seconds in enumerate([0.1, 0.1, 0.1, 0.4]):
+        live.joined(0, worker(rank))
+        for _ in range(3):
+            live.beat(0, worker(rank), TRAINING, seconds)
+    (slow,) = live.stragglers()
+    assert slow.rank == 3
+    assert slow.delay_seconds == pytest.approx(0.3)
+
+
+def test_the_rate_is_that_of_the_window_and_falls_when_nothing_happens() -> None:
+    rate = Rate(window=10)
+    assert rate.per_second(0) == 0
+    for second in range(101):
+        rate.add(second, 5)
+    assert rate.per_second(100) == pytest.approx(5)
+    assert rate.per_second(200) < 1
