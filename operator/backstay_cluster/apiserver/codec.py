@@ -1,0 +1,178 @@
+"""Between bytes and objects: reading request bodies as the real server does, and writing objects in a resource's version.
+
+An object is stored once, without apiVersion and kind; events have two groups and are stored in the core one's form.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from backstay_cluster.apiserver import types
+from backstay_cluster.apiserver.errors import ApiError, bad_request, unsupported_media_type
+from backstay_cluster.apiserver.objects import Obj, encode
+from backstay_cluster.apiserver.protobuf import PROTOBUF, decode_protobuf
+from backstay_cluster.apiserver.resources import Resource
+from backstay_cluster.apiserver.store import Stored
+
+_GO_MESSAGES: Final = (
+    ("Expecting property name", "invalid character {!r} looking for beginning of object key string"),
+    ("Illegal trailing comma", "invalid character {!r} looking for beginning of object key string"),
+    ("Expecting value", "invalid character {!r} looking for beginning of value"),
+    ("Expecting ':'", "invalid character {!r} after object key"),
+    ("Expecting ','", "invalid character {!r} after object key:value pair"),
+    ("Extra data", "invalid character {!r} after top-level value"),
+    ("Invalid control", "invalid character {!r} in string literal"),
+)
+# events.k8s.io name -> core name
+_EVENT_FIELDS: Final = {
+    "regarding": "involvedObject",
+    "note": "message",
+    "deprecatedSource": "source",
+    "deprecatedFirstTimestamp": "firstTimestamp",
+    "deprecatedLastTimestamp": "lastTimestamp",
+    "deprecatedCount": "count",
+    "reportingController": "reportingComponent",
+}
+
+
+def parse_json(body: bytes) -> Any:
+    """The JSON value of a body.
+
+    Raises:
+        ValueError: with the message of Go's decoder, followed by the start of the body.
+    """
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        message = "unexpected end of JSON input"
+        if error.pos < len(error.doc):
+            text = next((t for start, t in _GO_MESSAGES if error.msg.startswith(start)), "invalid character {!r}")
+            message = text.format(error.doc[error.pos])
+        shown = body[:512].decode(errors="replace")
+        raise ValueError(f"json parse error: {message} ({shown})") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"json parse error: {error}") from None
+
+
+def read_object(resource: Resource, body: bytes, content_type: str, kind: str = "") -> Obj:
+    """The object in a request's body.
+
+    Raises:
+        ApiError: 400 when it cannot be read or is of another version, 415 for a media type that is not served.
+    """
+    wanted = kind or resource.kind
+    if content_type == PROTOBUF:
+        return decode_protobuf(body, wanted)
+    if content_type in {"application/yaml", "application/x-yaml"}:
+        import yaml
+
+        try:
+            value = yaml.safe_load(body)
+        except yaml.YAMLError as error:
+            raise _unrecognized(wanted, f"yaml: {error}") from None
+    elif content_type in {"application/json", ""}:
+        try:
+            value = parse_json(body)
+        except ValueError as error:
+            raise _unrecognized(wanted, f"couldn't get version/kind; {error}") from None
+    else:
+        raise unsupported_media_type(
+            "the body of the request was in an unknown format - accepted media types include: application/json, "
+            "application/yaml, application/vnd.kubernetes.protobuf"
+        )
+    if not isinstance(value, dict):
+        raise _unrecognized(
+            wanted,
+            "couldn't get version/kind; json parse error: json: cannot unmarshal value into Go "
+            "value of type struct { APIVersion string; Kind string }",
+        )
+    return value
+
+
+def _unrecognized(kind: str, why: str) -> ApiError:
+    return bad_request(f"the object provided is unrecognized (must be of type {kind}): {why}")
+
+
+def decode_builtin(
+    resource: Resource, obj: Obj, *, type_name: str = "", kind: str = "", version: str = ""
+) -> tuple[Obj, list[str]]:
+    """Check kind and version of a built-in object and keep the fields its type has.
+
+    Returns:
+        The object without apiVersion and kind, and the paths of unknown fields.
+
+    Raises:
+        ApiError: 400.
+    """
+    kind, version = kind or resource.kind, version or resource.group_version
+    check_version(obj, kind, version)
+    short = version.rsplit("/", 1)[-1]
+    try:
+        clean, unknown = types.decode(type_name or resource.type_name, obj)
+    except types.TypeMismatch as error:
+        raise bad_request(f'{kind} in version "{short}" cannot be handled as a {kind}: {error}') from None
+    clean.pop("apiVersion", None)
+    clean.pop("kind", None)
+    return clean, unknown
+
+
+def check_version(obj: Obj, kind: str, version: str) -> None:
+    """Refuse an object of another kind or version than the request is for.
+
+    Raises:
+        ApiError: 400.
+    """
+    found_version, found_kind = obj.get("apiVersion") or version, obj.get("kind") or kind
+    if found_version != version:
+        raise bad_request(
+            f"the API version in the data ({found_version}) does not match the expected API version ({version})"
+        )
+    if found_kind != kind:
+        short = version.rsplit("/", 1)[-1]
+        raise bad_request(
+            f'{found_kind} in version "{short}" cannot be handled as a {kind}: converting '
+            f"({version}, Kind={found_kind}) to ({version}, Kind={kind}): unknown conversion"
+        )
+
+
+def to_storage(resource: Resource, obj: Obj) -> Obj:
+    """From the form of the resource's version to the stored one."""
+    if resource.group != "events.k8s.io":
+        return obj
+    return {_EVENT_FIELDS.get(k, k): v for k, v in obj.items()}
+
+
+def from_storage(resource: Resource, obj: Obj) -> Obj:
+    """From the stored form to the one of the resource's version; without apiVersion and kind."""
+    if resource.group != "events.k8s.io":
+        return obj
+    back = {core: name for name, core in _EVENT_FIELDS.items()}
+    return {back.get(k, k): v for k, v in obj.items()}
+
+
+def full(resource: Resource, obj: Obj) -> Obj:
+    """The object as a client sees it."""
+    return {"kind": resource.kind, "apiVersion": resource.group_version, **from_storage(resource, obj)}
+
+
+def body_bytes(resource: Resource, stored: Stored) -> bytes:
+    """The object's JSON without kind and apiVersion, made once for each version of the object."""
+    if resource.group != "events.k8s.io":
+        return stored.body
+    if stored.views is None:
+        stored.views = {}
+    view = stored.views.get("events")
+    if view is None:
+        view = stored.views["events"] = encode(from_storage(resource, stored.obj))
+    return view
+
+
+def head(resource: Resource) -> bytes:
+    """The start of an object's JSON, up to where `body_bytes` goes on after its brace."""
+    return b'{"kind":"%s","apiVersion":"%s",' % (resource.kind.encode(), resource.group_version.encode())
+
+
+def full_bytes(resource: Resource, stored: Stored) -> bytes:
+    """The object's JSON as a client sees it."""
+    return head(resource) + body_bytes(resource, stored)[1:]

@@ -1,0 +1,209 @@
+"""CustomResourceDefinitions: checked, accepted, and turned into resources that the server serves."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from backstay_cluster.apiserver import cel
+from backstay_cluster.apiserver.custom import CustomStrategy, CustomType
+from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required
+from backstay_cluster.apiserver.objects import Obj, dig, now
+from backstay_cluster.apiserver.resources import Resource
+from backstay_cluster.apiserver.strategy import Strategy
+
+if TYPE_CHECKING:
+    from backstay_cluster.apiserver.rest import Api
+
+STORAGE: Final = ("apiextensions.k8s.io", "customresourcedefinitions")
+CLEANUP: Final = "customresourcecleanup.apiextensions.k8s.io"
+_TYPES: Final = ("array", "boolean", "integer", "number", "object", "string")
+
+
+class DefinitionStrategy(Strategy):
+    """The rules of definitions."""
+
+    returns_deleted = True
+    plain_mark = True
+
+    def default(self, obj: Obj) -> None:
+        spec = obj.setdefault("spec", {})
+        spec.setdefault("conversion", {"strategy": "None"})
+        names = spec.setdefault("names", {})
+        if names.get("kind"):
+            names.setdefault("singular", names["kind"].lower())
+            names.setdefault("listKind", names["kind"] + "List")
+        if not obj.get("status"):
+            stored = [v.get("name") for v in spec.get("versions", ()) if v.get("storage")]
+            names_none = {"plural": "", "kind": ""}
+            obj["status"] = {"conditions": None, "acceptedNames": names_none, "storedVersions": stored}
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        spec, causes = obj["spec"], []
+        names, group = spec["names"], spec.get("group")
+        for name, value in (("spec.group", group), ("spec.scope", spec.get("scope"))):
+            if not value:
+                causes.append(required(name))
+        causes += [required(f"spec.names.{n}") for n in ("plural", "kind") if not names.get(n)]
+        wanted = f"{names.get('plural')}.{group}"
+        if obj["metadata"]["name"] != wanted:
+            text = 'must be spec.names.plural+"."+spec.group'
+            causes.append(invalid_value("metadata.name", obj["metadata"]["name"], text))
+        if spec.get("scope") and spec["scope"] not in {"Namespaced", "Cluster"}:
+            causes.append(not_supported("spec.scope", spec["scope"], ["Cluster", "Namespaced"]))
+        versions = spec.get("versions") or []
+        if not versions:
+            causes.append(required("spec.versions"))
+        if sum(bool(v.get("storage")) for v in versions) != 1:
+            text = "must have exactly one version marked as storage version"
+            causes.append(invalid_value("spec.versions", [v.get("name") for v in versions], text))
+        for at, version in enumerate(versions):
+            path = f"spec.versions[{at}].schema.openAPIV3Schema"
+            schema = dig(version, "schema", "openAPIV3Schema")
+            if not isinstance(schema, dict):
+                causes.append(required(path, "schemas are required"))
+            else:
+                _structural(schema, path, causes, root=True)
+        if old is not None:
+            causes += [
+                invalid_value(f"spec.{path}", dig(spec, *path.split(".")), "field is immutable")
+                for path in ("group", "scope", "names.plural", "names.kind")
+                if dig(spec, *path.split(".")) != dig(old, "spec", *path.split("."))
+            ]
+        return causes
+
+    def before_delete(self, obj: Obj) -> Obj:
+        data = dict(obj["metadata"])
+        data["finalizers"] = [*data.get("finalizers", []), CLEANUP]
+        terminating = {
+            "type": "Terminating",
+            "status": "True",
+            "lastTransitionTime": now(),
+            "reason": "InstanceDeletionPending",
+            "message": "CustomResourceDefinition marked for deletion; CustomResource deletion will begin soon",
+        }
+        status = dict(obj["status"])
+        status["conditions"] = [*(status.get("conditions") or []), terminating]
+        return {**obj, "metadata": data, "status": status}
+
+
+def _structural(schema: Any, path: str, causes: list[Cause], *, root: bool = False) -> None:
+    if not isinstance(schema, dict):
+        causes.append(invalid_value(path, schema, "must be a schema"))
+        return
+    kind = schema.get("type")
+    if (
+        not kind
+        and not schema.get("x-kubernetes-int-or-string")
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
+        where = "must not be empty at the root" if root else "must not be empty for specified object fields"
+        causes.append(required(f"{path}.type", where))
+    elif kind and kind not in _TYPES:
+        causes.append(not_supported(f"{path}.type", kind, list(_TYPES)))
+    if root and kind and kind != "object":
+        causes.append(invalid_value(f"{path}.type", kind, "must be object at the root"))
+    if kind == "array" and not isinstance(schema.get("items"), dict):
+        causes.append(required(f"{path}.items", "must be specified"))
+    if schema.get("properties") and schema.get("additionalProperties"):
+        text = "additionalProperties and properties are mutual exclusive"
+        causes.append(Cause(f"{path}.additionalProperties", "FieldValueForbidden", f"Forbidden: {text}"))
+    if schema.get("pattern"):
+        try:
+            re.compile(schema["pattern"])
+        except re.error as error:
+            causes.append(
+                invalid_value(f"{path}.pattern", schema["pattern"], f"must be a valid regular expression: {error}")
+            )
+    for at, rule in enumerate(schema.get("x-kubernetes-validations") or ()):
+        here = f"{path}.x-kubernetes-validations[{at}].rule"
+        text = (rule.get("rule") or "").strip()
+        problem = cel.compile_error(text) if text else None
+        if not text:
+            causes.append(required(here, "rule is not specified"))
+        elif problem:
+            causes.append(invalid_value(here, rule["rule"], f"compilation failed: {problem}"))
+    for name, part in (schema.get("properties") or {}).items():
+        _structural(part, f"{path}.properties[{name}]", causes)
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict):
+            _structural(schema[name], f"{path}.{name}", causes)
+
+
+class Definitions:
+    """The custom types that are served. Follows the definitions in the store."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.types: dict[tuple[str, str, str], CustomType] = {}
+        api.use(STORAGE, DefinitionStrategy)
+
+    def type_of(self, resource: Resource) -> CustomType:
+        """What the definition of a custom resource says."""
+        return self.types[resource.group, resource.version, resource.plural]
+
+    def establish(self, name: str) -> None:
+        """Accept a new definition, and serve what it says now."""
+        resource = self.api.registry.must(*STORAGE)
+
+        def accept(obj: Obj) -> None:
+            status = obj["status"] = dict(obj["status"])
+            status["acceptedNames"] = obj["spec"]["names"]
+            present = {c["type"]: c for c in status.get("conditions") or []}
+            for kind, reason, message in (
+                ("NamesAccepted", "NoConflicts", "no conflicts found"),
+                ("Established", "InitialNamesAccepted", "the initial names have been accepted"),
+            ):
+                present.setdefault(
+                    kind,
+                    {"type": kind, "status": "True", "lastTransitionTime": now(), "reason": reason, "message": message},
+                )
+            status["conditions"] = list(present.values())
+
+        stored = self.api.modify(resource, ("", name), accept)
+        if stored is not None:
+            self._serve(stored.obj)
+
+    def _serve(self, obj: Obj) -> None:
+        spec = obj["spec"]
+        names, group = spec["names"], spec["group"]
+        self.forget(obj)
+        ordered = sorted(spec["versions"], key=lambda v: not v.get("storage"))
+        for version in ordered:
+            if not version.get("served"):
+                continue
+            parts = version.get("subresources") or {}
+            resource = Resource(
+                group=group,
+                version=version["name"],
+                plural=names["plural"],
+                kind=names["kind"],
+                namespaced=spec["scope"] == "Namespaced",
+                singular=names.get("singular", ""),
+                short_names=tuple(names.get("shortNames") or ()),
+                categories=tuple(names.get("categories") or ()),
+                verbs=("delete", "deletecollection", "get", "list", "patch", "create", "update", "watch"),
+                status="status" in parts,
+                scale="scale" in parts,
+                storage=(group, names["plural"]),
+                list_kind=names.get("listKind", ""),
+                custom=True,
+                generation=True,
+            )
+            custom = self.types[group, version["name"], names["plural"]] = CustomType(resource, version)
+            if version is ordered[0]:
+                self.api.use(resource.storage, lambda api, res, custom=custom: CustomStrategy(api, res, custom))
+            self.api.registry.add(resource)
+
+    def forget(self, obj: Obj) -> None:
+        """Serve it no more."""
+        spec = obj["spec"]
+        group, plural = spec["group"], spec["names"]["plural"]
+        for key in [k for k in self.types if k[0] == group and k[2] == plural]:
+            del self.types[key]
+        self.api.registry.remove(group, plural)
+
+    def resources_of(self, obj: Obj) -> list[Resource]:
+        """The resources that a definition has added."""
+        spec = obj["spec"]
+        return [r for r in self.api.registry.all() if r.storage == (spec["group"], spec["names"]["plural"])]

@@ -1,0 +1,349 @@
+"""The built-in kinds that have rules of their own, pods aside (see `pods`) and definitions (see `definitions`)."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+from typing import TYPE_CHECKING, Final
+
+from backstay_cluster.apiserver import metadata
+from backstay_cluster.apiserver.errors import Cause, forbidden, forbidden_field, invalid_value, not_supported, required
+from backstay_cluster.apiserver.objects import Obj
+from backstay_cluster.apiserver.pod_rules import check_spec
+from backstay_cluster.apiserver.pods import PodStrategy, default_spec
+from backstay_cluster.apiserver.strategy import Strategy
+
+if TYPE_CHECKING:
+    from backstay_cluster.apiserver.resources import Resource
+    from backstay_cluster.apiserver.rest import Api
+
+
+class NamespaceStrategy(Strategy):
+    """A namespace is held by its `kubernetes` finalizer until its content is gone (`controllers` does that)."""
+
+    name_rule = staticmethod(metadata.label)
+    returns_deleted = True
+    plain_mark = True
+
+    def default(self, obj: Obj) -> None:
+        data = obj["metadata"]
+        if data.get("name"):
+            data.setdefault("labels", {})["kubernetes.io/metadata.name"] = data["name"]
+        obj.setdefault("status", {"phase": "Active"})
+
+    def before_create(self, obj: Obj, *, dry_run: bool) -> None:
+        obj["spec"] = {"finalizers": ["kubernetes"]}
+
+    def before_update(self, obj: Obj, old: Obj) -> None:
+        obj["spec"] = old.get("spec", {})
+
+    def before_delete(self, obj: Obj) -> Obj:
+        return {**obj, "status": {**obj.get("status", {}), "phase": "Terminating"}}
+
+    def created(self, obj: Obj) -> None:
+        accounts = self.api.registry.must("", "serviceaccounts")
+        self.api.create(accounts, obj["metadata"]["name"], {"metadata": {"name": "default"}})
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        return []
+
+
+class SecretStrategy(Strategy):
+    """`stringData` becomes `data`; the type does not change, nor anything of an immutable one."""
+
+    def default(self, obj: Obj) -> None:
+        for key, text in (obj.pop("stringData", None) or {}).items():
+            obj.setdefault("data", {})[key] = base64.b64encode(text.encode()).decode()
+        obj.setdefault("type", "Opaque")
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        causes = _immutable_data(obj, old)
+        causes += _data_keys(obj.get("data") or {}, "data")
+        if old is not None and obj["type"] != old.get("type"):
+            causes.append(invalid_value("type", obj["type"], "field is immutable"))
+        size = sum(len(v) * 3 // 4 for v in (obj.get("data") or {}).values())
+        if size > 1024 * 1024:
+            causes.append(Cause("data", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
+        return causes
+
+
+class ConfigMapStrategy(Strategy):
+    """Keys are file names; nothing of an immutable one changes."""
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        causes = _immutable_data(obj, old)
+        data, binary = obj.get("data") or {}, obj.get("binaryData") or {}
+        causes += _data_keys(data, "data") + _data_keys(binary, "binaryData")
+        for key in sorted(data.keys() & binary.keys()):
+            causes.append(invalid_value(f"binaryData[{key}]", key, "duplicate of key present in data"))
+        if sum(len(v.encode()) for v in (*data.values(), *binary.values())) > 1024 * 1024:
+            causes.append(Cause("", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
+        return causes
+
+
+def _immutable_data(obj: Obj, old: Obj | None) -> list[Cause]:
+    if old is None or not old.get("immutable"):
+        return []
+    causes = []
+    if not obj.get("immutable"):
+        causes.append(forbidden_field("immutable", "field is immutable when `immutable` is set"))
+    causes += [
+        forbidden_field(name, "field is immutable when `immutable` is set")
+        for name in ("data", "binaryData")
+        if obj.get(name) != old.get(name)
+    ]
+    return causes
+
+
+def _data_keys(data: Obj, path: str) -> list[Cause]:
+    import re
+
+    causes = []
+    for key in data:
+        if key in {".", ".."} or not re.fullmatch(r"[-._a-zA-Z0-9]+", key):
+            text = (
+                "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or "
+                "'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')"
+            )
+            causes.append(invalid_value(f"{path}[{key}]", key, text))
+    return causes
+
+
+class ServiceStrategy(Strategy):
+    """Services get an address of the service network; it stays theirs until they are deleted."""
+
+    name_rule = staticmethod(metadata.label_1035)
+    returns_deleted = True
+
+    def __init__(self, api: Api, resource: Resource, network: str) -> None:
+        super().__init__(api, resource)
+        self.network = ipaddress.ip_network(network)
+        self.taken: dict[str, str] = {}  # address -> uid
+        self._next = 0
+
+    def default(self, obj: Obj) -> None:
+        spec = obj.setdefault("spec", {})
+        spec.setdefault("type", "ClusterIP")
+        spec.setdefault("sessionAffinity", "None")
+        if spec["type"] != "ExternalName":
+            spec.setdefault("internalTrafficPolicy", "Cluster")
+            spec.setdefault("ipFamilies", ["IPv4"])
+            spec.setdefault("ipFamilyPolicy", "SingleStack")
+        if spec["sessionAffinity"] == "ClientIP":
+            spec.setdefault("sessionAffinityConfig", {"clientIP": {"timeoutSeconds": 10800}})
+        for port in spec.get("ports", ()):
+            port.setdefault("protocol", "TCP")
+            if port.get("targetPort") in {None, 0, ""} and "port" in port:
+                port["targetPort"] = port["port"]
+        obj.setdefault("status", {"loadBalancer": {}}).setdefault("loadBalancer", {})
+
+    def before_create(self, obj: Obj, *, dry_run: bool) -> None:
+        spec = obj["spec"]
+        if self.validate(obj, None) or spec["type"] == "ExternalName":
+            return
+        asked = spec.get("clusterIP")
+        if asked == "None":
+            spec["clusterIPs"] = ["None"]
+            return
+        address = asked or self._free()
+        if not dry_run:
+            self.taken[address] = obj["metadata"]["uid"]
+        spec["clusterIP"] = address
+        spec["clusterIPs"] = [address]
+
+    def _free(self) -> str:
+        size = self.network.num_addresses - 2
+        for _ in range(size):
+            self._next = self._next % size + 1
+            address = str(self.network[self._next])
+            if address not in self.taken:
+                return address
+        raise forbidden("", "services", "", f"no address of the service network {self.network} is free")
+
+    def before_update(self, obj: Obj, old: Obj) -> None:
+        spec, before = obj["spec"], old["spec"]
+        for name in ("clusterIP", "clusterIPs", "ipFamilies", "ipFamilyPolicy"):
+            if not spec.get(name) and before.get(name) and spec["type"] != "ExternalName":
+                spec[name] = before[name]
+
+    def deleted(self, obj: Obj) -> None:
+        self.taken.pop(obj["spec"].get("clusterIP", ""), None)
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        spec = obj["spec"]
+        causes: list[Cause] = []
+        kinds = ["ClusterIP", "ExternalName", "LoadBalancer", "NodePort"]
+        if spec["type"] not in kinds:
+            causes.append(not_supported("spec.type", spec["type"], kinds))
+        address = spec.get("clusterIP")
+        ports = spec.get("ports", [])
+        if not ports and address != "None" and spec["type"] != "ExternalName":
+            causes.append(required("spec.ports"))
+        if spec["type"] == "ExternalName" and not spec.get("externalName"):
+            causes.append(required("spec.externalName"))
+        causes += self._ports(ports)
+        causes += metadata.check_labels(spec.get("selector"), "spec.selector")
+        if old is not None and old["spec"].get("clusterIP") and address != old["spec"]["clusterIP"]:
+            if spec["type"] != "ExternalName":
+                text = "may not change once set"
+                causes.append(invalid_value("spec.clusterIPs[0]", spec.get("clusterIPs", [address]), text))
+        elif (
+            old is None and address and address != "None" and self.taken.get(address) != obj["metadata"].get("uid")
+        ):
+            causes += self._asked(address)
+        return causes
+
+    def _asked(self, address: str) -> list[Cause]:
+        path, shown = "spec.clusterIPs[0]", address
+        try:
+            inside = ipaddress.ip_address(address) in self.network
+        except ValueError:
+            return [invalid_value(path, shown, "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)")]
+        if not inside:
+            text = f"failed to allocate IP {address}: the provided network does not match the current range"
+            return [invalid_value("spec.clusterIPs", [shown], text)]
+        if address in self.taken:
+            text = f"failed to allocate IP {address}: provided IP is already allocated"
+            return [invalid_value("spec.clusterIPs", [shown], text)]
+        return []
+
+    @staticmethod
+    def _ports(ports: list[Obj]) -> list[Cause]:
+        causes: list[Cause] = []
+        names: set[str] = set()
+        numbers: set[tuple[int, str]] = set()
+        for at, port in enumerate(ports):
+            path, number = f"spec.ports[{at}]", port.get("port")
+            if len(ports) > 1 and not port.get("name"):
+                causes.append(required(f"{path}.name"))
+            elif port.get("name"):
+                causes += [invalid_value(f"{path}.name", port["name"], t) for t in metadata.label(port["name"])]
+                if port["name"] in names:
+                    causes.append(Cause(f"{path}.name", "FieldValueDuplicate", f'Duplicate value: "{port["name"]}"'))
+                names.add(port["name"])
+            if number is None or not 1 <= number <= 65535:
+                causes.append(invalid_value(f"{path}.port", number or 0, "must be between 1 and 65535, inclusive"))
+            elif (number, port["protocol"]) in numbers:
+                text = f'Duplicate value: {{"protocol":"{port["protocol"]}","port":{number}}}'
+                causes.append(Cause(path, "FieldValueDuplicate", text))
+            else:
+                numbers.add((number, port["protocol"]))
+            if port["protocol"] not in {"TCP", "UDP", "SCTP"}:
+                causes.append(not_supported(f"{path}.protocol", port["protocol"], ["SCTP", "TCP", "UDP"]))
+        return causes
+
+
+_EVENT_LIMIT: Final = 8192
+
+
+class EventStrategy(Strategy):
+    """Events are a log: the oldest ones go when there are too many (a real server forgets them after an hour)."""
+
+    create_on_update = True
+
+    def default(self, obj: Obj) -> None:
+        for name in ("eventTime", "firstTimestamp", "lastTimestamp"):
+            obj.setdefault(name, None)
+        obj.setdefault("source", {})
+        obj.setdefault("reportingComponent", "")
+        obj.setdefault("reportingInstance", "")
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        namespace = obj["metadata"].get("namespace")
+        about = (obj.get("involvedObject") or {}).get("namespace", "")
+        if about == "" and namespace in {"default", "kube-system"}:
+            return []
+        if about != namespace:
+            return [invalid_value("involvedObject.namespace", about, "does not match event.namespace")]
+        return []
+
+    def created(self, obj: Obj) -> None:
+        storage = self.api.store.storage(self.resource.storage)
+        if storage.count <= _EVENT_LIMIT:
+            return
+        every = [s for space in storage.spaces.values() for s in space.values()]
+        every.sort(key=lambda s: s.version)
+        for stored in every[: _EVENT_LIMIT // 8]:  # many at once, so that sorting stays rare
+            self.api.remove(self.resource, stored.key)
+
+
+class RbacStrategy(Strategy):
+    """Names of RBAC objects are path segments: `system:node` is one."""
+
+    name_rule = staticmethod(metadata.path_segment)
+    returns_deleted = False
+
+    def default(self, obj: Obj) -> None:
+        if self.resource.kind in {"Role", "ClusterRole"}:
+            obj.setdefault("rules", [])
+
+
+class ReturnedStrategy(Strategy):
+    """Kinds that answer a delete with the object."""
+
+    returns_deleted = True
+
+
+class LeaseStrategy(Strategy):
+    """A replace of a lease that is not there creates it."""
+
+    create_on_update = True
+
+
+class NodeStrategy(Strategy):
+    """A node says what it has when it is created."""
+
+    keeps_status_on_create = True
+
+    def default(self, obj: Obj) -> None:
+        obj.setdefault("spec", {})
+        obj.setdefault("status", {})
+
+
+class WorkloadStrategy(Strategy):
+    """Deployments and their like can be stored and read; nothing here runs them."""
+
+    def default(self, obj: Obj) -> None:
+        spec = obj.setdefault("spec", {})
+        obj.setdefault("status", {})
+        template = spec.get("template")
+        if self.resource.scale:
+            spec.setdefault("replicas", 1)
+        if isinstance(template, dict):
+            template.setdefault("metadata", {})
+            if isinstance(template.get("spec"), dict):
+                default_spec(template["spec"])
+
+    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+        template = obj["spec"].get("template")
+        if not isinstance(template, dict):
+            return []
+        return check_spec(template.get("spec") or {}, "spec.template.spec")
+
+
+def install(api: Api, network: str) -> None:
+    """Give `api` the rules of the built-in kinds; Services get addresses of `network`."""
+    api.use(("", "namespaces"), NamespaceStrategy)
+    api.use(("", "pods"), PodStrategy)
+    api.use(("", "secrets"), SecretStrategy)
+    api.use(("", "configmaps"), ConfigMapStrategy)
+    api.use(("", "services"), lambda a, r: ServiceStrategy(a, r, network))
+    api.use(("", "events"), EventStrategy)
+    api.use(("", "nodes"), NodeStrategy)
+    api.use(("", "serviceaccounts"), ReturnedStrategy)
+    api.use(("", "persistentvolumeclaims"), ReturnedStrategy)
+    api.use(("", "persistentvolumes"), ReturnedStrategy)
+    api.use(("coordination.k8s.io", "leases"), LeaseStrategy)
+    for plural in ("roles", "rolebindings", "clusterroles", "clusterrolebindings"):
+        api.use(("rbac.authorization.k8s.io", plural), RbacStrategy)
+    for group, plural in (
+        ("apps", "daemonsets"),
+        ("apps", "deployments"),
+        ("apps", "replicasets"),
+        ("apps", "statefulsets"),
+        ("batch", "jobs"),
+        ("", "replicationcontrollers"),
+    ):
+        api.use((group, plural), WorkloadStrategy)
+    for namespace in ("default", "kube-system"):
+        api.create(api.registry.must("", "namespaces"), "", {"metadata": {"name": namespace}})

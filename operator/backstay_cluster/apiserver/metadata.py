@@ -1,0 +1,165 @@
+"""The rules of ObjectMeta that hold for every kind: names, labels, annotations, owners, and what only the server sets."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from backstay_cluster.apiserver.errors import Cause, invalid_value, required
+from backstay_cluster.apiserver.objects import Obj
+from backstay_cluster.apiserver.selectors import LABEL_NAME, LABEL_VALUE
+
+_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN: Final = rf"{_LABEL}(\.{_LABEL})*"
+_DNS1035: Final = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+_SUFFIX: Final = "bcdfghjklmnpqrstvwxz2456789"  # no vowels, so that no word is ever spelled
+
+NameRule = Callable[[str], list[str]]
+
+
+def _too_long(limit: int) -> str:
+    return f"must be no more than {limit} characters"
+
+
+def subdomain(name: str) -> list[str]:
+    """What keeps `name` from being a DNS-1123 subdomain."""
+    found = [_too_long(253)] if len(name) > 253 else []
+    if not re.fullmatch(_SUBDOMAIN, name):
+        found.append(
+            "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must "
+            "start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is "
+            f"'{_SUBDOMAIN}')"
+        )
+    return found
+
+
+def label(name: str) -> list[str]:
+    """What keeps `name` from being a DNS-1123 label."""
+    found = [_too_long(63)] if len(name) > 63 else []
+    if not re.fullmatch(_LABEL, name):
+        found.append(
+            "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and "
+            f"end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '{_LABEL}')"
+        )
+    return found
+
+
+def label_1035(name: str) -> list[str]:
+    """What keeps `name` from being a DNS-1035 label (the names of Services)."""
+    found = [_too_long(63)] if len(name) > 63 else []
+    if not re.fullmatch(_DNS1035, name):
+        found.append(
+            "a DNS-1035 label must consist of lower case alphanumeric characters or '-', start with an alphabetic "
+            "character, and end with an alphanumeric character (e.g. 'my-name',  or 'abc-123', regex used for "
+            f"validation is '{_DNS1035}')"
+        )
+    return found
+
+
+def path_segment(name: str) -> list[str]:
+    """What keeps `name` from being one segment of a path (the names of RBAC objects)."""
+    if name in {".", ".."}:
+        return [f"may not be '{name}'"]
+    return [f"may not contain '{c}'" for c in "/%" if c in name]
+
+
+def generate_name(prefix: str) -> str:
+    """`prefix` and five random characters, at most 63 in all."""
+    return prefix[:58] + "".join(random.choices(_SUFFIX, k=5))  # noqa: S311  # not a secret
+
+
+def qualified_name(key: str) -> list[str]:
+    """What keeps `key` from being the key of a label or an annotation."""
+    prefix, slash, name = key.rpartition("/")
+    found = []
+    if slash:
+        if not prefix:
+            found.append("prefix part must be non-empty")
+        else:
+            found += [f"prefix part {text}" for text in subdomain(prefix)]
+    if not name:
+        found.append("name part must be non-empty")
+    elif len(name) > 63:
+        found.append(f"name part {_too_long(63)}")
+    if not LABEL_NAME.fullmatch(name):
+        found.append(
+            "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an "
+            "alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is "
+            "'([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')"
+        )
+    return found
+
+
+def check_labels(labels: Any, path: str) -> list[Cause]:
+    """The causes against a map of labels at `path`."""
+    causes: list[Cause] = []
+    for key, value in (labels or {}).items():
+        causes += [invalid_value(path, key, text) for text in qualified_name(key)]
+        if len(value) > 63:
+            causes.append(invalid_value(path, value, _too_long(63)))
+        if not LABEL_VALUE.fullmatch(value):
+            causes.append(
+                invalid_value(
+                    path,
+                    value,
+                    "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and "
+                    "must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', "
+                    "regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')",
+                )
+            )
+    return causes
+
+
+def check(data: Obj, rule: NameRule) -> list[Cause]:
+    """The causes against an object's metadata."""
+    causes: list[Cause] = []
+    if "generateName" in data and not data.get("name"):
+        causes += [invalid_value("metadata.generateName", data["generateName"], t) for t in rule(data["generateName"])]
+    if not data.get("name"):
+        causes.append(required("metadata.name", "name or generateName is required"))
+    else:
+        causes += [invalid_value("metadata.name", data["name"], text) for text in rule(data["name"])]
+    causes += check_labels(data.get("labels"), "metadata.labels")
+    annotations = data.get("annotations") or {}
+    for key in annotations:
+        causes += [invalid_value("metadata.annotations", key, text) for text in qualified_name(key.lower())]
+    size = sum(len(k.encode()) + len(v.encode()) for k, v in annotations.items())
+    if size > 256 * 1024:
+        causes.append(
+            Cause("metadata.annotations", "FieldValueTooLong", f"Too long: may not be more than {256 * 1024} bytes")
+        )
+    causes += _owners(data.get("ownerReferences") or [])
+    for at, finalizer in enumerate(data.get("finalizers") or []):
+        if "/" not in finalizer and finalizer not in {"orphan", "foregroundDeletion", "kubernetes"}:
+            causes.append(
+                invalid_value(
+                    f"metadata.finalizers[{at}]",
+                    finalizer,
+                    "name is neither a standard finalizer name nor is it fully qualified",
+                )
+            )
+    return causes
+
+
+def _owners(owners: list[Obj]) -> list[Cause]:
+    causes: list[Cause] = []
+    for at, owner in enumerate(owners):
+        path = f"metadata.ownerReferences[{at}]"
+        causes += [
+            invalid_value(f"{path}.{name}", owner.get(name, ""), f"{name} must not be empty")
+            for name in ("apiVersion", "kind", "name", "uid")
+            if not owner.get(name)
+        ]
+    controllers = [o for o in owners if o.get("controller")]
+    if len(controllers) > 1:
+        first, second = (f"{o.get('kind')}/{o.get('name')}" for o in controllers[:2])
+        causes.append(
+            invalid_value(
+                "metadata.ownerReferences",
+                controllers[:2],
+                f'Only one reference can have Controller set to true. Found "true" in references for {first} and {second}',
+            )
+        )
+    return causes

@@ -1,0 +1,267 @@
+"""The three patches: JSON (RFC 6902), merge (RFC 7386) and strategic merge (Kubernetes' own, built-in types only).
+
+All are pure: they take JSON values and return a new one, sharing what did not change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from backstay_cluster.apiserver.errors import ApiError, bad_request, rejected_patch
+from backstay_cluster.apiserver.objects import copy
+from backstay_cluster.apiserver.types import table
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merge(result.get(key), value)
+    return result
+
+
+def _tokens(pointer: Any) -> list[str]:
+    if not isinstance(pointer, str) or (pointer and not pointer.startswith("/")):
+        raise rejected_patch()
+    return [t.replace("~1", "/").replace("~0", "~") for t in pointer.split("/")[1:]]
+
+
+def _index(token: str, length: int) -> int:
+    # RFC 6901: digits only, no leading zero.
+    if not (token.isascii() and token.isdigit()) or (len(token) > 1 and token[0] == "0") or int(token) > length:
+        raise rejected_patch()
+    return int(token)
+
+
+def _get(doc: Any, tokens: list[str]) -> Any:
+    for token in tokens:
+        if isinstance(doc, dict) and token in doc:
+            doc = doc[token]
+        elif isinstance(doc, list):
+            at = _index(token, len(doc))
+            if at >= len(doc):
+                raise rejected_patch()
+            doc = doc[at]
+        else:
+            raise rejected_patch()
+    return doc
+
+
+def _add(doc: Any, tokens: list[str], value: Any) -> Any:
+    if not tokens:
+        return value
+    parent, last = _get(doc, tokens[:-1]), tokens[-1]
+    if isinstance(parent, dict):
+        parent[last] = value
+    elif isinstance(parent, list):
+        parent.insert(len(parent) if last == "-" else _index(last, len(parent)), value)
+    else:
+        raise rejected_patch()
+    return doc
+
+
+def _remove(doc: Any, tokens: list[str]) -> Any:
+    _get(doc, tokens)
+    if not tokens:
+        return None
+    parent = _get(doc, tokens[:-1])
+    if isinstance(parent, dict):
+        del parent[tokens[-1]]
+    else:
+        del parent[_index(tokens[-1], len(parent) - 1)]
+    return doc
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality of JSON values: unlike in Python, true is not 1 (but 1 is 1.0)."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return (
+        (type(one) is type(other)
+        and one == other)
+        or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
+    )
+
+
+def json_patch(target: Any, operations: Any) -> Any:
+    """RFC 6902.
+
+    Raises:
+        ApiError: 422 when an operation is malformed, its path is missing, or a test fails; nothing is changed then.
+    """
+    if not isinstance(operations, list):
+        raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
+    if len(operations) > 10_000:
+        raise ApiError(
+            413,
+            "RequestEntityTooLarge",
+            f"The allowed maximum operations in a JSON patch is 10000, got {len(operations)}",
+        )
+    doc = copy(target)
+    for operation in operations:
+        if not isinstance(operation, dict):
+            raise rejected_patch()
+        op, tokens = operation.get("op"), _tokens(operation.get("path"))
+        if op in {"add", "replace", "test"} and "value" not in operation:
+            raise rejected_patch()
+        value = copy(operation.get("value"))
+        if op == "add":
+            doc = _add(doc, tokens, value)
+        elif op == "remove":
+            doc = _remove(doc, tokens)
+        elif op == "replace":
+            _get(doc, tokens)
+            doc = value if not tokens else _replace(doc, tokens, value)
+        elif op == "test":
+            if not same(_get(doc, tokens), value):
+                raise rejected_patch()
+        elif op in {"move", "copy"}:
+            source = _tokens(operation.get("from"))
+            moved = copy(_get(doc, source))
+            if op == "move":
+                if tokens[: len(source)] == source and tokens != source:
+                    raise rejected_patch()  # a value cannot be moved into itself
+                doc = _remove(doc, source)
+            doc = _add(doc, tokens, moved)
+        else:
+            raise rejected_patch()
+    return doc
+
+
+def _replace(doc: Any, tokens: list[str], value: Any) -> Any:
+    parent = _get(doc, tokens[:-1])
+    if isinstance(parent, dict):
+        parent[tokens[-1]] = value
+    else:
+        parent[_index(tokens[-1], len(parent) - 1)] = value
+    return doc
+
+
+# (type, field) -> the key by which elements of the list are the same; "" for a list of plain values that is a set.
+# Every other list is replaced as a whole. From the `patchMergeKey` tags of k8s.io/api.
+MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
+    ("V1ObjectMeta", "finalizers"): "",
+    ("V1ObjectMeta", "ownerReferences"): "uid",
+    ("V1PodSpec", "containers"): "name",
+    ("V1PodSpec", "initContainers"): "name",
+    ("V1PodSpec", "ephemeralContainers"): "name",
+    ("V1PodSpec", "volumes"): "name",
+    ("V1PodSpec", "imagePullSecrets"): "name",
+    ("V1PodSpec", "hostAliases"): "ip",
+    ("V1PodSpec", "topologySpreadConstraints"): "topologyKey",
+    ("V1PodSpec", "resourceClaims"): "name",
+    ("V1Container", "env"): "name",
+    ("V1Container", "ports"): "containerPort",
+    ("V1Container", "volumeMounts"): "mountPath",
+    ("V1Container", "volumeDevices"): "devicePath",
+    ("V1PodStatus", "conditions"): "type",
+    ("V1PodStatus", "podIPs"): "ip",
+    ("V1PodStatus", "hostIPs"): "ip",
+    ("V1ServiceSpec", "ports"): "port",
+    ("V1ServiceStatus", "conditions"): "type",
+    ("V1ServiceAccount", "secrets"): "name",
+    ("V1ServiceAccount", "imagePullSecrets"): "name",
+    ("V1NodeStatus", "conditions"): "type",
+    ("V1NodeStatus", "addresses"): "type",
+    ("V1NodeSpec", "podCIDRs"): "",
+    ("V1NamespaceStatus", "conditions"): "type",
+    ("V1DeploymentStatus", "conditions"): "type",
+    ("V1ReplicaSetStatus", "conditions"): "type",
+    ("V1StatefulSetStatus", "conditions"): "type",
+    ("V1DaemonSetStatus", "conditions"): "type",
+    ("V1JobStatus", "conditions"): "type",
+    ("V1PersistentVolumeClaimStatus", "conditions"): "type",
+}
+
+
+def strategic_merge(type_name: str, target: Any, patch: Any) -> Any:
+    """Strategic merge of built-in types: lists with a merge key are merged by it; `$patch`, `$retainKeys`,
+    `$deleteFromPrimitiveList` and `$setElementOrder` as Kubernetes describes them.
+
+    Raises:
+        ApiError: 400 for an element without its merge key or an unknown directive.
+    """
+    if not isinstance(patch, dict):
+        return patch
+    directive = patch.get("$patch")
+    if directive == "replace":
+        return {k: v for k, v in patch.items() if k != "$patch"}
+    if directive == "delete":
+        return {}
+    if directive not in {None, "merge"}:
+        raise bad_request(f"Unknown patch type found: {directive}")
+    result = dict(target) if isinstance(target, dict) else {}
+    retain = patch.get("$retainKeys")
+    if isinstance(retain, list):
+        result = {k: v for k, v in result.items() if k in retain}
+    fields = table().get(type_name, {})
+    for key, value in patch.items():
+        if key.startswith("$setElementOrder/"):
+            continue
+        if key.startswith("$deleteFromPrimitiveList/"):
+            name = key.split("/", 1)[1]
+            result[name] = [v for v in result.get(name) or [] if v not in value]
+        elif key.startswith("$"):
+            continue
+        elif value is None:
+            result.pop(key, None)
+        else:
+            result[key] = _field(type_name, key, fields.get(key, "any"), result.get(key), value)
+    for key, order in patch.items():
+        if key.startswith("$setElementOrder/"):
+            name = key.split("/", 1)[1]
+            if isinstance(result.get(name), list):
+                result[name] = _ordered(result[name], order, MERGE_KEYS.get((type_name, name)))
+    return result
+
+
+def _field(owner: str, key: str, kind: str, target: Any, patch: Any) -> Any:
+    if isinstance(patch, dict):
+        return strategic_merge(kind.lstrip("{"), target, patch)
+    merge_key = MERGE_KEYS.get((owner, key))
+    if not isinstance(patch, list) or merge_key is None:
+        return patch
+    current = target if isinstance(target, list) else []
+    if any(isinstance(e, dict) and e.get("$patch") == "replace" for e in patch):
+        return [e for e in patch if not (isinstance(e, dict) and "$patch" in e)]
+    if merge_key == "":
+        return current + [v for v in patch if v not in current]
+    return _list(kind.lstrip("["), merge_key, list(current), patch)
+
+
+def _list(kind: str, merge_key: str, result: list[Any], patch: list[Any]) -> list[Any]:
+    for element in patch:
+        if not isinstance(element, dict) or merge_key not in element:
+            raise bad_request(f"map: {element} does not contain declared merge key: {merge_key}")
+        at = next(
+            (i for i, e in enumerate(result) if isinstance(e, dict) and e.get(merge_key) == element[merge_key]), None
+        )
+        if element.get("$patch") == "delete":
+            if at is not None:
+                del result[at]
+        elif at is None:
+            result.append(strategic_merge(kind, {}, element))
+        else:
+            result[at] = strategic_merge(kind, result[at], element)
+    return result
+
+
+def _ordered(items: list[Any], order: Any, merge_key: str | None) -> list[Any]:
+    if not isinstance(order, list):
+        return items
+    wanted = [e.get(merge_key) if merge_key and isinstance(e, dict) else e for e in order]
+
+    def identity(item: Any) -> Any:
+        return item.get(merge_key) if merge_key and isinstance(item, dict) else item
+
+    listed = sorted((i for i in items if identity(i) in wanted), key=lambda i: wanted.index(identity(i)))
+    return listed + [i for i in items if identity(i) not in wanted]

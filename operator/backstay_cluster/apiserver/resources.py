@@ -1,0 +1,218 @@
+"""Which resources there are: the built-in ones in one table, the custom ones as CRDs add them.
+
+The registry is what routing, discovery, OpenAPI and the store share; nothing else names a resource.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+VERBS: Final = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One resource in one version. Equal `storage` means equal objects (events have two groups)."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+    singular: str = ""
+    short_names: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = VERBS
+    status: bool = False
+    scale: bool = False
+    subresources: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = ()  # name, group, version, kind, verbs
+    type_name: str = ""  # in builtin types; empty for a custom resource
+    storage: tuple[str, str] = field(default=("", ""))
+    list_kind: str = ""
+    custom: bool = False
+    generation: bool = False  # the server counts changes of the spec
+
+    @property
+    def group_version(self) -> str:
+        """`v1` or `group/version`."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    @property
+    def base_path(self) -> str:
+        """`/api/v1` or `/apis/group/version`."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+
+def _r(
+    group: str,
+    version: str,
+    plural: str,
+    kind: str,
+    short: str = "",
+    *,
+    cluster: bool = False,
+    cat: str = "",
+    status: bool = False,
+    scale: bool = False,
+    subs: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (),
+    type_name: str = "",
+    verbs: tuple[str, ...] = VERBS,
+    storage: tuple[str, str] | None = None,
+    generation: bool = False,
+) -> Resource:
+    return Resource(
+        group=group,
+        version=version,
+        plural=plural,
+        kind=kind,
+        namespaced=not cluster,
+        singular=kind.lower(),
+        short_names=tuple(short.split()),
+        categories=tuple(cat.split()),
+        verbs=verbs,
+        status=status,
+        scale=scale,
+        subresources=subs,
+        type_name=type_name or f"V{version[1:]}{kind}",
+        storage=storage or (group, plural),
+        list_kind=kind + "List",
+        generation=generation,
+    )
+
+
+_POD_SUBRESOURCES: Final = (
+    ("binding", "", "v1", "Binding", ("create",)),
+    ("eviction", "policy", "v1", "Eviction", ("create",)),
+    ("log", "", "v1", "Pod", ("get",)),
+)
+_RBAC: Final = "rbac.authorization.k8s.io"
+
+BUILTIN: Final[tuple[Resource, ...]] = (
+    _r("", "v1", "configmaps", "ConfigMap", "cm"),
+    _r("", "v1", "endpoints", "Endpoints", "ep"),
+    _r("", "v1", "events", "Event", "ev", type_name="CoreV1Event", storage=("", "events")),
+    _r("", "v1", "namespaces", "Namespace", "ns", cluster=True, status=True),
+    _r("", "v1", "nodes", "Node", "no", cluster=True, status=True),
+    _r("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", "pvc", status=True),
+    _r("", "v1", "persistentvolumes", "PersistentVolume", "pv", cluster=True, status=True),
+    _r("", "v1", "pods", "Pod", "po", cat="all", status=True, subs=_POD_SUBRESOURCES, generation=True),
+    _r(
+        "",
+        "v1",
+        "replicationcontrollers",
+        "ReplicationController",
+        "rc",
+        cat="all",
+        status=True,
+        scale=True,
+        generation=True,
+    ),
+    _r("", "v1", "secrets", "Secret"),
+    _r("", "v1", "serviceaccounts", "ServiceAccount", "sa"),
+    _r("", "v1", "services", "Service", "svc", cat="all", status=True),
+    _r(
+        "apiextensions.k8s.io",
+        "v1",
+        "customresourcedefinitions",
+        "CustomResourceDefinition",
+        "crd crds",
+        cluster=True,
+        cat="api-extensions",
+        status=True,
+        generation=True,
+    ),
+    _r("apps", "v1", "daemonsets", "DaemonSet", "ds", cat="all", status=True, generation=True),
+    _r("apps", "v1", "deployments", "Deployment", "deploy", cat="all", status=True, scale=True, generation=True),
+    _r("apps", "v1", "replicasets", "ReplicaSet", "rs", cat="all", status=True, scale=True, generation=True),
+    _r("apps", "v1", "statefulsets", "StatefulSet", "sts", cat="all", status=True, scale=True, generation=True),
+    _r("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview", cluster=True, verbs=("create",)),
+    _r("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", cluster=True, verbs=("create",)),
+    _r(
+        "authorization.k8s.io",
+        "v1",
+        "selfsubjectaccessreviews",
+        "SelfSubjectAccessReview",
+        cluster=True,
+        verbs=("create",),
+    ),
+    _r(
+        "authorization.k8s.io",
+        "v1",
+        "selfsubjectrulesreviews",
+        "SelfSubjectRulesReview",
+        cluster=True,
+        verbs=("create",),
+    ),
+    _r("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", cluster=True, verbs=("create",)),
+    _r("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", "hpa", cat="all", status=True),
+    _r("batch", "v1", "cronjobs", "CronJob", "cj", cat="all", status=True, generation=True),
+    _r("batch", "v1", "jobs", "Job", cat="all", status=True, generation=True),
+    _r("coordination.k8s.io", "v1", "leases", "Lease"),
+    _r("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice"),
+    _r("events.k8s.io", "v1", "events", "Event", "ev", type_name="EventsV1Event", storage=("", "events")),
+    _r("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", "netpol", generation=True),
+    _r("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", "pdb", status=True, generation=True),
+    _r(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", cluster=True),
+    _r(_RBAC, "v1", "clusterroles", "ClusterRole", cluster=True),
+    _r(_RBAC, "v1", "rolebindings", "RoleBinding"),
+    _r(_RBAC, "v1", "roles", "Role"),
+    _r("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", "pc", cluster=True),
+    _r("storage.k8s.io", "v1", "storageclasses", "StorageClass", "sc", cluster=True),
+)
+
+
+class Registry:
+    """The resources that are served now."""
+
+    def __init__(self) -> None:
+        self._by_path: dict[tuple[str, str, str], Resource] = {}
+        self.generation = 0  # grows with every change; what is derived from the registry is cached by it
+        for resource in BUILTIN:
+            self._by_path[resource.group, resource.version, resource.plural] = resource
+
+    def get(self, group: str, version: str, plural: str) -> Resource | None:
+        """The resource served at group, version and plural."""
+        return self._by_path.get((group, version, plural))
+
+    def must(self, group: str, plural: str) -> Resource:
+        """The built-in resource of that name, in its only version."""
+        return next(r for r in BUILTIN if r.group == group and r.plural == plural)
+
+    def add(self, resource: Resource) -> None:
+        """Serve a custom resource, or its new description."""
+        self._by_path[resource.group, resource.version, resource.plural] = resource
+        self.generation += 1
+
+    def remove(self, group: str, plural: str) -> None:
+        """Stop serving all versions of a custom resource."""
+        for key in [k for k in self._by_path if k[0] == group and k[2] == plural]:
+            del self._by_path[key]
+        self.generation += 1
+
+    def all(self) -> list[Resource]:
+        """Every resource, the built-in ones first."""
+        return list(self._by_path.values())
+
+    def by_kind(self, group_version: str, kind: str) -> Resource | None:
+        """The resource whose objects carry this apiVersion and kind."""
+        for resource in self._by_path.values():
+            if resource.kind == kind and resource.group_version == group_version:
+                return resource
+        return None
+
+    def versions(self, group: str) -> list[str]:
+        """The versions of a group, in the order they were added."""
+        return list(dict.fromkeys(r.version for r in self._by_path.values() if r.group == group))
+
+    def groups(self) -> list[str]:
+        """The named groups (without the core group ``""``)."""
+        return list(dict.fromkeys(r.group for r in self._by_path.values() if r.group))
+
+    def storages(self, *, namespaced: bool | None = None) -> dict[tuple[str, str], Resource]:
+        """One resource for each storage."""
+        found: dict[tuple[str, str], Resource] = {}
+        for resource in self._by_path.values():
+            if "list" in resource.verbs and (namespaced is None or resource.namespaced == namespaced):
+                found.setdefault(resource.storage, resource)
+        return found

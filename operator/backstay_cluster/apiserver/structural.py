@@ -1,0 +1,280 @@
+"""Structural schemas of custom resources: prune what they do not know, fill in defaults, and validate.
+
+Messages are those of the real server's schema validator; which errors keep rules (CEL) from being checked is too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import ipaddress
+import re
+from typing import Any, Final
+
+from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required, show
+from backstay_cluster.apiserver.objects import Obj, copy
+from backstay_cluster.apiserver.patch import same
+
+BLOCKING: Final = frozenset(
+    ("FieldValueNotSupported", "FieldValueRequired", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid")
+)
+UNCHECKED: Final = Cause(
+    "<nil>",
+    "FieldValueInvalid",
+    "Invalid value: null: some validation rules were not checked because the object was invalid; "
+    "correct the existing errors to complete validation",
+)
+_PRESERVE: Final = "x-kubernetes-preserve-unknown-fields"
+_INT_OR_STRING: Final = "x-kubernetes-int-or-string"
+_EMBEDDED: Final = "x-kubernetes-embedded-resource"
+
+
+def prune(schema: Obj, value: Any, path: str, unknown: list[str], *, root: bool = False) -> None:
+    """Remove from `value`, in place, the fields that the schema does not know; their paths are added to `unknown`."""
+    if isinstance(value, list):
+        items = schema.get("items")
+        if isinstance(items, dict):
+            for at, element in enumerate(value):
+                prune(items, element, f"{path}[{at}]", unknown)
+        return
+    if not isinstance(value, dict):
+        return
+    properties = schema.get("properties") or {}
+    additional = schema.get("additionalProperties")
+    known = {"apiVersion", "kind", "metadata"} if root or schema.get(_EMBEDDED) else ()
+    for key in list(value):
+        here = f"{path}.{key}" if path else key
+        if key in known:
+            continue
+        if key in properties:
+            prune(properties[key], value[key], here, unknown)
+        elif isinstance(additional, dict):
+            prune(additional, value[key], here, unknown)
+        elif not additional and not schema.get(_PRESERVE):
+            del value[key]
+            unknown.append(here)
+
+
+def default(schema: Obj, value: Any) -> None:
+    """Fill the schema's defaults into `value`, in place; a null where null is not allowed counts as absent."""
+    if isinstance(value, list):
+        items = schema.get("items")
+        if isinstance(items, dict):
+            for element in value:
+                default(items, element)
+        return
+    if not isinstance(value, dict):
+        return
+    properties = schema.get("properties") or {}
+    for key, part in properties.items():
+        if key in value and value[key] is None and not part.get("nullable"):
+            if "default" in part:
+                value[key] = copy(part["default"])
+            else:
+                del value[key]
+        elif key not in value and "default" in part:
+            value[key] = copy(part["default"])
+        if key in value:
+            default(part, value[key])
+    additional = schema.get("additionalProperties")
+    if isinstance(additional, dict):
+        for key in [k for k in value if k not in properties]:
+            if value[key] is None and not additional.get("nullable"):
+                del value[key]
+            else:
+                default(additional, value[key])
+
+
+@functools.lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    # In the language of schemas `$` is the end of the text; in Python it is also the newline before it.
+    return re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1\\Z", pattern))
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer"
+    if isinstance(value, float):
+        return "number"
+    return {str: "string", list: "array", dict: "object"}[type(value)]
+
+
+def _fits(expected: str, value: Any) -> bool:
+    found = _type_of(value)
+    if expected == "number":
+        return found in {"number", "integer"}
+    if expected == "integer":
+        return found == "integer" or (found == "number" and float(value).is_integer())
+    return found == expected
+
+
+class Validator:
+    """Collects what is wrong with a value. `name` is how messages call a path, `path` how causes do."""
+
+    def __init__(self) -> None:
+        self.causes: list[Cause] = []
+
+    def check(self, schema: Obj, value: Any, path: str, name: str | None = None) -> None:
+        """Validate `value` at `path`."""
+        name = path if name is None else name
+        if value is None and schema.get("nullable"):
+            return
+        if not self._type(schema, value, path, name):
+            return
+        if isinstance(value, str):
+            self._string(schema, value, path, name)
+        elif isinstance(value, bool):
+            pass
+        elif isinstance(value, int | float):
+            self._number(schema, value, path, name)
+        elif isinstance(value, list):
+            self._array(schema, value, path, name)
+        elif isinstance(value, dict):
+            self._object(schema, value, path, name)
+        if "enum" in schema and not any(same(value, choice) for choice in schema["enum"]):
+            self.causes.append(not_supported(path, value, [c for c in schema["enum"] if c is not None]))
+        self._combined(schema, value, path, name)
+
+    def _type(self, schema: Obj, value: Any, path: str, name: str) -> bool:
+        if schema.get(_INT_OR_STRING):
+            expected = ["integer", "string"]
+        elif schema.get("type"):
+            expected = [schema["type"]]
+        else:
+            return True
+        if any(_fits(e, value) for e in expected):
+            return True
+        found = _type_of(value)
+        text = f'{name} in body must be of type {",".join(expected)}: "{found}"'
+        self.causes.append(Cause(path, "FieldValueTypeInvalid", f'Invalid value: "{found}": {text}'))
+        return False
+
+    def _invalid(self, path: str, value: Any, text: str) -> None:
+        self.causes.append(invalid_value(path, value, text))
+
+    def _string(self, schema: Obj, value: str, path: str, name: str) -> None:
+        limit = schema.get("maxLength")
+        if limit is not None and len(value) > limit:
+            self.causes.append(Cause(path, "FieldValueTooLong", f"Too long: may not be more than {limit} bytes"))
+        elif len(value) < schema.get("minLength", 0):
+            self._invalid(path, value, f"{name} in body should be at least {schema['minLength']} chars long")
+        elif schema.get("pattern") and not _regex(schema["pattern"]).search(value):
+            self._invalid(path, value, f"{name} in body should match '{schema['pattern']}'")
+        elif schema.get("format") and not _formatted(schema["format"], value):
+            self._invalid(path, value, f'{name} in body must be of type {schema["format"]}: "{value}"')
+
+    def _number(self, schema: Obj, value: float, path: str, name: str) -> None:
+        top, bottom, step = schema.get("maximum"), schema.get("minimum"), schema.get("multipleOf")
+        if step and abs(value / step - round(value / step)) > 1e-9:
+            self._invalid(path, value, f"{name} in body should be a multiple of {show(step)}")
+        if top is not None:
+            if schema.get("exclusiveMaximum") and value >= top:
+                self._invalid(path, value, f"{name} in body should be less than {show(top)}")
+            elif value > top:
+                self._invalid(path, value, f"{name} in body should be less than or equal to {show(top)}")
+        if bottom is not None:
+            if schema.get("exclusiveMinimum") and value <= bottom:
+                self._invalid(path, value, f"{name} in body should be greater than {show(bottom)}")
+            elif value < bottom:
+                self._invalid(path, value, f"{name} in body should be greater than or equal to {show(bottom)}")
+        bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
+        if bits and not -(2**bits) <= value < 2**bits:
+            self._invalid(path, value, f"{name} in body must be of type {schema['format']}")
+
+    def _array(self, schema: Obj, value: list[Any], path: str, name: str) -> None:
+        most, least = schema.get("maxItems"), schema.get("minItems", 0)
+        if most is not None and len(value) > most:
+            text = f"Too many: {len(value)}: must have at most {most} items"
+            self.causes.append(Cause(path, "FieldValueTooMany", text))
+        if len(value) < least:
+            self._invalid(path, len(value), f"{name} in body should have at least {least} items")
+        items = schema.get("items")
+        if isinstance(items, dict):
+            for at, element in enumerate(value):
+                self.check(items, element, f"{path}[{at}]", f"{name}[{at}]")
+        self._unique(schema, value, path)
+
+    def _unique(self, schema: Obj, value: list[Any], path: str) -> None:
+        kind, keys = schema.get("x-kubernetes-list-type"), schema.get("x-kubernetes-list-map-keys") or []
+        if kind not in {"set", "map"}:
+            return
+        seen: set[str] = set()
+        for at, element in enumerate(value):
+            identity = element
+            if kind == "map":
+                if not isinstance(element, dict):
+                    continue
+                identity = {k: element[k] for k in keys if k in element}
+            text = show(identity)
+            if text in seen:
+                self.causes.append(Cause(f"{path}[{at}]", "FieldValueDuplicate", f"Duplicate value: {text}"))
+            seen.add(text)
+
+    def _object(self, schema: Obj, value: Obj, path: str, name: str) -> None:
+        most, least = schema.get("maxProperties"), schema.get("minProperties", 0)
+        if most is not None and len(value) > most:
+            text = f"Too many: {len(value)}: must have at most {most} items"
+            self.causes.append(Cause(path, "FieldValueTooMany", text))
+        if len(value) < least:
+            self._invalid(path, len(value), f"{name} in body should have at least {least} properties")
+        properties = schema.get("properties") or {}
+        self.causes += [
+            required(f"{path}.{key}" if path else key) for key in schema.get("required") or () if key not in value
+        ]
+        additional = schema.get("additionalProperties")
+        for key, item in value.items():
+            here = (f"{path}.{key}" if path else key, f"{name}.{key}" if name else key)
+            if key in properties:
+                self.check(properties[key], item, *here)
+            elif isinstance(additional, dict):
+                self.check(additional, item, *here)
+
+    def _combined(self, schema: Obj, value: Any, path: str, name: str) -> None:
+        for part in schema.get("allOf") or ():
+            self.check(part, value, path, name)
+        every, some = schema.get("oneOf"), schema.get("anyOf")
+        if some and not any(valid(part, value) for part in some):
+            text = f'"{name}" must validate at least one schema (anyOf)'
+            self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
+        if every:
+            count = sum(valid(part, value) for part in every)
+            if count != 1:
+                found = "Found none valid" if not count else f"Found {count} valid alternatives"
+                text = f'"{name}" must validate one and only one schema (oneOf). {found}'
+                self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
+        if isinstance(schema.get("not"), dict) and valid(schema["not"], value):
+            text = f'"{name}" must not validate the schema (not)'
+            self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
+
+
+def valid(schema: Obj, value: Any) -> bool:
+    """Whether a value fulfils a schema."""
+    validator = Validator()
+    validator.check(schema, value, "")
+    return not validator.causes
+
+
+def _formatted(name: str, value: str) -> bool:
+    try:
+        if name == "date-time":
+            datetime.datetime.fromisoformat(value)
+            return bool(re.match(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d", value))
+        if name == "date":
+            datetime.date.fromisoformat(value)
+        elif name in {"ipv4", "ip"}:
+            ipaddress.IPv4Address(value) if name == "ipv4" else ipaddress.ip_address(value)
+        elif name == "ipv6":
+            ipaddress.IPv6Address(value)
+        elif name == "cidr":
+            ipaddress.ip_network(value, strict=False)
+        elif name == "uuid":
+            return bool(re.fullmatch(r"(?i)[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", value))
+        elif name == "duration":
+            return bool(re.fullmatch(r"[+-]?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h|d|w))+|0", value))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Watches: the events of a storage as one client wants to see them.
+
+A watch is a queue between the store, which must never wait, and a connection, which may. What happens to an object
+is translated for the watch's selector: an object that stops matching is deleted for it, one that starts is added. The
+object's JSON is made once a version, whoever watches; a watch only puts a line around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from backstay_cluster.apiserver.objects import Obj, encode
+from backstay_cluster.apiserver.selectors import Matcher
+from backstay_cluster.apiserver.store import Change, Stored
+
+# How one event's object is written: the version to write, in JSON.
+Render = Callable[[Stored], bytes]
+_LIMIT = 50_000  # events a client may be behind before it has to list again
+
+
+def event(kind: str, body: bytes) -> bytes:
+    """One line of a watch."""
+    return b'{"type":"%s","object":%s}\n' % (kind.encode(), body)
+
+
+class Watch:
+    """The events of one watch, as lines of JSON, in order."""
+
+    def __init__(self, matches: Matcher | None, render: Render) -> None:
+        self._matches = matches
+        self._render = render
+        self._lines: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self.overrun = False
+
+    def initial(self, items: list[Stored]) -> None:
+        """What is there already comes as ADDED."""
+        self._lines.extend(self._line("ADDED", stored) for stored in items)
+        self._wake.set()
+
+    def push(self, line: bytes) -> None:
+        """A line that is no change: a bookmark or an error."""
+        self._lines.append(line)
+        self._wake.set()
+
+    def change(self, change: Change) -> None:
+        """One change of the storage."""
+        if self._matches is None:
+            self._lines.append(self._line(change.type, change.after))
+        else:
+            line = self._selected(self._matches, change)
+            if line is None:
+                return
+            self._lines.append(line)
+        if len(self._lines) > _LIMIT:
+            self.overrun = True
+        self._wake.set()
+
+    def _selected(self, matches: Matcher, change: Change) -> bytes | None:
+        before = change.before is not None and matches(change.before.obj)
+        if change.type == "DELETED":
+            return self._line("DELETED", change.after) if before else None
+        after = matches(change.after.obj)
+        if after:
+            return self._line("MODIFIED" if before else "ADDED", change.after)
+        if before and change.before is not None:
+            return self._line("DELETED", _reversioned(change.before, change.version))
+        return None
+
+    def _line(self, kind: str, stored: Stored) -> bytes:
+        return event(kind, self._render(stored))
+
+    async def take(self, timeout: float) -> bytes:  # a deadline is the normal way out here
+        """All lines there are, at least one, or nothing when none came in `timeout` seconds."""
+        if not self._lines:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(max(0.0, timeout)):
+                    await self._wake.wait()
+            except TimeoutError:
+                return b""
+        found = b"".join(self._lines)
+        self._lines.clear()
+        self._wake.clear()
+        return found
+
+    def stop(self) -> None:
+        """Wake whoever waits; there is nothing more to come."""
+        self.overrun = True
+        self._wake.set()
+
+
+def _reversioned(stored: Stored, version: int) -> Stored:
+    data = {**stored.obj["metadata"], "resourceVersion": str(version)}
+    return Stored({**stored.obj, "metadata": data}, version)
+
+
+def bookmark(head: Obj, version: int, *, initial_end: bool = False, extra: Any = None) -> bytes:
+    """A bookmark: nothing changed up to this version."""
+    data: Obj = {"resourceVersion": str(version)}
+    if initial_end:
+        data["annotations"] = {"k8s.io/initial-events-end": "true"}
+    return event("BOOKMARK", encode({**head, "metadata": data, **(extra or {})}))
