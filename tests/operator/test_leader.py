@@ -1,0 +1,208 @@
+"""One operator acts, by a Lease (O1), and the Lease is the heartbeat that proves that the watch moves."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from backstay_operator import errors
+from backstay_operator.kube import Kube
+from backstay_operator.leader import Leader, identity, is_dead
+
+
+class Leases:
+    """An API server that knows one Lease."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] | None = None
+        self.version = 0
+        self.away = False
+
+    def _store(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        self.stored = copy.deepcopy(body)
+        self.stored["metadata"]["resourceVersion"] = str(self.version)
+        return copy.deepcopy(self.stored)
+
+    def _reach(self) -> None:
+        if self.away:
+            raise errors.Unreachable("as told")
+
+    async def get(self, *_: Any) -> dict[str, Any]:
+        self._reach()
+        if self.stored is None:
+            raise errors.NotFound("get", 404, "NotFound", "")
+        return copy.deepcopy(self.stored)
+
+    async def create(self, _resource: Any, _namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._reach()
+        if self.stored is not None:
+            raise errors.AlreadyExists("create", 409, "AlreadyExists", "")
+        return self._store(body)
+
+    async def replace(self, _resource: Any, _namespace: str, _name: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._reach()
+        assert self.stored is not None
+        if body["metadata"]["resourceVersion"] != self.stored["metadata"]["resourceVersion"]:
+            raise errors.Conflict("update", 409, "Conflict", "")
+        return self._store(body)
+
+    @property
+    def holder(self) -> str:
+        assert self.stored is not None
+        return cast(str, self.stored["spec"]["holderIdentity"])
+
+
+def leader(leases: Leases, me: str, told: list[bool] | None = None) -> Leader:
+    loop = asyncio.get_running_loop()
+    sink: list[bool] = [] if told is None else told
+    return Leader(cast(Kube, leases), "ns", me, clock=loop.time, changed=sink.append, seconds=15.0, period=4.0)
+
+
+def show(leases: Leases, *leaders: Leader) -> None:
+    assert leases.stored is not None
+    for one in leaders:
+        one.saw(leases.stored)
+
+
+def test_the_first_acts_the_second_waits_and_takes_over_when_the_first_is_silent(
+    virtual: Callable[..., Any],
+) -> None:
+    async def story() -> None:
+        leases, told = Leases(), list[bool]()
+        first, second = leader(leases, "a"), leader(leases, "b", told)
+        await first.step()
+        await second.step()
+        assert (first.leads(), second.leads()) == (True, False)
+        for _ in range(10):  # the first renews: the second never acts
+            await asyncio.sleep(4)
+            await first.step()
+            await second.step()
+            assert (first.leads(), second.leads()) == (True, False)
+        await asyncio.sleep(10.5)  # the first is stuck: it must itself cease before the other may begin
+        assert not first.leads()
+        await second.step()
+        assert not second.leads()
+        await asyncio.sleep(5)
+        await second.step()
+        assert second.leads()
+        assert told == [True]
+        await first.step()
+        assert not first.leads()
+        assert leases.holder == "b"
+
+    virtual(story())
+
+
+def test_two_that_start_at_once_never_both_act(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        leases = Leases()
+        both = [leader(leases, "a"), leader(leases, "b")]
+        await asyncio.gather(*(one.step() for one in both))
+        assert sum(one.leads() for one in both) == 1
+
+    virtual(story())
+
+
+def test_a_clean_exit_hands_over_at_once(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        leases = Leases()
+        first, second = leader(leases, "a"), leader(leases, "b")
+        await first.step()
+        task = asyncio.create_task(second.run())
+        await asyncio.sleep(1)
+        await first.release()
+        show(leases, second)
+        await asyncio.sleep(0.1)
+        assert second.leads()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual(story())
+
+
+def test_who_could_not_renew_ceases_and_is_told_when_it_acts_again(virtual: Callable[..., Any]) -> None:
+    """Triggers are dropped while it does not act, so it must hear that it acts again, and look at every job."""
+
+    async def story() -> None:
+        leases, told = Leases(), list[bool]()
+        one = leader(leases, "a", told)
+        await one.step()
+        leases.away = True
+        await asyncio.sleep(11)
+        assert not one.leads()
+        leases.away = False
+        await one.step()
+        assert one.leads()
+        assert told == [True, False, True]
+
+    virtual(story())
+
+
+def test_a_watch_that_does_not_move_is_noticed_only_while_the_api_server_answers(
+    virtual: Callable[..., Any],
+) -> None:
+    async def story() -> None:
+        leases = Leases()
+        one = leader(leases, "a")
+        await one.step()
+        assert not one.seen
+        show(leases, one)
+        assert one.seen
+        assert one.behind() == 0.0
+        for _ in range(5):  # renewed, and not shown
+            await asyncio.sleep(4)
+            await one.step()
+        assert one.behind() == pytest.approx(16.0)
+        leases.away = True
+        for _ in range(20):
+            await asyncio.sleep(4)
+            await one.step()
+        assert one.behind() == pytest.approx(0.0)  # nothing is owed by a watch of a server that is away
+        assert not one.reached
+        leases.away = False
+        await asyncio.sleep(4)
+        await one.step()
+        assert one.reached
+        assert one.behind() == pytest.approx(4.0)
+        show(leases, one)
+        assert one.behind() == 0.0
+
+    virtual(story())
+
+
+def test_one_who_waits_expects_to_see_the_holders_renewals(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        leases = Leases()
+        first, second = leader(leases, "a"), leader(leases, "b")
+        for _ in range(6):
+            await first.step()
+            await second.step()
+            show(leases, first)
+            await asyncio.sleep(4)
+        assert first.behind() == 0.0
+        assert second.behind() == pytest.approx(24.0)
+
+    virtual(story())
+
+
+def test_only_a_process_of_this_machine_is_known_to_be_dead() -> None:
+    me = identity({}, lambda: 0.5)
+    host, space, pid, _ = me.split("_")
+    assert pid == str(os.getpid())
+    assert is_dead(f"{host}_{space}_{pid}_00000000", me)  # the process id is ours now
+    assert not is_dead(me, me)
+    assert not is_dead(f"{host}_{space}_1_00000000", me)
+    assert not is_dead(f"elsewhere_{space}_999999_00000000", me)
+    assert not is_dead("some-pod-name", me)
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    assert is_dead(f"{host}_{space}_{dead}_00000000", me)
+    assert identity({"BACKSTAY_OPERATOR_POD": "pod-1"}, lambda: 0.5) == "pod-1"

@@ -1,0 +1,234 @@
+"""O8: the operator calls every server, tells what is wished, and hears how training goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from backstay_operator.metrics import Metrics
+from backstay_operator.progress import Poller, Round, Server, address_of, combine, urgent
+from backstay_rpc import control_pb2 as pb
+from backstay_rpc import control_pb2_grpc
+from backstay_spec.observed import Progress, Stalled
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+TOKEN = "secret"
+KEY = ("ns", "job")
+
+
+class FakeServer(control_pb2_grpc.ControlServicer):
+    """A shard's server that checks the token and the incarnation as a real one does."""
+
+    def __init__(self, incarnation: int, reply: pb.ProgressReply) -> None:
+        self.incarnation = incarnation
+        self.reply = reply
+        self.asked: list[pb.ProgressRequest] = []
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def Progress(self, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:  # noqa: N802
+        if dict(context.invocation_metadata()).get("authorization") != f"Bearer {TOKEN}":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
+        if request.expected_incarnation not in (0, self.incarnation):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+        self.asked.append(request)
+        await self.free.wait()
+        return self.reply
+
+
+@asynccontextmanager
+async def serving(servicer: FakeServer) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def round_of(*servers: Server, token: str = TOKEN) -> Round:
+    return Round(
+        servers=servers,
+        token=token,
+        generation=3,
+        world=5,
+        incarnations={"worker-0": 2},
+        checkpoint=pb.CheckpointSettings(every_steps=10, every_seconds=60, keep=3),
+        stall_seconds=300,
+    )
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.rounds: list[tuple[Progress, int]] = []
+        self.news = asyncio.Event()
+
+    def __call__(self, key: tuple[str, str], progress: Progress, redone: int) -> None:
+        assert key == KEY
+        self.rounds.append((progress, redone))
+        self.news.set()
+
+    async def more(self, count: int) -> None:
+        while len(self.rounds) < count:
+            self.news.clear()
+            await asyncio.wait_for(self.news.wait(), 20)
+
+
+def poller(what: Callable[[Any], Round | None], heard: Heard, metrics: Metrics, deadline: float = 1.5) -> Poller:
+    return Poller(what, heard, metrics, now=lambda: NOW, draw=lambda: 0.0, period=0.02, deadline=deadline)
+
+
+def outcome(metrics: Metrics, code: str) -> float:
+    return metrics.registry.get_sample_value("backstay_operator_progress_calls_total", {"code": code}) or 0.0
+
+
+def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
+    async def story() -> None:
+        zero = FakeServer(
+            1, pb.ProgressReply(incarnation=1, term=2, step=7, loss=0.5, has_loss=True, world=4, steps_redone=9)
+        )
+        one = FakeServer(4, pb.ProgressReply(incarnation=4, step=6, stalled=[pb.Stalled(rank=2, incarnation=3)]))
+        heard, metrics = Heard(), Metrics()
+        async with serving(zero) as first, serving(one) as second:
+            todo = round_of(Server(0, 1, "u0", first), Server(1, 4, "u1", second))
+            it = poller(lambda _: todo, heard, metrics)
+            it.follow(KEY)
+            it.follow(KEY)
+            await heard.more(2)
+            await it.close()
+        progress, redone = heard.rounds[0]
+        assert progress == Progress(
+            taken=NOW,
+            reached=frozenset({0, 1}),
+            term=2,
+            step=7,
+            loss=0.5,
+            examples_per_second=0.0,
+            world=4,
+            stalled=(Stalled(2, 3),),
+        )
+        assert redone == 9
+        asked = one.asked[0]
+        assert (asked.shard, asked.expected_incarnation, asked.generation, asked.world) == (1, 4, 3, 5)
+        assert dict(asked.incarnations) == {"worker-0": 2}
+        assert (asked.checkpoint.every_steps, asked.checkpoint.keep, asked.stall_seconds) == (10, 3, 300)
+
+    asyncio.run(story())
+
+
+def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer() -> None:
+    async def story() -> None:
+        good = FakeServer(1, pb.ProgressReply(incarnation=1, step=1))
+        stuck = FakeServer(1, pb.ProgressReply())
+        stuck.free.clear()
+        old = FakeServer(2, pb.ProgressReply())
+        heard, metrics = Heard(), Metrics()
+        async with serving(good) as a, serving(stuck) as b, serving(old) as c:
+            todo = round_of(
+                Server(0, 1, "u0", a), Server(1, 1, "u1", b), Server(2, 1, "u2", c), Server(3, 1, "u3", "127.0.0.1:1")
+            )
+            it = poller(lambda _: todo, heard, metrics, deadline=0.3)
+            it.follow(KEY)
+            await heard.more(2)
+            stuck.free.set()
+            await heard.more(len(heard.rounds) + 2)
+            await it.close()
+        assert heard.rounds[0][0].reached == frozenset({0})
+        assert heard.rounds[-1][0].reached == frozenset({0, 1})
+        assert outcome(metrics, "DEADLINE_EXCEEDED") >= 1
+        assert outcome(metrics, "FAILED_PRECONDITION") >= 2
+        assert outcome(metrics, "UNAVAILABLE") >= 1
+
+    asyncio.run(story())
+
+
+def test_a_wrong_token_is_counted_and_tells_nothing() -> None:
+    async def story() -> None:
+        server = FakeServer(1, pb.ProgressReply(incarnation=1))
+        heard, metrics = Heard(), Metrics()
+        async with serving(server) as address:
+            it = poller(lambda _: None, heard, metrics)
+            await it.round(KEY, {}, round_of(Server(0, 1, "u", address), token="guess"))
+            await it.close()
+        assert heard.rounds == []
+        assert server.asked == []
+        assert outcome(metrics, "UNAUTHENTICATED") == 1
+
+    asyncio.run(story())
+
+
+def test_a_replaced_pod_gets_a_channel_of_its_own_and_a_job_without_servers_is_left() -> None:
+    async def story() -> None:
+        server = FakeServer(1, pb.ProgressReply(incarnation=1))
+        heard = Heard()
+        todo: list[Round | None] = []
+        async with serving(server) as address:
+            todo.append(round_of(Server(0, 1, "old", address)))
+            it = poller(lambda _: todo[-1], heard, Metrics())
+            it.follow(KEY)
+            await heard.more(1)
+            lines = it._polls[KEY].lines
+            assert set(lines) == {"old"}
+            todo.append(round_of(Server(0, 1, "new", address)))
+            await heard.more(len(heard.rounds) + 2)
+            assert set(lines) == {"new"}
+            task = it._polls[KEY].task
+            todo.append(None)
+            await asyncio.wait_for(task, 10)
+            assert not it._polls
+            await it.close()
+
+    asyncio.run(story())
+
+
+def test_what_is_combined() -> None:
+    assert combine({}, NOW) is None
+    only_one = combine({1: pb.ProgressReply(step=3, contributed={0: 2})}, NOW)
+    assert only_one == Progress(taken=NOW, reached=frozenset({1}), contributed={0: 2})
+    replies = {
+        0: pb.ProgressReply(
+            contributed={0: 1, 1: 5},
+            checkpoint=pb.CheckpointReport(uri="file:///c/7", step=7, error="disk full"),
+            metrics={"accuracy": 0.5},
+            done=True,
+        ),
+        1: pb.ProgressReply(contributed={0: 2}),
+    }
+    both = combine(replies, NOW)
+    assert both is not None
+    assert both.contributed == {0: 2, 1: 5}
+    assert (both.checkpoint_step, both.checkpoint_uri, both.checkpoint_error) == (7, "file:///c/7", "disk full")
+    assert (both.loss, both.world, both.done, both.metrics) == (None, None, True, {"accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("change", "at_once"),
+    [
+        ({"step": 9, "loss": 0.1, "examples_per_second": 3.0, "checkpoint_step": 9}, False),
+        ({"stalled": (Stalled(1, 1),)}, True),
+        ({"done": True}, True),
+        ({"world": 3}, True),
+        ({"term": 2}, True),
+        ({"reached": frozenset()}, True),
+        ({"checkpoint_error": "disk full"}, True),
+    ],
+)
+def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_once: bool) -> None:
+    """O8: progress alone changes a status at most every 10 s."""
+    before = Progress(taken=NOW, reached=frozenset({0}), step=8, world=4, term=1)
+    after = Progress(**{"taken": NOW, "reached": frozenset({0}), "step": 8, "world": 4, "term": 1, **change})
+    assert urgent(before, after) is at_once
+    assert urgent(None, after)
+
+
+def test_addresses() -> None:
+    assert address_of("10.0.0.1") == "10.0.0.1:7077"
+    assert address_of("fd00::1") == "[fd00::1]:7077"

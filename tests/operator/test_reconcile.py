@@ -1,0 +1,465 @@
+"""O1, O2: a job becomes its objects, whatever fails on the way; running again changes nothing."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backstay_operator import errors
+from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
+from backstay_spec import contract
+from backstay_spec.token import token_for
+
+KEY = ("team", "digits")
+Json = dict[str, Any]
+MakeJob = Callable[..., Json]
+
+
+def names(kube: Any, resource: Any = PODS) -> list[str]:
+    return [obj["metadata"]["name"] for obj in kube.all(resource)]
+
+
+def of_role(kube: Any, role: str) -> list[Json]:
+    return [pod for pod in kube.all(PODS) if pod["metadata"]["labels"][contract.LABEL_ROLE] == role]
+
+
+def run_all(kube: Any) -> None:
+    """A kubelet starts every pod."""
+    for number, pod in enumerate(kube.all(PODS)):
+        if pod["status"]["phase"] == "Pending" and not pod["metadata"].get("deletionTimestamp"):
+            status = {
+                "phase": "Running",
+                "podIP": f"127.0.1.{number + 1}",
+                "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:05Z"}],
+                "containerStatuses": [
+                    {"name": "trainer", "ready": True, "state": {"running": {"startedAt": "2026-01-01T00:00:01Z"}}}
+                ],
+            }
+            kube.change(PODS, "team", pod["metadata"]["name"], {"status": status})
+
+
+def crash(kube: Any, name: str, code: int = 1) -> None:
+    terminated = {"exitCode": code, "startedAt": "2026-01-01T00:00:01Z", "finishedAt": "2026-01-01T00:01:00Z"}
+    kube.change(
+        PODS,
+        "team",
+        name,
+        {
+            "status": {
+                "phase": "Failed",
+                "containerStatuses": [{"name": "trainer", "ready": False, "state": {"terminated": terminated}}],
+            }
+        },
+    )
+
+
+def status(kube: Any) -> Json:
+    found: Json = kube.objects["trainingjobs", *KEY].get("status") or {}
+    return found
+
+
+def test_a_job_becomes_its_objects_all_owned_by_it(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    uid = kube.objects["trainingjobs", *KEY]["metadata"]["uid"]
+    assert len(names(kube)) == 5
+    assert len(kube.all(SERVICES)) == 2
+    assert len(kube.all(NETWORK_POLICIES)) == 1
+    (secret,) = kube.all(SECRETS)
+    assert base64.b64decode(secret["data"]["token"]).decode() == token_for(b"k" * 32, uid)
+    for resource in (PODS, SERVICES, SECRETS, NETWORK_POLICIES):
+        for obj in kube.all(resource):
+            assert [owner["uid"] for owner in obj["metadata"]["ownerReferences"]] == [uid]
+            assert "finalizers" not in obj["metadata"]
+    assert "finalizers" not in kube.objects["trainingjobs", *KEY]["metadata"]
+    assert set(status(kube)["incarnations"].values()) == {1}
+    assert operator.metrics.registry.get_sample_value("backstay_operator_pods_created_total", {"role": "worker"}) == 3
+
+
+def test_running_again_writes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    before = len(kube.writes())
+    for _ in range(5):
+        operator.reconcile()
+    assert len(kube.writes()) == before
+
+
+def test_running_again_before_the_watch_shows_anything_writes_nothing(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """The overlay of our own writes stands in for the watch."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.show()
+    for _ in range(6):
+        operator.reconcile()
+    assert len(names(kube)) == 5
+    assert kube.count("create", "pods") == 5
+    assert kube.count("get", "pods") == 0
+    before = len(kube.writes())
+    operator.reconcile()
+    assert len(kube.writes()) == before
+
+
+def test_incarnations_are_on_record_before_their_pods_are_created(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    kube.put(JOBS, "team", make_job())
+
+    def check(verb: str, plural: str, _: str) -> None:
+        if (verb, plural) == ("create", "pods"):
+            assert len(status(kube)["incarnations"]) == 5
+
+    kube.fail = check
+    operator_on(kube).settle()
+    assert len(names(kube)) == 5
+
+
+def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    dead = of_role(kube, "worker")[1]["metadata"]["name"]
+    others = set(names(kube)) - {dead}
+    crash(kube, dead, 137)
+    operator.show()
+    operator.seconds += 0.05
+    operator.reconcile()
+    fresh = set(names(kube)) - others - {dead}
+    assert len(fresh) == 1
+    assert others <= set(names(kube))
+    value = operator.metrics.registry.get_sample_value
+    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_replacement_duration_seconds_count") == 1
+    assert value("backstay_operator_replacement_duration_seconds_sum") == pytest.approx(0.05)
+    assert value("backstay_job_restarts", {"namespace": "team", "job": "digits", "role": "Worker"}) == 1
+
+
+def test_an_operator_that_starts_anew_changes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    """O5: no pod restarted, none doubled, no count lost."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    crash(kube, of_role(kube, "worker")[0]["metadata"]["name"])
+    operator.settle()
+    before, pods = status(kube), names(kube)
+    again = operator_on(kube)
+    again.seconds = operator.seconds
+    again.settle()
+    assert names(kube) == pods
+    assert status(kube)["incarnations"] == before["incarnations"]
+    assert status(kube)["roles"] == before["roles"]
+
+
+def test_a_pod_deleted_while_the_operator_was_away_is_found_missing_by_a_live_get(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    kube.put(JOBS, "team", make_job())
+    first = operator_on(kube)
+    first.settle()
+    run_all(kube)
+    first.settle()
+    gone = of_role(kube, "worker")[2]["metadata"]["name"]
+    kube.remove(PODS, "team", gone)
+    again = operator_on(kube)
+    again.seconds = first.seconds
+    again.settle()
+    assert ("get", "pods", gone) in kube.requests
+    assert gone not in names(kube)
+    assert len(of_role(kube, "worker")) == 3
+
+
+def test_a_deletion_that_no_watch_told_of_is_found_by_comparing_with_a_list(
+    kube: Any, operator_on: Any, make_job: MakeJob, virtual: Any
+) -> None:
+    """Kopf lists again after a gap, and does not tell of what was deleted in between."""
+    from backstay_operator.verify import Verifier
+
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    gone = of_role(kube, "worker")[0]["metadata"]["name"]
+    kube.remove(PODS, "team", gone)
+    operator.shown = len(kube.history)  # the watch missed it
+    operator.reconcile()
+    assert len(of_role(kube, "worker")) == 2
+    verifier = Verifier(kube, operator.cluster, None, operator.metrics, changed=operator.marked.append, every=300)
+    operator.marked.clear()
+    assert virtual(verifier.compare()) == [(PODS, gone)]
+    assert operator.marked == [KEY]
+    assert virtual(verifier.compare()) == []
+    operator.settle()
+    assert len(of_role(kube, "worker")) == 3
+
+
+def test_foreign_objects_are_left_alone(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    labels = {contract.LABEL_JOB: "digits", contract.LABEL_ROLE: "worker", contract.LABEL_INDEX: "0"}
+    kube.put(PODS, "team", {"metadata": {"name": "stranger", "labels": {**labels, contract.LABEL_INCARNATION: "9"}}})
+    kube.put(JOBS, "team", make_job())
+    operator_on(kube).settle()
+    assert "stranger" in names(kube)
+    assert status(kube)["incarnations"]["worker-0"] == 1
+    assert not [request for request in kube.writes() if request[2] == "stranger"]
+
+
+def test_a_name_taken_by_another_owner_is_retried_and_never_adopted(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    kube.put(JOBS, "team", make_job())
+    first = operator_on(kube)
+    first.settle()
+    taken = of_role(kube, "worker")[0]["metadata"]["name"]
+    for resource in (PODS, SERVICES, SECRETS, NETWORK_POLICIES):
+        for name in names(kube, resource):
+            kube.remove(resource, "team", name)
+    kube.objects["trainingjobs", *KEY].pop("status")
+    kube.put(PODS, "team", {"metadata": {"name": taken, "ownerReferences": [{"uid": "other", "controller": True}]}})
+    operator = operator_on(kube)
+    for _ in range(6):
+        operator.show()
+        operator.reconcile()
+        operator.seconds += 6
+    assert kube.objects["pods", "team", taken]["metadata"]["ownerReferences"][0]["uid"] == "other"
+    assert ("delete", "pods", taken) not in kube.requests
+    kube.remove(PODS, "team", taken)
+    operator.settle()
+    assert len(of_role(kube, "worker")) == 3
+    assert taken in names(kube)
+
+
+def test_a_create_whose_answer_was_lost_is_not_made_twice(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    lost: set[str] = set()
+
+    def lose(verb: str, plural: str, name: str) -> Exception | None:
+        if verb == "create" and name not in lost and plural != "events":
+            lost.add(name)
+            return errors.Unreachable("the answer was lost")
+        return None
+
+    kube.lose = lose
+    operator = operator_on(kube)
+    for _ in range(12):
+        operator.reconcile()
+        operator.seconds += 1
+        operator.show(0)
+        if operator.shown == 0:
+            operator.show(1)  # the job itself; nothing else is ever shown
+    assert len(names(kube)) == len(set(names(kube))) == 5
+    assert set(status(kube)["incarnations"].values()) == {1}
+
+
+def test_a_pod_that_the_api_refuses_as_invalid_fails_the_job(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+
+    def fail(verb: str, plural: str, _: str) -> Exception | None:
+        if (verb, plural) == ("create", "pods"):
+            return errors.Invalid("create pods", 422, "Invalid", "spec.containers[0].image: Required value")
+        return None
+
+    kube.fail = fail
+    operator = operator_on(kube)
+    operator.settle()
+    assert status(kube)["phase"] == "Failed"
+    (failed,) = [condition for condition in status(kube)["conditions"] if condition["type"] == "Failed"]
+    assert "Required value" in failed["message"]
+    assert names(kube) == []
+
+
+def test_a_quota_delays_the_pods_it_hits_and_no_others(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    full = True
+
+    def fail(verb: str, plural: str, name: str) -> Exception | None:
+        if full and (verb, plural) == ("create", "pods") and "-worker-2-" in name:
+            return errors.Forbidden("create pods", 403, "Forbidden", "exceeded quota: pods")
+        return None
+
+    kube.fail = fail
+    operator = operator_on(kube)
+    for _ in range(4):
+        operator.show()
+        operator.reconcile()
+        operator.seconds += 1
+    assert len(names(kube)) == 4
+    tries = sum(1 for verb, plural, name in kube.requests if "-worker-2-" in name and verb == "create")
+    assert tries <= 2, "a quota is not asked about again and again"
+    full = False
+    operator.settle()
+    assert len(names(kube)) == 5
+    assert status(kube)["incarnations"]["worker-2"] == 1
+
+
+def test_a_user_who_changes_the_job_meanwhile_is_not_overwritten(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    kube.change(JOBS, "team", "digits", {"spec": {"workers": {"replicas": 4}}})
+    crash(kube, of_role(kube, "worker")[0]["metadata"]["name"])
+    operator.show()
+    stale = operator.indexes[JOBS][KEY][0]
+    old = type(stale)(stale.uid, stale.name, stale.version - 1, _with_old_version(stale.value))
+    operator.indexes[JOBS][KEY] = [old]
+    operator.settle()
+    assert kube.objects["trainingjobs", *KEY]["spec"]["workers"]["replicas"] == 4
+    assert len([pod for pod in of_role(kube, "worker") if pod["status"]["phase"] == "Pending"]) == 4
+
+
+def _with_old_version(value: Json) -> Json:
+    metadata = {**value["metadata"], "resourceVersion": "1", "generation": 1}
+    return {**value, "metadata": metadata, "spec": {**value["spec"], "workers": {"replicas": 3}}}
+
+
+def test_an_invalid_spec_that_was_stored_all_the_same_fails_with_the_reason_and_no_pods(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """An older CRD, or none, may have let it in."""
+    kube.put(JOBS, "team", make_job(workers={"replicas": -3}, nonsense=1))
+    operator = operator_on(kube)
+    operator.settle()
+    assert status(kube)["phase"] == "Failed"
+    (failed,) = [condition for condition in status(kube)["conditions"] if condition["type"] == "Failed"]
+    assert failed["reason"] == "InvalidSpec"
+    assert "spec.workers.replicas" in failed["message"]
+    assert names(kube) == []
+    assert [event["reason"] for event in kube.all(EVENTS)] == ["Failed"]
+
+
+def test_a_status_that_cannot_be_written_stops_everything_after_it(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.show()
+    busy = errors.Busy("x", 503, "", "")
+    kube.fail = lambda verb, plural, _: busy if (verb, plural) == ("patch", "trainingjobs") else None
+    for _ in range(4):
+        with pytest.raises(errors.Busy):
+            operator.reconcile()
+    assert names(kube) == []
+    kube.fail = lambda *_: None
+    operator.settle()
+    assert len(names(kube)) == 5
+
+
+def test_events_that_cannot_be_sent_delay_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    kube.fail = lambda _, plural, __: errors.Forbidden("x", 403, "Forbidden", "") if plural == "events" else None
+    operator = operator_on(kube)
+    operator.settle()
+    assert len(names(kube)) == 5
+    assert operator.metrics.registry.get_sample_value("backstay_operator_errors_total", {"kind": "event"}) > 0
+
+
+def test_an_operator_that_does_not_lead_does_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.leads = False
+    operator.show()
+    assert operator.reconcile() is None
+    assert kube.requests == []
+
+
+def test_a_job_made_again_under_its_name_starts_with_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    old = set(names(kube))
+    for resource in (PODS, SERVICES, SECRETS, NETWORK_POLICIES, JOBS):
+        for name in names(kube, resource):
+            kube.remove(resource, "team", name)
+    operator.settle()
+    assert 'job="digits"' not in str(list(operator.metrics.registry.collect()))
+    kube.put(JOBS, "team", make_job())
+    operator.settle()
+    assert len(names(kube)) == 5
+    assert not old & set(names(kube))
+
+
+def test_the_round_of_calls_goes_to_the_servers_that_run(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    kube.put(JOBS, "team", make_job(checkpoint={"uri": "file:///c", "everySteps": 5}))
+    operator = operator_on(kube)
+    operator.settle()
+    assert operator.reconciler.round(KEY) is None
+    run_all(kube)
+    operator.settle()
+    todo = operator.reconciler.round(KEY)
+    assert [(server.shard, server.incarnation) for server in todo.servers] == [(0, 1), (1, 1)]
+    assert all(server.address.endswith(":7077") for server in todo.servers)
+    assert (todo.world, todo.generation, todo.stall_seconds, todo.checkpoint.every_steps) == (3, 1, 300, 5)
+    assert todo.token == token_for(b"k" * 32, kube.objects["trainingjobs", *KEY]["metadata"]["uid"])
+    crash(kube, of_role(kube, "parameter-server")[0]["metadata"]["name"])
+    operator.show()
+    assert [server.shard for server in operator.reconciler.round(KEY).servers] == [1]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_killed_at_any_request_and_started_again_there_is_never_a_second_pod_of_one_place(
+    new_kube: Any, operator_on: Any, make_job: MakeJob, data: st.DataObject
+) -> None:
+    """O1, O2, O5: the operator dies before or after any request; what it left is picked up, nothing is doubled."""
+    kube = new_kube()
+    kube.put(JOBS, "team", make_job(parameterServers={"replicas": 1}, workers={"replicas": 2}))
+    seconds = 0.0
+    for _ in range(data.draw(st.integers(1, 3), label="lives")):
+        left = data.draw(st.integers(0, 14), label="requests until it dies")
+        late = data.draw(st.booleans(), label="dies after the request was carried out")
+
+        def die(*_: str) -> Exception | None:
+            nonlocal left
+            left -= 1
+            return Killed() if left < 0 else None
+
+        setattr(kube, "lose" if late else "fail", die)
+        operator = operator_on(kube)
+        operator.seconds = seconds
+        with contextlib.suppress(Killed):
+            operator.settle()
+        seconds = operator.seconds + 1
+        kube.fail = kube.lose = lambda *_: None
+        if data.draw(st.booleans(), label="a worker crashes meanwhile"):
+            alive = [pod for pod in of_role(kube, "worker") if pod["status"]["phase"] in ("Pending", "Running")]
+            if alive:
+                crash(kube, alive[0]["metadata"]["name"])
+    operator = operator_on(kube)
+    operator.seconds = seconds
+    operator.settle()
+    for _ in range(8):  # back-offs run out
+        run_all(kube)
+        operator.seconds += 70
+        operator.settle()
+    alive = [pod for pod in kube.all(PODS) if pod["status"]["phase"] in ("Pending", "Running")]
+    places = [
+        (pod["metadata"]["labels"][contract.LABEL_ROLE], pod["metadata"]["labels"][contract.LABEL_INDEX])
+        for pod in alive
+        if not pod["metadata"].get("deletionTimestamp")
+    ]
+    assert sorted(places) == [("parameter-server", "0"), ("worker", "0"), ("worker", "1")]
+    crashed = sum(1 for pod in of_role(kube, "worker") if pod["status"]["phase"] == "Failed")
+    assert status(kube)["roles"]["Worker"]["restarts"] >= crashed
+    for pod in alive:
+        labels = pod["metadata"]["labels"]
+        place = f"{labels[contract.LABEL_ROLE]}-{labels[contract.LABEL_INDEX]}"
+        assert status(kube)["incarnations"][place] == int(labels[contract.LABEL_INCARNATION])
+
+
+class Killed(BaseException):
+    """The process ends here: no handler of the operator's sees it."""
