@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
-TOKEN = "benchmark"  # noqa: S105
+TOKEN = "benchmark"
 RAW_BYTES = 64 << 20
 
 
@@ -30,7 +30,7 @@ def allocator_environment() -> dict[str, str]:
     """What the operator sets in every pod of a job."""
     from backstay_spec import manifests_pod
 
-    return {name: value for name, value in vars(manifests_pod)["_ALLOCATOR"].items()}
+    return dict(vars(manifests_pod)["_ALLOCATOR"])
 
 
 class Process:

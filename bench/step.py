@@ -1,6 +1,6 @@
 """The empty step: a few parameters, 1 server, 1 worker; what is left is the runtime's own time.
 
-    python bench/step.py [--steps 2000]
+python bench/step.py [--steps 2000]
 """
 
 from __future__ import annotations

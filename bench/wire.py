@@ -11,8 +11,20 @@ import argparse
 import sys
 from typing import Any
 
-from _common import RAW_BYTES, Process, RawClient, RawServer, Server, Worker, commands, float_tree, median, processes
-from _common import reply, table
+from _common import (
+    RAW_BYTES,
+    Process,
+    RawClient,
+    RawServer,
+    Server,
+    Worker,
+    commands,
+    float_tree,
+    median,
+    processes,
+    reply,
+    table,
+)
 
 CASES = ("sgd", "adam", "sgd2")
 NAMES = {

@@ -1,0 +1,285 @@
+"""A shard that can be watched: an engine of plain NumPy, a coordinator that does what the test says, real streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backstay._shard import ShardRuntime
+from backstay._wire.client import ShardedClient, connect
+from backstay._wire.memory import aligned_empty
+from backstay._wire.server import DataServer
+from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo, Hello, Peer, RejectReason
+
+TOKEN = "a" * 64
+DIGEST = b"d" * 32
+FLOAT32 = np.dtype(np.float32)
+WAIT = 30.0  # a test that waits this long has failed
+
+
+@dataclass(frozen=True)
+class Block:
+    size: int
+    dtype: np.dtype = FLOAT32
+
+
+@dataclass(frozen=True)
+class Layout:
+    shard: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.size * b.dtype.itemsize for b in self.blocks)
+
+
+class FakeEngine:
+    """Adds the mean gradient. `gate` holds a computation back."""
+
+    def __init__(self, layout: Layout, version: int = 0) -> None:
+        self.version = version
+        self.values = [np.zeros(b.size, b.dtype) for b in layout.blocks]
+        self.gate = threading.Event()
+        self.gate.set()
+        self.applied: list[list[float]] = []  # the first element of each contribution, by update
+        self.weights: list[list[float]] = []
+        self.fail: Exception | None = None
+
+    def apply(
+        self, gradients: Sequence[Any], *, weights: Sequence[float], divisor: int, clip_factor: float = 1.0
+    ) -> None:
+        if self.fail is not None:
+            raise self.fail
+        self.applied.append([float(g[0][0]) for g in gradients])
+        self.weights.append(list(weights))
+        for b, value in enumerate(self.values):
+            total = sum(w * g[b] for w, g in zip(weights, gradients, strict=True))
+            self.values[b] = (value + clip_factor * total / divisor).astype(value.dtype)
+        self.version += 1
+
+    def skip(self) -> None:
+        self.version += 1
+
+    def block(self, b: int) -> np.ndarray:
+        assert self.gate.wait(WAIT)
+        return self.values[b]
+
+    def sum_of_squares(self, gradients: Sequence[Any], *, weights: Sequence[float], divisor: int) -> float:
+        return float(
+            sum(
+                np.sum((sum(w * g[b] for w, g in zip(weights, gradients, strict=True)) / divisor) ** 2)
+                for b in range(len(self.values))
+            )
+        )
+
+    def snapshot(self) -> tuple[int, list[np.ndarray]]:
+        return self.version, [v.copy() for v in self.values]
+
+
+class Recorder:
+    """A `Coordination` that writes everything down, and then lets `decide` act on what was staged."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.changed = threading.Condition()
+        self.decide: Callable[[int, Any], None] = lambda shard, staged: None
+
+    def note(self, kind: str, value: Any) -> None:
+        with self.changed:
+            self.events.append((kind, value))
+            self.changed.notify_all()
+
+    def of(self, kind: str) -> list[Any]:
+        with self.changed:
+            return [value for k, value in self.events if k == kind]
+
+    def wait_for(self, kind: str, count: int = 1) -> list[Any]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: sum(k == kind for k, _ in self.events) >= count, WAIT), self.events
+        return self.of(kind)
+
+    def staged(self, shard: int, staged: Any) -> None:
+        self.note("staged", staged.id)
+        self.decide(shard, staged)
+
+    def lost(self, shard: int, gradient: Any) -> None:
+        self.note("lost", gradient)
+
+    def norm(self, shard: int, norm: Any) -> None:
+        self.note("norm", norm)
+
+    def written(self, shard: int, written: Any) -> None:
+        self.note("written", written)
+
+    def applied(self, shard: int, version: int) -> None:
+        self.note("applied", version)
+
+    def failed(self, shard: int, why: str) -> None:
+        self.note("failed", why)
+
+
+def gid(
+    rank: int = 0, version: int = 0, *, term: int = 1, incarnation: int = 1, attempt: int | None = None
+) -> GradientId:
+    return GradientId(
+        term=term,
+        version=version,
+        rank=rank,
+        key_step=version,
+        incarnation=incarnation,
+        attempt=version if attempt is None else attempt,
+    )
+
+
+def commit(version: int, gradients: Sequence[GradientId], **more: Any) -> Commit:
+    return Commit(
+        **{
+            "term": 1,
+            "version": version,
+            "contributions": [Contribution(id=g, weight=1.0) for g in gradients],
+            "world": max(1, len(gradients)),
+            "clip_factor": 1.0,
+            **more,
+        }
+    )
+
+
+def hello(rank: int = 0, *, shard: int = 0, incarnation: int = 1, **more: Any) -> Hello:
+    return Hello(
+        **{
+            "peer": Peer(role="worker", index=rank, incarnation=incarnation),
+            "shard": shard,
+            "expected_incarnation": 1,
+            "term": 1,
+            "partition_digest": DIGEST,
+            **more,
+        }
+    )
+
+
+@dataclass
+class Shard:
+    layout: Layout
+    engine: FakeEngine
+    coordination: Recorder
+    runtime: ShardRuntime
+    saved: list[tuple[Any, int, int]] = field(default_factory=list)
+    server: DataServer | None = None
+
+    @property
+    def address(self) -> str:
+        assert self.server is not None
+        return f"127.0.0.1:{self.server.port}"
+
+    def fill(self, gradient: GradientId, value: float) -> Any:
+        """Stages a gradient whose elements are all `value`, without a stream."""
+        incoming = self.runtime.begin(hello(gradient.rank, incarnation=gradient.incarnation), gradient, GradientInfo())
+        for block, spec in zip(incoming.blocks, self.layout.blocks, strict=True):
+            block.view(spec.dtype)[:] = value
+        self.runtime.complete(incoming)
+        return incoming
+
+    def gradient(self, value: float) -> list[np.ndarray]:
+        return [np.full(b.size, value, b.dtype) for b in self.layout.blocks]
+
+    def buffers(self) -> list[np.ndarray]:
+        return [aligned_empty(b.size * b.dtype.itemsize) for b in self.layout.blocks]
+
+
+@pytest.fixture
+def kit() -> SimpleNamespace:
+    """What tests need to name."""
+    return SimpleNamespace(
+        token=TOKEN,
+        digest=DIGEST,
+        wait=WAIT,
+        Block=Block,
+        Layout=Layout,
+        FakeEngine=FakeEngine,
+        Recorder=Recorder,
+        gid=gid,
+        commit=commit,
+        hello=hello,
+        reasons=RejectReason,
+    )
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as exits:
+        yield exits
+
+
+@pytest.fixture
+def make_shard(stack: ExitStack) -> Callable[..., Shard]:
+    """Shards that are closed at the end."""
+
+    def make(
+        sizes: Sequence[int] = (300_000, 7),
+        *,
+        number: int = 0,
+        mode: str = "Sync",
+        start: bool = True,
+        serve: bool = False,
+    ) -> Shard:
+        layout = Layout(number, tuple(Block(size) for size in sizes))
+        recorder = Recorder()
+        saved: list[tuple[Any, int, int]] = []
+        runtime = ShardRuntime(
+            layout,
+            DIGEST,
+            recorder,
+            incarnation=1,
+            mode=mode,
+            on_checkpoint=lambda snapshot, term, version: saved.append((snapshot, term, version)),
+        )
+        shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
+
+        def close() -> None:
+            shard.engine.gate.set()
+            runtime.close()
+
+        if serve:
+            shard.server = DataServer(runtime, host="127.0.0.1", port=0, token=TOKEN)
+            stack.callback(shard.server.close)
+        stack.callback(close)
+        if start:
+            runtime.reset(1, shard.engine, 1)
+        return shard
+
+    return make
+
+
+@pytest.fixture
+def dial(stack: ExitStack) -> Callable[..., ShardedClient]:
+    """Clients of shards that are closed at the end."""
+
+    def connect_to(*shards: Shard, rank: int = 0, mode: str = "Sync", token: str = TOKEN, **more: Any) -> ShardedClient:
+        client = connect(
+            [shard.address for shard in shards],
+            [shard.layout for shard in shards],
+            [hello(rank, shard=shard.layout.shard, **more) for shard in shards],
+            token=token,
+            mode=mode,
+        )
+        stack.callback(client.close)
+        return client
+
+    return connect_to
+
+
+@pytest.fixture
+def background(stack: ExitStack) -> Callable[[Callable[[], Any]], Any]:
+    """Runs something in a thread; the result has `result()`, as of a future."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(8)
+    stack.callback(pool.shutdown, wait=False)
+    return pool.submit
