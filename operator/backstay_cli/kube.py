@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import ssl
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,8 +29,9 @@ class ApiError(Exception):
 class Api:
     """An open connection; use as an async context manager."""
 
-    def __init__(self, server: str, token: str) -> None:
+    def __init__(self, server: str, token: str, tls: ssl.SSLContext | None = None) -> None:
         self.server = server
+        self._tls = tls if tls is not None else True
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"}, timeout=aiohttp.ClientTimeout(total=30)
         )
@@ -39,10 +42,11 @@ class Api:
         config = yaml.safe_load(path.read_text())
         by_name = {kind: {entry["name"]: entry for entry in config[kind]} for kind in ("contexts", "clusters", "users")}
         context = by_name["contexts"][config["current-context"]]["context"]
-        return cls(
-            by_name["clusters"][context["cluster"]]["cluster"]["server"],
-            by_name["users"][context["user"]]["user"]["token"],
-        )
+        cluster = by_name["clusters"][context["cluster"]]["cluster"]
+        tls = None
+        if authority := cluster.get("certificate-authority-data"):
+            tls = ssl.create_default_context(cadata=base64.b64decode(authority).decode())
+        return cls(cluster["server"], by_name["users"][context["user"]]["user"]["token"], tls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -59,7 +63,9 @@ class Api:
             ApiError: the answer is not 2xx.
             aiohttp.ClientError: there is none.
         """
-        async with self._session.request(method, self.server + path, json=body, params=parameters) as response:
+        async with self._session.request(
+            method, self.server + path, json=body, params=parameters, ssl=self._tls
+        ) as response:
             answer = await response.json(content_type=None)
             if response.status >= 300:
                 raise ApiError(response.status, answer.get("reason", ""), answer.get("message", str(answer)))
