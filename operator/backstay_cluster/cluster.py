@@ -1,0 +1,350 @@
+"""The embedded cluster put together: addresses, an API server, and one node.
+
+`EmbeddedCluster` runs in the caller's event loop; `ClusterProcess` is the same as a process of its own for callers
+without one, and the way to keep the API server's work out of a program that has other things to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import yaml
+
+from backstay_cluster.gc import GarbageCollector
+from backstay_cluster.kubelet.api import ApiClient, until_answered
+from backstay_cluster.kubelet.kubelet import Kubelet
+from backstay_cluster.net import LoopbackBlock, claim_block
+from backstay_cluster.realserver import RealServer, assets, new_token
+
+if TYPE_CHECKING:
+    from backstay_cluster.apiserver import ApiServer
+
+logger = logging.getLogger(__name__)
+KUBECONFIG_NAME = "cluster.kubeconfig"
+START_SECONDS = 120.0
+STOP_SECONDS = 20.0
+# Every container is told which address to bind: in a real cluster all of a pod's, here only its own.
+EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)"}
+
+
+def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
+    """A kubeconfig as YAML.
+
+    Args:
+        url: of the API server.
+        token: the bearer token.
+        ca: PEM of the certificate that an https server is trusted by.
+    """
+    cluster: dict[str, str] = {"server": url}
+    if ca is not None:
+        cluster["certificate-authority-data"] = base64.b64encode(ca).decode()
+    return yaml.safe_dump(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "backstay", "cluster": cluster}],
+            "users": [{"name": "backstay", "user": {"token": token}}],
+            "contexts": [
+                {"name": "backstay", "context": {"cluster": "backstay", "user": "backstay", "namespace": "default"}}
+            ],
+            "current-context": "backstay",
+        },
+        sort_keys=False,
+    )
+
+
+class EmbeddedCluster:
+    """An API server and a node, in this process; with `KUBEBUILDER_ASSETS` the real API server as processes beside it.
+
+    Args:
+        data_dir: where logs and everything else is kept; a temporary folder, removed at the end, when None.
+        kubeconfig_path: where the kubeconfig is written; its name must end in `.kubeconfig`. In `data_dir` when None.
+        gpus: the node's GPUs by index; found on this machine when None.
+        kubelet: whether to run a node; without one, pods stay Pending (a `FakeKubelet` may be started instead).
+        extra_env: environment of every container besides `BACKSTAY_BIND`; `$(POD_IP)` is the pod's address.
+        base_env: what an image would give; this Python environment's when None.
+        environ: where `KUBEBUILDER_ASSETS` is looked up.
+        stop_grace: seconds between SIGTERM and SIGKILL for containers that run when the cluster stops.
+
+    Attributes:
+        url: of the API server.
+        token: the bearer token of an administrator.
+        ca: PEM of the certificate that clients have to trust, None for http.
+        kubeconfig: path of the kubeconfig.
+        logs_dir: where `<namespace>/<pod>/<container>.log` are.
+        data_dir: the folder.
+        node: the kubelet, None without.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | str | None = None,
+        *,
+        kubeconfig_path: Path | str | None = None,
+        gpus: Sequence[str] | None = None,
+        kubelet: bool = True,
+        extra_env: Mapping[str, str] | None = None,
+        base_env: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        stop_grace: float = 1.0,
+    ) -> None:
+        self._temporary = data_dir is None
+        self._environ = dict(os.environ if environ is None else environ)
+        self.data_dir = Path(tempfile.mkdtemp(prefix="backstay-")) if data_dir is None else Path(data_dir).absolute()
+        self.kubeconfig = (
+            self.data_dir / KUBECONFIG_NAME if kubeconfig_path is None else Path(kubeconfig_path).absolute()
+        )
+        if self.kubeconfig.suffix != ".kubeconfig":
+            raise ValueError(f"kubeconfig {str(self.kubeconfig)!r}: the name must end in .kubeconfig")
+        self.url = ""
+        self.token = new_token()
+        self.node: Kubelet | None = None
+        self._with_kubelet = kubelet
+        self._gpus = gpus
+        self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
+        self._base_env = base_env
+        self._stop_grace = stop_grace
+        self._block: LoopbackBlock | None = None
+        self._server: ApiServer | RealServer | None = None
+        self._client: ApiClient | None = None
+        self.ca: str | None = None
+        self._tls: ssl.SSLContext | None = None
+        self._collector: asyncio.Task[None] | None = None
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where `<namespace>/<pod>/<container>.log` are; kept after the pods are gone."""
+        return self.data_dir / "pods"
+
+    def client(self) -> ApiClient:
+        """A new client of the API server; the caller closes it."""
+        return ApiClient(self.url, self.token, ssl=self._tls)
+
+    async def start(self) -> Self:
+        """Start; returns when pods can be created and will run.
+
+        Raises:
+            NetworkError: no addresses could be had.
+            AssetsError: `KUBEBUILDER_ASSETS` names servers that cannot be used.
+            TimeoutError: the API server was not ready in time.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        self._block = claim_block()
+        folder = assets(self._environ)
+        ca: bytes | None = None
+        kubelet_tls: ssl.SSLContext | None = None
+        if folder is None:
+            from backstay_cluster.apiserver import ApiServer
+
+            # The same token for the kubelet's port: the API server bears it when it hands logs on.
+            server = ApiServer(host="127.0.0.1", port=0, token=self.token, service_cidr=self._block.service_cidr)
+            self._server = server
+            await server.start()
+            self.url = server.url
+            if server.ca is not None:
+                ca = server.ca.encode()
+                self._tls = ssl.create_default_context(cadata=server.ca)
+        else:
+            real = RealServer(folder, self.data_dir / "control-plane", self._block.service_cidr, self.token)
+            self._server = real
+            await real.start()
+            self.url = real.url
+            self._tls, kubelet_tls = real.client_tls(), real.kubelet_tls()
+            ca = real.certificate.read_bytes()
+        self._client = self.client()
+        await until_answered(self._client)
+        if folder is not None:
+            self._collector = asyncio.create_task(GarbageCollector(self._client).run())
+        self.ca = None if ca is None else ca.decode()
+        write_private(self.kubeconfig, kubeconfig(self.url, self.token, ca))
+        if self._with_kubelet:
+            self.node = Kubelet(
+                self._client,
+                self.data_dir,
+                self._block.pod_cidr,
+                token=self.token,
+                tls=kubelet_tls,
+                extra_env=self._extra_env,
+                base_env=self._base_env,
+                gpus=self._gpus,
+                keep_open=(self._block.claim.fileno(),),
+            )
+            await self.node.start()
+
+    async def stop(self) -> None:
+        """End every container, then the API server; remove the kubeconfig, and a temporary folder."""
+        if self._collector is not None:
+            self._collector.cancel()
+            await asyncio.gather(self._collector, return_exceptions=True)
+            self._collector = None
+        if self.node is not None:
+            await self.node.stop(self._stop_grace)
+            self.node = None
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
+        if self._block is not None:
+            self._block.close()
+            self._block = None
+        self.kubeconfig.unlink(missing_ok=True)
+        shutil.rmtree(self.data_dir / "run", ignore_errors=True)
+        shutil.rmtree(self.data_dir / "control-plane", ignore_errors=True)
+        if self._temporary:
+            shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that holds a secret: readable by its owner only, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    part.replace(path)
+
+
+class ClusterProcess:
+    """An embedded cluster as a process, for callers without an event loop; it ends with the caller, whatever ends that.
+
+    Args:
+        data_dir: as for `EmbeddedCluster`.
+        kubeconfig_path: as for `EmbeddedCluster`.
+        log_file: where its own log goes; this process' stderr when None.
+        kubelet: as for `EmbeddedCluster`.
+        environ: the process' environment.
+
+    Attributes:
+        url: of the API server.
+        token: the bearer token.
+        ca: PEM of the certificate that clients have to trust, None for http.
+        kubeconfig: path of the kubeconfig.
+        logs_dir: where `<namespace>/<pod>/<container>.log` are.
+        pid: of the process.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | str | None = None,
+        *,
+        kubeconfig_path: Path | str | None = None,
+        log_file: Path | str | None = None,
+        kubelet: bool = True,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._args = [] if data_dir is None else ["--data-dir", str(data_dir)]
+        self._args += [] if kubeconfig_path is None else ["--kubeconfig", str(kubeconfig_path)]
+        self._args += [] if kubelet else ["--no-kubelet"]
+        self._log_file = log_file
+        self._environ = environ
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = self.token = ""
+        self.ca: str | None = None
+        self.kubeconfig = self.logs_dir = Path()
+
+    def client(self) -> ApiClient:
+        """A new client of the API server; the caller, who has an event loop, closes it."""
+        tls = None if self.ca is None else ssl.create_default_context(cadata=self.ca)
+        return ApiClient(self.url, self.token, ssl=tls)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, seconds: float = START_SECONDS) -> Self:
+        """Start, and wait until pods can be created.
+
+        Raises:
+            RuntimeError: it ended before it was ready; its message is in its log.
+            TimeoutError: it was not ready in time.
+        """
+        ready_r, ready_w = os.pipe()
+        log: IO[Any] | None = None if self._log_file is None else Path(self._log_file).open("ab")  # noqa: SIM115
+        command = [sys.executable, "-m", "backstay_cluster", "--ready-fd", str(ready_w)]
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--die-with-parent", str(os.getpid()), *self._args],
+                pass_fds=(ready_w,),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=None if self._environ is None else dict(self._environ),
+                # A Ctrl-C in the terminal is the caller's to handle: it may want the cluster a little longer.
+                start_new_session=True,
+            )
+        finally:
+            os.close(ready_w)
+            if log is not None:
+                log.close()
+        with os.fdopen(ready_r, "rb", buffering=0) as ready:
+            data, deadline = b"", time.monotonic() + seconds
+            while not data.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0 or not select.select([ready], [], [], left)[0]:
+                    self.stop()
+                    raise TimeoutError(f"the embedded cluster was not ready within {seconds:.0f} s")
+                chunk = ready.read(4096)
+                if not chunk:
+                    code = self._process.wait()
+                    self._process = None
+                    where = f": see {self._log_file}" if self._log_file else ""
+                    raise RuntimeError(f"the embedded cluster ended with exit code {code} before it was ready{where}")
+                data += chunk
+        said = json.loads(data)
+        self.url, self.token, self.ca = said["url"], said["token"], said["ca"]
+        self.kubeconfig, self.logs_dir = Path(said["kubeconfig"]), Path(said["logsDir"])
+        return self
+
+    def stop(self) -> None:
+        """End it, and all its containers."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the embedded cluster did not stop within %.0f s: killed", STOP_SECONDS)
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,106 @@
+"""Pure rules about strings in a pod: `$(VAR)`, quantities, image names, and paths moved out of the container.
+
+A pod here has no mount namespace, so a volume is not where its `mountPath` says but in a folder of the host. `PathMap`
+rewrites every mention of a mount path in arguments and environment to that folder, wherever it stands as a whole
+path: alone, under it, after `file://`, in `--dir=/data`, in a list such as `/a:/b`, inside JSON or a shell script.
+A mention that is part of another word or longer path (`s3://bucket/data`, `/old/data`, `/data2`) stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+
+_REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
+_SUFFIXES = {
+    "": Decimal(1),
+    "n": Decimal("1e-9"),
+    "u": Decimal("1e-6"),
+    "m": Decimal("1e-3"),
+    "k": Decimal(10**3),
+    "M": Decimal(10**6),
+    "G": Decimal(10**9),
+    "T": Decimal(10**12),
+    "P": Decimal(10**15),
+    "E": Decimal(10**18),
+    "Ki": Decimal(2**10),
+    "Mi": Decimal(2**20),
+    "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40),
+    "Pi": Decimal(2**50),
+    "Ei": Decimal(2**60),
+}
+_QUANTITY = re.compile(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+|[a-zA-Z]*)")
+
+# https://github.com/distribution/reference: name[:tag][@digest], the first component may be a domain with a port.
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_DOMAIN = (
+    r"(?:(?:[a-zA-Z0-9]|[a-zA-Z0-9][a-zA-Z0-9-]*[a-zA-Z0-9])"
+    r"(?:\.(?:[a-zA-Z0-9]|[a-zA-Z0-9][a-zA-Z0-9-]*[a-zA-Z0-9]))*|\[[a-fA-F0-9:]+\])(?::[0-9]+)?"
+)
+_IMAGE = re.compile(
+    rf"(?:{_DOMAIN}/)?{_COMPONENT}(?:/{_COMPONENT})*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+    r"(?:@[A-Za-z][A-Za-z0-9]*(?:[-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,})?"
+)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace `$(VAR)` by its value; `$$` is a dollar sign; a reference to an unknown variable stays as written."""
+
+    def one(match: re.Match[str]) -> str:
+        if match.group(0) == "$$":
+            return "$"
+        return variables.get(match.group(1), match.group(0))
+
+    return _REFERENCE.sub(one, text)
+
+
+def quantity(text: str | int | float) -> Decimal:
+    """A Kubernetes quantity (`500m`, `1Gi`, `2e3`, 4) as a number.
+
+    Raises:
+        ValueError: it is not a quantity.
+    """
+    match = _QUANTITY.fullmatch(str(text).strip())
+    try:
+        if match is not None:
+            number, suffix = match.groups()
+            if suffix[:1] in ("e", "E") and len(suffix) > 1:
+                return Decimal(number + suffix)
+            return Decimal(number) * _SUFFIXES[suffix]
+    except (InvalidOperation, KeyError):
+        pass
+    raise ValueError(f"{text!r} is not a quantity: must be a number with an optional suffix, such as 500m, 2 or 1Gi")
+
+
+def valid_image(name: str) -> bool:
+    """Whether an image reference is well formed (whether it exists is not asked: nothing is pulled)."""
+    return len(name) <= 512 and _IMAGE.fullmatch(name) is not None
+
+
+class PathMap:
+    """Rewrites mentions of paths of the container to folders of the host.
+
+    Args:
+        paths: path in the container -> path on the host, both absolute; where one lies under another the longer counts.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self._paths = {clean_path(path): host for path, host in paths.items()}
+        names = sorted(self._paths, key=len, reverse=True)
+        # Not inside a longer path or word, but after the two slashes of `file://`.
+        self._pattern = re.compile(
+            r"(?:(?<![\w.\-/])|(?<=\bfile://))(" + "|".join(re.escape(name) for name in names) + r")(?![\w.\-])"
+            if names
+            else r"(?!)"
+        )
+
+    def __call__(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._paths[match.group(1)], text)
+
+
+def clean_path(path: str) -> str:
+    """An absolute path without a slash at its end or two in a row."""
+    return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))

@@ -1,0 +1,219 @@
+"""The node: it registers itself, follows the pods bound to it and the Services of all, and gives each pod a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.kubelet.events import EventRecorder
+from backstay_cluster.kubelet.informer import Informer
+from backstay_cluster.kubelet.logs import MAX_BYTES
+from backstay_cluster.kubelet.node import GPU, Node, Pool, local_gpus, pod_addresses, python_environment, service_links
+from backstay_cluster.kubelet.objects import Key, Object, is_terminal
+from backstay_cluster.kubelet.pod import PodWorker
+from backstay_cluster.kubelet.proxy import ServiceProxy
+from backstay_cluster.kubelet.registration import Registration
+from backstay_cluster.kubelet.runtime import ProcessRuntime, Runtime
+from backstay_cluster.kubelet.scheduler import Scheduler
+from backstay_cluster.kubelet.server import KubeletServer
+
+logger = logging.getLogger(__name__)
+
+
+class Kubelet:
+    """A node of the embedded cluster, with the scheduler and the Services' proxy in one.
+
+    Args:
+        client: the API server; closed by its owner.
+        data_dir: for logs (`pods/<namespace>/<pod>/<container>.log`), folders of running pods, and volume claims.
+        pod_cidr: the loopback block that pods get their addresses from; its first address is the node's.
+        name: of the node.
+        token: what callers of the kubelet's own port must bear.
+        tls: serves that port over TLS and asks for a client certificate instead (a real API server brings one).
+        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address.
+        base_env: what an image would give; by default this Python environment's.
+        gpus: the devices' names, as `CUDA_VISIBLE_DEVICES` takes them; by default this machine's.
+        labels: of the node, besides the usual.
+        keep_open: descriptors held by whatever runs containers, so that the claim of `pod_cidr` outlives them.
+        runtime: what runs containers; by default processes.
+        log_max_bytes: the cap of one log file; one older of the same size is kept.
+        clock: seconds since the epoch.
+        sleep: waits (seconds).
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        data_dir: Path,
+        pod_cidr: str,
+        *,
+        name: str = "backstay",
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        base_env: Mapping[str, str] | None = None,
+        gpus: Sequence[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        keep_open: Sequence[int] = (),
+        runtime: Runtime | None = None,
+        log_max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._own_runtime = ProcessRuntime(keep_open) if runtime is None else None
+        addresses = pod_addresses(pod_cidr, skip=1)
+        node_ip, pod_ips = addresses[0], addresses[1:]
+        gpus = local_gpus() if gpus is None else gpus
+        self._labels = {
+            "kubernetes.io/hostname": name,
+            "kubernetes.io/os": "linux",
+            "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+            **(labels or {}),
+        }
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        allocatable = {
+            "cpu": str(os.cpu_count() or 1),
+            "memory": f"{memory // 1024}Ki",
+            "pods": str(len(pod_ips)),
+            **({GPU: str(len(gpus))} if gpus else {}),
+        }
+        self.events = EventRecorder(client, "kubelet", name, clock=clock)
+        self._placed = EventRecorder(client, "default-scheduler", name, clock=clock)
+        self.services: dict[Key, Object] = {}
+        self.node = Node(
+            client=client,
+            runtime=runtime or self._own_runtime or ProcessRuntime(keep_open),
+            events=self.events,
+            name=name,
+            ip=node_ip,
+            data_dir=data_dir,
+            addresses=Pool(pod_ips),
+            gpus=Pool(gpus),
+            allocatable=allocatable,
+            base_env=dict(python_environment() if base_env is None else base_env),
+            extra_env=dict(extra_env or {}),
+            service_links=lambda namespace: service_links(self.services.values(), namespace),
+            clock=clock,
+            sleep=sleep,
+            log_max_bytes=log_max_bytes,
+        )
+        self.token = secrets.token_hex(16) if token is None else token
+        self._server = KubeletServer(self.node.sinks, self.token, tls=tls, clock=clock)
+        self._registration = Registration(client, self.node, self._labels, clock=clock, sleep=sleep)
+        self._scheduler = Scheduler(client, self._placed, name, self._labels, allocatable, clock=clock, sleep=sleep)
+        self._proxy = ServiceProxy(self.events, sleep=sleep)
+        self._pods = Informer(client, "/api/v1/pods", self._pod_changed, sleep=sleep)
+        self._service_informer = Informer(client, "/api/v1/services", self._service_changed, sleep=sleep)
+        self._workers: dict[str, tuple[PodWorker, asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where `<namespace>/<pod>/<container>.log` are."""
+        return self.node.logs_dir
+
+    async def start(self, seconds: float = 30.0) -> None:
+        """Register the node and begin; returns when pods can be run.
+
+        Raises:
+            TimeoutError: the API server did not answer.
+        """
+        if self._own_runtime is not None:
+            self._own_runtime.open()
+        port = await self._server.start(self.node.ip)
+        async with asyncio.timeout(seconds):
+            await self._registration.register(port)
+            self._tasks = [
+                asyncio.create_task(each)
+                for each in (
+                    self._registration.run(),
+                    self.events.run(),
+                    self._placed.run(),
+                    self._service_informer.run(),
+                    self._pods.run(),
+                    self._scheduler.run(),
+                )
+            ]
+            for task in self._tasks:
+                task.add_done_callback(_report)
+            await self._service_informer.synced.wait()
+            await self._pods.synced.wait()
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """End every container (SIGTERM, after `grace` seconds SIGKILL) and stop; the API is told nothing any more."""
+        self._stopping = True
+        for worker, _ in self._workers.values():
+            worker.stop(grace)
+        ends = [asyncio.ensure_future(worker.ended.wait()) for worker, _ in self._workers.values()]
+        if ends:
+            await asyncio.wait(ends, timeout=grace + 1.0)
+        for end in ends:
+            end.cancel()
+        tasks = [*self._tasks, *(task for _, task in self._workers.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._proxy.close()
+        await self._server.stop()
+        if self._own_runtime is not None:
+            await self._own_runtime.close()
+        for sink in self.node.sinks.values():
+            sink.close()
+
+    def _service_changed(self, key: Key, old: Object | None, new: Object | None) -> None:
+        del old
+        if new is None:
+            self.services.pop(key, None)
+        else:
+            self.services[key] = new
+        self._proxy.see_service(key, new)
+
+    def _pod_changed(self, key: Key, old: Object | None, new: Object | None) -> None:
+        self._scheduler.see(key, new)
+        self._proxy.see_pod(key, new)
+        if new is None:
+            if old is not None and (held := self._workers.get(old["metadata"]["uid"])) is not None:
+                held[0].removed()
+            for sink_key in [k for k in self.node.sinks if k[:2] == key]:
+                self._forget(sink_key)
+            return
+        if new["spec"].get("nodeName") != self.node.name or self._stopping:
+            return
+        uid = new["metadata"]["uid"]
+        held = self._workers.get(uid)
+        if held is None:
+            if is_terminal(new) and not new["metadata"].get("deletionTimestamp"):
+                return
+            worker = PodWorker(self.node, new)
+            task = asyncio.create_task(worker.run(), name=f"pod {key[0]}/{key[1]}")
+            self._workers[uid] = worker, task
+            task.add_done_callback(lambda _: self._workers.pop(uid, None))
+            task.add_done_callback(_report)
+        self._workers[uid][0].update(new)
+
+    def _forget(self, key: tuple[str, str, str]) -> None:
+        """Drop the log's handle once the container has ended; its file stays."""
+        if self.node.sinks[key].closed:
+            del self.node.sinks[key]
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s ended by an error of the kubelet's own", task.get_name(), exc_info=task.exception())
+
+
+async def forget_node(client: ApiClient, name: str) -> None:
+    """Remove a node that is no more; nothing happens when there is none."""
+    with contextlib.suppress(ApiError):
+        await client.delete(f"/api/v1/nodes/{name}")

@@ -1,0 +1,233 @@
+"""What a container writes: one file a person can read, and the readings that `kubectl logs` asks for.
+
+A container writes into a pipe, and the kubelet moves what arrives into `<container>.log` as it is, binary or not. When
+each piece arrived is remembered beside it, so that lines can be shown with a time or since one. A file that reaches its
+cap is kept once as `<container>.log.1` and begun anew. Files stay when their pod is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+CHUNK = 1 << 16
+MAX_BYTES = 64 << 20
+MAX_MARKS = 1 << 13
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What is asked for: PodLogOptions."""
+
+    follow: bool = False
+    tail_lines: int | None = None
+    since: float | None = None  # seconds since the epoch
+    timestamps: bool = False
+    limit_bytes: int | None = None
+
+
+class LogSink:
+    """The output of one run of a container.
+
+    Args:
+        path: the file; its folder is made, a file of an earlier run is moved to `previous`.
+        max_bytes: the cap of one file.
+        clock: seconds since the epoch.
+
+    Attributes:
+        write_fd: what the process writes to; the owner closes it (`close_write`) once the process has it.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._clock = clock
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(previous_of(path))
+        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._start = 0  # offset, in all that was ever written, of the current file's first byte
+        self._end = 0
+        self._marks: list[tuple[int, float]] = []
+        self._news: set[asyncio.Event] = set()
+        self.closed = False
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        asyncio.get_running_loop().add_reader(self._read_fd, self._readable)
+
+    def close_write(self) -> None:
+        """Close our copy of the end that the process writes to, so that its end is seen."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def close(self) -> None:
+        """Take what is left in the pipe, and end; whoever follows is told."""
+        if self.closed:
+            return
+        self.close_write()
+        while self._read_once():
+            pass
+        self._end_reading()
+        self.closed = True
+        self._file.close()
+        self._tell()
+
+    def tail(self, max_bytes: int, max_lines: int) -> bytes:
+        """The last whole lines that fit."""
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - max_bytes))
+            lines = file.read().splitlines(keepends=True)
+        return b"".join(lines[-max_lines:])
+
+    def _readable(self) -> None:
+        # One piece a turn of the loop: a container that floods does not starve the others.
+        self._read_once()
+
+    def _read_once(self) -> bool:
+        if self._read_fd < 0:
+            return False
+        try:
+            data = os.read(self._read_fd, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end_reading()
+            return False
+        self._write(data)
+        return True
+
+    def _end_reading(self) -> None:
+        if self._read_fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._read_fd)
+            os.close(self._read_fd)
+            self._read_fd = -1
+
+    def _write(self, data: bytes) -> None:
+        if self._end - self._start >= self._max_bytes:
+            self._file.close()
+            self.path.replace(rotated_of(self.path))
+            self._file = self.path.open("wb", buffering=0)
+            self._start = self._end
+        self._marks.append((self._end, self._clock()))
+        if len(self._marks) > MAX_MARKS:
+            del self._marks[1::2]  # coarser in time, never wrong in order
+        self._file.write(data)
+        self._end += len(data)
+        self._tell()
+
+    def _tell(self) -> None:
+        for event in self._news:
+            event.set()
+
+    def _time_of(self, offset: int) -> float:
+        index = bisect.bisect_right(self._marks, (offset, float("inf"))) - 1
+        return self._marks[max(index, 0)][1] if self._marks else self._clock()
+
+    def _slice(self, offset: int, size: int) -> bytes:
+        if offset < self._start:
+            old = rotated_of(self.path)
+            try:
+                length = old.stat().st_size
+            except FileNotFoundError:
+                return b""
+            skip = offset - (self._start - length)
+            with old.open("rb") as file:
+                file.seek(max(0, skip))
+                return file.read(min(size, self._start - offset))
+        with self.path.open("rb") as file:
+            file.seek(offset - self._start)
+            return file.read(size)
+
+    def _first(self) -> int:
+        """The offset of the oldest byte that is still kept."""
+        old = rotated_of(self.path)
+        return self._start - (old.stat().st_size if self._start and old.exists() else 0)
+
+    def _tail_offset(self, lines: int, first: int) -> int:
+        offset, found = self._end, 0
+        while offset > first:
+            begin = max(first, offset - CHUNK)
+            if begin < self._start < offset:
+                begin = self._start
+            block = self._slice(begin, offset - begin)
+            if offset == self._end and block.endswith(b"\n"):
+                found -= 1  # the newline that ends the last line begins none
+            position = len(block)
+            while (position := block.rfind(b"\n", 0, position)) >= 0:
+                found += 1
+                if found == lines:
+                    return begin + position + 1
+            offset = begin
+        return first
+
+    async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
+        """The log as asked for; with `follow` until the container ends."""
+        news = asyncio.Event()
+        self._news.add(news)
+        try:
+            offset = self._first()
+            if options.since is not None:
+                index = bisect.bisect_left([mark[1] for mark in self._marks], options.since)
+                offset = max(offset, self._marks[index][0] if index < len(self._marks) else self._end)
+            if options.tail_lines is not None:
+                offset = max(
+                    offset, self._end if options.tail_lines == 0 else self._tail_offset(options.tail_lines, offset)
+                )
+            left = options.limit_bytes
+            at_line_start = True
+            while left is None or left > 0:
+                news.clear()
+                closed = self.closed
+                if offset < self._end:
+                    offset = max(offset, self._first())
+                    data = self._slice(offset, min(CHUNK, self._end - offset))
+                    out = self._stamp(offset, data, at_line_start) if options.timestamps else data
+                    at_line_start = data.endswith(b"\n")
+                    offset += len(data)
+                    if left is not None:
+                        out = out[:left]
+                        left -= len(out)
+                    yield out
+                elif closed or not options.follow:
+                    return
+                else:
+                    await news.wait()
+        finally:
+            self._news.discard(news)
+
+    def _stamp(self, offset: int, data: bytes, at_line_start: bool) -> bytes:
+        out = []
+        for line in _split_lines(data):
+            if at_line_start:
+                moment = datetime.fromtimestamp(self._time_of(offset), UTC)
+                out.append(moment.strftime("%Y-%m-%dT%H:%M:%S.%f000Z ").encode())
+            out.append(line)
+            at_line_start = line.endswith(b"\n")
+            offset += len(line)
+        return b"".join(out)
+
+
+def _split_lines(data: bytes) -> list[bytes]:
+    """Split after newlines only: a carriage return is part of a line."""
+    parts = [part + b"\n" for part in data.split(b"\n")]
+    parts[-1] = parts[-1][:-1]
+    return [part for part in parts if part]
+
+
+def rotated_of(path: Path) -> Path:
+    """Where the part of a log that was over the cap is kept."""
+    return path.with_name(path.name + ".1")
+
+
+def previous_of(path: Path) -> Path:
+    """Where the log of a container's run before the current one is kept."""
+    return path.with_name(path.stem + ".previous.log")

@@ -1,0 +1,78 @@
+"""Small readings of Kubernetes objects that several parts of the node share. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from backstay_cluster.kubelet.expand import quantity
+
+Object = dict[str, Any]
+Key = tuple[str, str]  # namespace, name
+
+
+def key_of(obj: Mapping[str, Any]) -> Key:
+    """Namespace ("" for what has none) and name."""
+    meta = obj["metadata"]
+    return meta.get("namespace", ""), meta["name"]
+
+
+def timestamp(seconds: float) -> str:
+    """Seconds since the epoch as a metav1.Time."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def micro_timestamp(seconds: float) -> str:
+    """Seconds since the epoch as a metav1.MicroTime."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def is_terminal(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod has ended and will not run again."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_ready(pod: Mapping[str, Any]) -> bool:
+    """Whether the pod's Ready condition is True."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether an equality selector, as a Service's, matches."""
+    return all(labels.get(name) == value for name, value in selector.items())
+
+
+def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
+    """What a container asks for: its requests, and its limits where it has no request."""
+    resources = container.get("resources") or {}
+    merged = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: quantity(value) for name, value in merged.items()}
+
+
+def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
+    """What a pod asks for: the sum over its containers, or its largest init container where that is more."""
+    total: dict[str, Decimal] = {}
+    for container in pod["spec"].get("containers") or []:
+        for name, value in container_requests(container).items():
+            total[name] = total.get(name, Decimal(0)) + value
+    for container in pod["spec"].get("initContainers") or []:
+        for name, value in container_requests(container).items():
+            total[name] = max(total.get(name, Decimal(0)), value)
+    return total
+
+
+def reference(obj: Mapping[str, Any], kind: str, api_version: str = "v1") -> Object:
+    """An ObjectReference, as an event's `involvedObject`."""
+    meta = obj["metadata"]
+    ref = {
+        "apiVersion": api_version,
+        "kind": kind,
+        "name": meta["name"],
+        "namespace": meta.get("namespace"),
+        "uid": meta.get("uid"),
+        "resourceVersion": meta.get("resourceVersion"),
+    }
+    return {name: value for name, value in ref.items() if value is not None}

@@ -1,0 +1,376 @@
+"""The life of one pod on the node, and its status in the API.
+
+Two loops for each pod, coupled by nothing but the records of its containers: one lives the pod's life and never waits
+for the API to hear of it; the other writes the status whenever the records differ from what the API holds, until it
+succeeds (level, not edge: what changed while the API server was away is written in one patch when it is back).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from backstay_cluster.kubelet.api import ApiError
+from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, Container
+from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
+from backstay_cluster.kubelet.node import GPU, Node, PoolEmptyError, sleep_unless
+from backstay_cluster.kubelet.objects import Object, container_requests, is_terminal, timestamp
+from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, covers, phase_of, terminated
+
+logger = logging.getLogger(__name__)
+MAX_RETRY_SECONDS = 5.0
+DEFAULT_GRACE = 30.0
+
+
+class PodWorker:
+    """Runs one pod bound to this node.
+
+    Args:
+        node: the surroundings.
+        pod: as first seen.
+    """
+
+    def __init__(self, node: Node, pod: Object) -> None:
+        self._node = node
+        self._pod = pod  # the newest we know of
+        self._uid = pod["metadata"]["uid"]
+        spec = pod["spec"]
+        self._init = [_record(c, init=True) for c in spec.get("initContainers") or []]
+        self._records = [_record(c, init=False) for c in spec.get("containers") or []]
+        self._containers: dict[str, Container] = {}
+        self._address: str | None = None
+        self._started_at: str | None = None
+        self._failure: tuple[str, str] | None = None  # reason and message that fail the pod whatever its containers do
+        self._dirty = asyncio.Event()
+        self._clean = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._leaving = asyncio.Event()  # deletionTimestamp is set, or the pod is gone
+        self.ended = asyncio.Event()  # no process runs, and none will
+        self._gone = False
+        self._lent = False
+        self._grace = DEFAULT_GRACE
+        self._volumes: Volumes | None = None
+
+    @property
+    def api_path(self) -> str:
+        """The pod's path in the API."""
+        meta = self._pod["metadata"]
+        return f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
+
+    def update(self, pod: Object) -> None:
+        """A newer version of the pod was seen."""
+        self._pod = pod
+        if pod["metadata"].get("deletionTimestamp"):
+            grace = pod["metadata"].get("deletionGracePeriodSeconds")
+            self._leave(DEFAULT_GRACE if grace is None else float(grace))
+        elif not self._status_is_ours(pod):
+            self._dirty.set()
+
+    def removed(self) -> None:
+        """The pod is gone from the API: whatever still runs of it ends now."""
+        self._gone = True
+        self._leave(0)
+
+    def _leave(self, grace: float) -> None:
+        if not self._leaving.is_set() or grace < self._grace:
+            self._leaving.set()
+            self.stop(grace)
+
+    def stop(self, grace: float) -> None:
+        """End all containers; start no more."""
+        self._grace = grace
+        self._stopping.set()
+        for container in self._containers.values():
+            container.stop(grace)
+
+    async def run(self) -> None:
+        """Live until the pod is gone from the API, or this task is cancelled (its processes end then)."""
+        writer = asyncio.create_task(self._write_status())
+        borrowed: list[str] = []
+        try:
+            if is_terminal(self._pod):
+                self._stopping.set()
+            else:
+                await self._live_safely(borrowed)
+            self.ended.set()
+            await self._leaving.wait()
+            while not self._gone:
+                await self._clean.wait()
+                await self._delete()
+        finally:
+            writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+            self._give_back(borrowed)
+            if self._volumes is not None:
+                self._volumes.remove()
+            for container in self._containers.values():
+                container.remove()
+
+    def _give_back(self, gpus: list[str]) -> None:
+        self._node.gpus.give_back(gpus)
+        gpus.clear()
+        if self._lent and self._address is not None:
+            self._lent = False
+            self._node.addresses.give_back([self._address])
+
+    async def _live_safely(self, gpus: list[str]) -> None:
+        try:
+            await self._live(gpus)
+        except Exception as error:
+            # A mistake of ours costs this pod, and says so; the node goes on.
+            logger.exception("pod %s", self.api_path)
+            self._fail("KubeletError", f"{type(error).__name__}: {error}")
+        finally:
+            # The object may stay for long after its end; what it held need not.
+            self._give_back(gpus)
+
+    async def _live(self, gpus: list[str]) -> None:
+        """From nothing to all containers ended."""
+        spec, meta = self._pod["spec"], self._pod["metadata"]
+        self._started_at = timestamp(self._node.clock())
+        before = (self._pod.get("status") or {}).get("containerStatuses") or []
+        if any(status.get("containerID") for status in before):
+            self._lost_before(before)
+            return
+        wanted = {c["name"]: int(container_requests(c).get(GPU, 0)) for c in _all_containers(spec)}
+        try:
+            self._address = self._node.addresses.take()[0]
+            self._lent = True
+            gpus += self._node.gpus.take(max(sum(wanted[c["name"]] for c in spec["containers"]), 0))
+        except PoolEmptyError as error:
+            self._fail("UnexpectedAdmissionError", f"the node has too few addresses or {GPU}: {error}")
+            return
+        root = self._node.data_dir / "run" / self._uid
+        claims = self._node.data_dir / "claims"
+        self._volumes = Volumes(
+            self._pod,
+            root / "volumes",
+            claims,
+            lambda kind, name: self._node.lookup(meta["namespace"], kind, name),
+            lambda path: field_of(self._pod, path, pod_ip=self._address or "", host_ip=self._node.ip),
+        )
+        position = 0
+        for record, container in zip([*self._init, *self._records], _all_containers(spec), strict=True):
+            count = wanted[record.name]
+            own = gpus[:count] if record.init else gpus[position : position + count]
+            position += 0 if record.init else count
+            self._containers[record.name] = Container(
+                self._node,
+                self._pod,
+                container,
+                record,
+                self._dirty.set,
+                scratch=root / record.name,
+                pod_ip=self._address,
+                gpus=own,
+            )
+        deadline = spec.get("activeDeadlineSeconds")
+        guard = asyncio.create_task(self._deadline(float(deadline))) if deadline else None
+        try:
+            folders = await self._mount(self._volumes)
+            if folders is not None:
+                await self._run_containers(folders, spec.get("restartPolicy") or "Always")
+        finally:
+            if guard is not None:
+                guard.cancel()
+        for record in [*self._init, *self._records]:
+            if record.exit_code is None:
+                self._never_started(record)
+        self._dirty.set()
+
+    async def _run_containers(self, folders: Mapping[str, Any], policy: str) -> None:
+        for record in self._init:
+            await self._containers[record.name].run(folders, "OnFailure" if policy == "Always" else policy)
+            if record.exit_code != 0:
+                return
+        async with asyncio.TaskGroup() as group:
+            for record in self._records:
+                group.create_task(self._containers[record.name].run(folders, policy))
+
+    async def _mount(self, volumes: Volumes) -> Mapping[str, Any] | None:
+        delay, told = QUICK_RETRY_SECONDS, ""
+        self._dirty.set()
+        while not self._stopping.is_set():
+            try:
+                return await volumes.mount()
+            except NotReadyError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._node.events.tell(self._pod, "Pod", error.reason, told, warning=True)
+            except ApiError as error:
+                logger.debug("volumes of %s: %s", self.api_path, error)
+            await sleep_unless(self._node.sleep, delay, self._stopping)
+            delay = min(self._node.retry_seconds, delay * 2)
+        return None
+
+    async def _deadline(self, seconds: float) -> None:
+        await self._node.sleep(seconds)
+        self._failure = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
+        self.stop(float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE))
+
+    def _lost_before(self, statuses: list[Object]) -> None:
+        """The containers were started by a kubelet that is no more, and ended with it."""
+        now = timestamp(self._node.clock())
+        started = {status["name"]: status for status in statuses}
+        for record in [*self._init, *self._records]:
+            old = started.get(record.name, {})
+            record.restarts = int(old.get("restartCount") or 0)
+            if "terminated" in (old.get("state") or {}):
+                record.state = old["state"]
+            else:
+                message = (
+                    "The container could not be located when the kubelet started: it ended with the kubelet before"
+                )
+                record.state = terminated(137, "ContainerStatusUnknown", message, finished=now)
+        self._dirty.set()
+
+    def _never_started(self, record: ContainerRecord) -> None:
+        if not record.last_state:
+            message = "The container was never started: its pod ended before"
+            record.state = terminated(137, "ContainerStatusUnknown", message, finished=timestamp(self._node.clock()))
+        else:
+            record.state = record.last_state
+
+    def _fail(self, reason: str, message: str) -> None:
+        self._failure = (reason, message)
+        self._node.events.tell(self._pod, "Pod", reason, message, warning=True)
+        self._dirty.set()
+
+    # --- the status
+
+    def _status(self) -> Object:
+        """The status as it should be."""
+        now = timestamp(self._node.clock())
+        policy = self._pod["spec"].get("restartPolicy") or "Always"
+        phase = phase_of(policy, self._init, self._records)
+        alive = any(record.running for record in [*self._init, *self._records])
+        if self._stopping.is_set() and not alive and phase in ("Pending", "Running"):
+            # It will not run again: its containers' exit codes decide, whatever its restart policy.
+            codes = [record.exit_code for record in [*self._init, *self._records]]
+            phase = "Succeeded" if all(code == 0 for code in codes) else phase if None in codes else "Failed"
+        status: Object = {"reason": None, "message": None}
+        if self._failure is not None and not alive:
+            phase = "Failed"
+            status = {"reason": self._failure[0], "message": self._failure[1]}
+        previous = (self._pod.get("status") or {}).get("conditions") or []
+        status |= {
+            "phase": phase,
+            "conditions": conditions_of(
+                previous, phase, self._init, self._records, has_address=self._address is not None, now=now
+            ),
+            "hostIP": self._node.ip,
+            "hostIPs": [{"ip": self._node.ip}],
+            "startTime": self._started_at,
+            "containerStatuses": [record.as_status() for record in self._records],
+        }
+        if self._init:
+            status["initContainerStatuses"] = [record.as_status() for record in self._init]
+        if self._address is not None:
+            status["podIP"] = self._address
+            status["podIPs"] = [{"ip": self._address}]
+        return status
+
+    def _status_is_ours(self, pod: Mapping[str, Any]) -> bool:
+        if self._started_at is None:  # nothing of ours yet, or a pod that had ended before we came
+            return True
+        return covers(pod.get("status") or {}, self._status())
+
+    async def _write_status(self) -> None:
+        delay = QUICK_RETRY_SECONDS
+        if self._started_at is None and not is_terminal(self._pod):
+            await self._dirty.wait()
+        while True:
+            self._dirty.clear()
+            if self._gone or self._status_is_ours(self._pod):
+                self._clean.set()
+                await self._dirty.wait()
+                self._clean.clear()
+                continue
+            self._clean.clear()
+            meta = self._pod["metadata"]
+            body = {
+                # Both are conditions: not another pod of this name, and not over a status that we have not seen.
+                "metadata": {"uid": self._uid, "resourceVersion": meta["resourceVersion"]},
+                "status": self._status(),
+            }
+            try:
+                answer = await self._node.client.patch(f"{self.api_path}/status", body)
+                self._newer(answer)
+                if self._status_is_ours(self._pod):
+                    delay = QUICK_RETRY_SECONDS
+                    continue
+                # A container moved on meanwhile; or the server keeps another value than ours, which must not
+                # make a storm.
+            except ApiError as error:
+                if error.code == 409 and await self._refresh():
+                    continue
+                if error.code == 404:
+                    self._gone = True
+                    self._leave(0)
+                    continue
+                logger.log(
+                    logging.WARNING if error.code in (400, 403, 422) else logging.DEBUG,
+                    "status of %s not written, again in %.2f s: %s",
+                    self.api_path,
+                    delay,
+                    error,
+                )
+            await self._node.sleep(delay)
+            delay = min(MAX_RETRY_SECONDS, delay * 2)
+
+    async def _refresh(self) -> bool:
+        try:
+            pod = await self._node.client.get(self.api_path)
+        except ApiError as error:
+            if error.code == 404:
+                self._gone = True
+                self._leave(0)
+                return True
+            return False
+        if pod["metadata"]["uid"] != self._uid:
+            self._gone = True
+            self._leave(0)
+        else:
+            self._newer(pod)
+        return True
+
+    def _newer(self, pod: Object) -> None:
+        self._pod = pod
+        if pod["metadata"].get("deletionTimestamp"):
+            self.update(pod)
+
+    async def _delete(self) -> None:
+        """Everything has ended: let the API forget the pod."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "gracePeriodSeconds": 0,
+            "preconditions": {"uid": self._uid},
+        }
+        try:
+            await self._node.client.delete(self.api_path, body)
+            self._gone = True
+        except ApiError as error:
+            if error.code in (404, 409):
+                self._gone = True
+                return
+            logger.debug("%s not deleted: %s", self.api_path, error)
+            await self._node.sleep(self._node.retry_seconds)
+
+
+def _all_containers(spec: Mapping[str, Any]) -> list[Object]:
+    return [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+
+
+def _record(container: Mapping[str, Any], *, init: bool) -> ContainerRecord:
+    reason = "ContainerCreating" if not init else "PodInitializing"
+    return ContainerRecord(
+        name=container["name"],
+        image=str(container.get("image") or ""),
+        init=init,
+        state={"waiting": {"reason": reason}},
+    )

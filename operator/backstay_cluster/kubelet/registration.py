@@ -1,0 +1,164 @@
+"""The Node object, its status, and the lease that says the node lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Awaitable, Callable, Mapping
+
+from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.kubelet.node import Node
+from backstay_cluster.kubelet.objects import Object, micro_timestamp, timestamp
+
+logger = logging.getLogger(__name__)
+LEASE_SECONDS = 40
+RENEW_SECONDS = 10.0
+STATUS_EVERY = 30  # renewals: the status is written every 5 minutes, as by the real one
+RETRY_SECONDS = 0.1
+LEASE_NAMESPACE = "kube-node-lease"
+LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
+
+
+def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> Object:
+    """The Node with its status.
+
+    Args:
+        node: the node.
+        labels: its labels.
+        port: of the kubelet's server.
+        now: metav1.Time of this heartbeat.
+    """
+    kinds = (
+        ("MemoryPressure", "False", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
+        ("DiskPressure", "False", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
+        ("PIDPressure", "False", "KubeletHasSufficientPID", "kubelet has sufficient PID available"),
+        ("Ready", "True", "KubeletReady", "kubelet is posting ready status"),
+    )
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": node.name, "labels": dict(labels)},
+        "spec": {},
+        "status": {
+            "capacity": dict(node.allocatable),
+            "allocatable": dict(node.allocatable),
+            "conditions": [
+                {
+                    "type": kind,
+                    "status": status,
+                    "reason": reason,
+                    "message": message,
+                    "lastHeartbeatTime": now,
+                    "lastTransitionTime": now,
+                }
+                for kind, status, reason, message in kinds
+            ],
+            "addresses": [{"type": "InternalIP", "address": node.ip}, {"type": "Hostname", "address": node.name}],
+            "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
+            "nodeInfo": {
+                "machineID": "",
+                "systemUUID": "",
+                "bootID": "",
+                "kernelVersion": platform.release(),
+                "osImage": platform.platform(terse=True),
+                "containerRuntimeVersion": f"process://{platform.python_version()}",
+                "kubeletVersion": "v1.36.0-backstay",
+                "kubeProxyVersion": "",
+                "operatingSystem": platform.system().lower(),
+                "architecture": labels.get("kubernetes.io/arch", platform.machine()),
+            },
+        },
+    }
+
+
+class Registration:
+    """Registers the node and keeps saying that it lives.
+
+    Args:
+        client: the API server.
+        node: the node.
+        labels: its labels.
+        clock: seconds since the epoch.
+        sleep: waits (seconds).
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        node: Node,
+        labels: Mapping[str, str],
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._node = node
+        self._labels = labels
+        self._clock = clock
+        self._sleep = sleep
+        self._port = 0
+
+    async def register(self, port: int) -> None:
+        """Make the Node, or take over one of this name; tries until the API server takes it."""
+        self._port = port
+        while True:
+            try:
+                await self._write()
+                await self._renew()
+            except ApiError as error:
+                logger.debug("node %s not registered: %s", self._node.name, error)
+                await self._sleep(RETRY_SECONDS)
+            else:
+                return
+
+    async def _write(self) -> None:
+        obj = node_object(self._node, self._labels, self._port, timestamp(self._clock()))
+        path = f"/api/v1/nodes/{self._node.name}"
+        try:
+            await self._client.create("/api/v1/nodes", obj)
+        except ApiError as error:
+            if error.code != 409:
+                raise
+        # A new Node is given a taint that a controller takes away once it is ready; here nobody would.
+        await self._client.patch(path, {"spec": {"taints": None}})
+        await self._client.patch(f"{path}/status", {"status": obj["status"]})
+
+    async def _renew(self) -> None:
+        name = self._node.name
+        lease: Object = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": name, "namespace": LEASE_NAMESPACE},
+            "spec": {
+                "holderIdentity": name,
+                "leaseDurationSeconds": LEASE_SECONDS,
+                "renewTime": micro_timestamp(self._clock()),
+            },
+        }
+        try:
+            await self._client.patch(f"{LEASES}/{name}", {"spec": lease["spec"]})
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            try:
+                await self._client.create(LEASES, lease)
+            except ApiError as missing:
+                if missing.code != 404:
+                    raise
+                namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
+                await self._client.create("/api/v1/namespaces", namespace)
+                await self._client.create(LEASES, lease)
+
+    async def run(self) -> None:
+        """Renew until cancelled; an API server that is away is tried again at the next turn."""
+        turn = 0
+        while True:
+            await self._sleep(RENEW_SECONDS)
+            turn += 1
+            try:
+                await self._renew()
+                if turn % STATUS_EVERY == 0:
+                    await self._write()
+            except ApiError as error:
+                logger.debug("node %s: %s", self._node.name, error)

@@ -1,0 +1,214 @@
+"""The kubelet's end of the spawner: start a process, signal it, be told at once that it ended.
+
+One narrow seam (`Runtime`), so that the life of a pod can be tested without processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+SPAWNER = Path(__file__).with_name("spawner.py")
+
+
+class StartError(Exception):
+    """A process could not be started.
+
+    Attributes:
+        number: the errno.
+        what: `exec` (the command), `chdir` (its working directory) or `start`.
+    """
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(f"{what}: {os.strerror(number)}")
+        self.number = number
+        self.what = what
+
+
+@dataclass(eq=False)
+class Process:
+    """A running process; `exited` becomes its exit code, 128+n when a signal n ended it."""
+
+    id: str
+    pid: int
+    exited: asyncio.Future[int] = field(repr=False)
+
+
+class Runtime(Protocol):
+    """What starts and signals processes."""
+
+    async def start(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> Process:
+        """Start `argv` under a unique id, its stdout and stderr going to the descriptor `out`; raises `StartError`."""
+
+    def kill(self, process: Process, signal: int, *, group: bool = False) -> None:
+        """Send a signal to the main process, or to its whole group; nothing happens when it has ended."""
+
+
+class ProcessRuntime:
+    """Starts real processes through `spawner.py`.
+
+    Args:
+        keep_open: descriptors that live as long as any process: the claim of the cluster's addresses.
+        on_lost: called when the spawner itself died; all processes have ended then, the next start brings a new one.
+    """
+
+    def __init__(self, keep_open: Sequence[int] = (), on_lost: Callable[[], None] | None = None) -> None:
+        self._keep_open = tuple(keep_open)
+        self._on_lost = on_lost
+        self._sock: socket.socket | None = None
+        self._spawner: subprocess.Popen[bytes] | None = None
+        self._starting: dict[str, asyncio.Future[Process]] = {}
+        self._running: dict[str, Process] = {}
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+
+    def open(self) -> None:
+        """Start the spawner; called by `start` where needed, earlier it saves the first pod some 20 ms."""
+        if self._sock is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._spawner = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SPAWNER), str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(), *self._keep_open),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"PATH": os.defpath},
+            )
+        ours.setblocking(False)
+        self._sock = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
+
+    @property
+    def pid(self) -> int | None:
+        """The spawner's process id."""
+        return None if self._spawner is None else self._spawner.pid
+
+    async def start(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> Process:
+        """See `Runtime.start`."""
+        self.open()
+        spec = os.memfd_create("container")
+        try:
+            data = json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode()
+            with os.fdopen(os.dup(spec), "wb") as file:
+                file.write(data)
+            future: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+            self._starting[container] = future
+            self._send({"op": "start", "id": container}, [spec, out])
+        finally:
+            os.close(spec)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # The process may start after all: nobody would own it.
+            future.add_done_callback(self._disown)
+            raise
+
+    def _disown(self, future: asyncio.Future[Process]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.kill(future.result(), 9, group=True)
+
+    def kill(self, process: Process, signal: int, *, group: bool = False) -> None:
+        """See `Runtime.kill`."""
+        if process.id in self._running:
+            self._send({"op": "kill", "id": process.id, "signal": signal, "group": group}, [])
+
+    async def close(self) -> None:
+        """End every process that is left, and the spawner."""
+        spawner = self._spawner
+        self._lost()
+        if spawner is not None:
+            await asyncio.to_thread(spawner.wait)
+
+    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        # Descriptors are duplicated: the caller closes its own at once, sending may have to wait.
+        self._outbox.append((json.dumps(message).encode(), [os.dup(fd) for fd in fds]))
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._sock is None:
+            return
+        loop = asyncio.get_running_loop()
+        while self._outbox:
+            data, fds = self._outbox[0]
+            try:
+                if fds:
+                    socket.send_fds(self._sock, [data], fds)
+                else:
+                    self._sock.send(data)
+            except BlockingIOError:
+                loop.add_writer(self._sock.fileno(), self._flush)
+                return
+            except OSError:
+                self._spawner_died()
+                return
+            for fd in fds:
+                os.close(fd)
+            self._outbox.popleft()
+        loop.remove_writer(self._sock.fileno())
+
+    def _readable(self) -> None:
+        while self._sock is not None:
+            try:
+                data = self._sock.recv(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._spawner_died()
+                return
+            self._handle(json.loads(data))
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        container = message["id"]
+        if message["op"] == "started":
+            process = Process(container, message["pid"], asyncio.get_running_loop().create_future())
+            self._running[container] = process
+            self._starting.pop(container).set_result(process)
+        elif message["op"] == "failed":
+            self._starting.pop(container).set_exception(StartError(message["errno"], message["what"]))
+        elif message["op"] == "exited":
+            code = os.waitstatus_to_exitcode(message["status"])
+            self._running.pop(container).exited.set_result(code if code >= 0 else 128 - code)
+
+    def _spawner_died(self) -> None:
+        logger.error("the process that starts containers has died, and all containers with it; a new one is started")
+        spawner = self._spawner
+        self._lost()
+        if spawner is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                spawner.wait(timeout=1)
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def _lost(self) -> None:
+        if self._sock is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock.fileno())
+            loop.remove_writer(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+        self._spawner = None
+        for _, fds in self._outbox:
+            for fd in fds:
+                os.close(fd)
+        self._outbox.clear()
+        starting, self._starting = self._starting, {}
+        running, self._running = self._running, {}
+        for future in starting.values():
+            future.set_exception(StartError(errno.EPIPE, "start"))
+        for process in running.values():
+            process.exited.set_result(137)

@@ -1,0 +1,203 @@
+"""A scheduler for a cluster of one node: bind what fits, say why the rest does not.
+
+Only what a node has by kind is held against a pod: its labels, and devices such as GPUs. CPU and memory requests are
+not: the same job that asks for 8 cores in a cluster should run, slower, on a laptop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.kubelet.events import EventRecorder
+from backstay_cluster.kubelet.expand import quantity
+from backstay_cluster.kubelet.objects import Key, Object, is_terminal, pod_requests, timestamp
+
+logger = logging.getLogger(__name__)
+NAME = "default-scheduler"
+SHARED = ("cpu", "memory", "ephemeral-storage")
+RETRY_SECONDS = 0.5
+
+
+def why_not(
+    pod: Mapping[str, Any], labels: Mapping[str, str], allocatable: Mapping[str, str], used: Mapping[str, Decimal]
+) -> str | None:
+    """Why the node cannot take the pod, None when it can.
+
+    Args:
+        pod: the pod.
+        labels: the node's labels.
+        allocatable: what the node has, as quantities.
+        used: what its pods have taken of it.
+    """
+    spec = pod["spec"]
+    reasons = []
+    for name, wanted in sorted(pod_requests(pod).items()):
+        if name not in SHARED and wanted > quantity(allocatable.get(name, "0")) - used.get(name, Decimal(0)):
+            reasons.append(f"1 Insufficient {name}")
+    if used.get("pods", Decimal(0)) >= quantity(allocatable.get("pods", "110")):
+        reasons.append("1 Too many pods")
+    required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ) or {}
+    terms = required.get("nodeSelectorTerms")
+    chosen = all(labels.get(name) == value for name, value in (spec.get("nodeSelector") or {}).items())
+    if not chosen or (terms is not None and not any(_term(term, labels) for term in terms)):
+        reasons.append("1 node(s) didn't match Pod's node affinity/selector")
+    return f"0/1 nodes are available: {', '.join(reasons)}." if reasons else None
+
+
+def _term(term: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    expressions = term.get("matchExpressions") or []
+    return bool(expressions) and all(_matches(expression, labels) for expression in expressions)
+
+
+def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(expression["key"]), expression.get("values") or []
+    match expression["operator"]:
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            try:
+                return int(value or "") > int(values[0]) if operator == "Gt" else int(value or "") < int(values[0])
+            except ValueError:
+                return False
+        case _:
+            return False
+
+
+class Scheduler:
+    """Binds pods to the node.
+
+    Args:
+        client: the API server.
+        events: reports.
+        node: the node's name.
+        labels: the node's labels.
+        allocatable: what the node has.
+        clock: seconds since the epoch.
+        sleep: waits (seconds).
+    """
+
+    def __init__(
+        self,
+        client: ApiClient,
+        events: EventRecorder,
+        node: str,
+        labels: Mapping[str, str],
+        allocatable: Mapping[str, str],
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._events = events
+        self._node = node
+        self._labels = labels
+        self._allocatable = allocatable
+        self._clock = clock
+        self._sleep = sleep
+        self._pods: dict[Key, Object] = {}  # all that are not bound yet
+        self._taken: dict[Key, dict[str, Decimal]] = {}  # by pods that are bound and have not ended
+        self._used: dict[str, Decimal] = {}
+        self._wake = asyncio.Event()
+
+    def see(self, key: Key, pod: Object | None) -> None:
+        """A pod is new, changed, or gone."""
+        spec = (pod or {}).get("spec") or {}
+        if pod is None or is_terminal(pod):
+            self._pods.pop(key, None)
+            if self._release(key) and self._pods:
+                self._wake.set()
+        elif spec.get("nodeName"):
+            self._pods.pop(key, None)
+            self._take(key, pod)
+        elif not pod["metadata"].get("deletionTimestamp") and spec.get("schedulerName", NAME) == NAME:
+            self._pods[key] = pod
+            self._wake.set()
+
+    def _take(self, key: Key, pod: Object) -> None:
+        if key not in self._taken:
+            wants = {**pod_requests(pod), "pods": Decimal(1)}
+            self._taken[key] = wants
+            for name, value in wants.items():
+                self._used[name] = self._used.get(name, Decimal(0)) + value
+
+    def _release(self, key: Key) -> bool:
+        wants = self._taken.pop(key, {})
+        for name, value in wants.items():
+            self._used[name] -= value
+        return bool(wants)
+
+    async def run(self) -> None:
+        """Bind until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            failed = False
+            for key, pod in list(self._pods.items()):
+                if not (pod["spec"].get("schedulingGates") or []):
+                    failed |= not await self._place(key, pod)
+            if failed:
+                await self._sleep(RETRY_SECONDS)
+                self._wake.set()
+
+    async def _place(self, key: Key, pod: Object) -> bool:
+        """Bind, or say why not; False when the API server must be asked again."""
+        reason = why_not(pod, self._labels, self._allocatable, self._used)
+        meta = pod["metadata"]
+        path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
+        try:
+            if reason is not None:
+                await self._refuse(path, pod, reason)
+                return True
+            binding = {
+                "apiVersion": "v1",
+                "kind": "Binding",
+                "metadata": {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]},
+                "target": {"apiVersion": "v1", "kind": "Node", "name": self._node},
+            }
+            await self._client.create(f"{path}/binding", binding)
+        except ApiError as error:
+            if error.code in (404, 409):  # gone, or bound meanwhile: the watch will say so
+                self._pods.pop(key, None)
+                return True
+            logger.debug("pod %s not bound: %s", path, error)
+            return False
+        self._pods.pop(key, None)
+        self._take(key, pod)
+        self._events.tell(
+            pod, "Pod", "Scheduled", f"Successfully assigned {meta['namespace']}/{meta['name']} to {self._node}"
+        )
+        return True
+
+    async def _refuse(self, path: str, pod: Object, message: str) -> None:
+        conditions = (pod.get("status") or {}).get("conditions") or []
+        old = next((c for c in conditions if c["type"] == "PodScheduled"), None)
+        if old is not None and old["status"] == "False" and old.get("message") == message:
+            return
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": message,
+            "lastProbeTime": None,
+            "lastTransitionTime": timestamp(self._clock()),
+        }
+        others = [c for c in conditions if c["type"] != "PodScheduled"]
+        body = {
+            "metadata": {"uid": pod["metadata"]["uid"], "resourceVersion": pod["metadata"]["resourceVersion"]},
+            "status": {"conditions": [*others, condition]},
+        }
+        await self._client.patch(f"{path}/status", body)
+        self._events.tell(pod, "Pod", "FailedScheduling", message, warning=True)

@@ -1,0 +1,163 @@
+"""From what is known of a pod's containers to its PodStatus. Pure; the rules are the real kubelet's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backstay_cluster.kubelet.objects import Object
+
+OURS = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady")
+EPOCH = "1970-01-01T00:00:00Z"
+
+
+@dataclass
+class ContainerRecord:
+    """What is known of one container."""
+
+    name: str
+    image: str
+    init: bool = False
+    state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
+    last_state: Object = field(default_factory=dict)
+    restarts: int = 0
+    ready: bool = False
+    started: bool = False
+    id: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process runs."""
+        return "running" in self.state
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, None unless it has ended and is not waiting to be started again."""
+        ended = self.state.get("terminated")
+        return None if ended is None else int(ended["exitCode"])
+
+    def as_status(self) -> Object:
+        """A ContainerStatus."""
+        return {
+            "name": self.name,
+            "image": self.image,
+            "imageID": "",
+            "containerID": f"process://{self.id}" if self.id else "",
+            "state": self.state,
+            "lastState": self.last_state,
+            "ready": self.exit_code == 0 if self.init else self.ready,
+            "started": self.started,
+            "restartCount": self.restarts,
+        }
+
+
+def terminated(
+    code: int, reason: str, message: str, *, started: str = EPOCH, finished: str, container: str = ""
+) -> Object:
+    """A ContainerState of a container that has ended."""
+    state: Object = {"exitCode": code, "reason": reason, "startedAt": started, "finishedAt": finished}
+    if message:
+        state["message"] = message
+    if container:
+        state["containerID"] = f"process://{container}"
+    return {"terminated": state}
+
+
+def waiting(reason: str, message: str = "") -> Object:
+    """A ContainerState of a container that does not run yet, or not again yet."""
+    return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+
+
+def covers(have: Any, want: Any) -> bool:
+    """Whether what the API holds says all that we want to say; fields that a server adds do not count."""
+    if not want:
+        return not have
+    if isinstance(want, Mapping):
+        return isinstance(have, Mapping) and all(covers(have.get(name), value) for name, value in want.items())
+    if isinstance(want, list):
+        return isinstance(have, list) and len(have) == len(want) and all(map(covers, have, want))
+    return bool(have == want)
+
+
+def phase_of(policy: str, init: Sequence[ContainerRecord], containers: Sequence[ContainerRecord]) -> str:
+    """Pending, Running, Succeeded or Failed.
+
+    Args:
+        policy: the pod's restartPolicy.
+        init: the init containers, in order.
+        containers: the others.
+    """
+    for record in init:
+        if record.exit_code is None:
+            return "Pending"
+        if record.exit_code != 0:
+            return "Failed" if policy == "Never" else "Pending"
+    codes = [record.exit_code for record in containers]
+    if any(code is None for code in codes):
+        begun = all(record.running or record.exit_code is not None or record.last_state for record in containers)
+        return "Running" if begun else "Pending"
+    if policy == "Always":
+        return "Running"
+    if all(code == 0 for code in codes):
+        return "Succeeded"
+    return "Failed" if policy == "Never" else "Running"
+
+
+def conditions_of(
+    previous: Sequence[Mapping[str, Any]],
+    phase: str,
+    init: Sequence[ContainerRecord],
+    containers: Sequence[ContainerRecord],
+    *,
+    has_address: bool,
+    now: str,
+) -> list[Object]:
+    """The pod's conditions: ours as they are now, everybody else's as they were.
+
+    Args:
+        previous: the conditions last seen.
+        phase: of the pod.
+        init: the init containers.
+        containers: the others.
+        has_address: whether the pod has an address and folders.
+        now: metav1.Time, the transition time of what changes.
+    """
+    initialized = all(record.exit_code == 0 for record in init)
+    unready = [record.name for record in containers if not record.ready]
+    ended = phase in ("Succeeded", "Failed")
+    if phase == "Succeeded":
+        why = ("PodCompleted", "")
+    elif phase == "Failed":
+        why = ("PodFailed", "")
+    else:
+        why = ("ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]")
+    incomplete = [record.name for record in init if record.exit_code != 0]
+    wanted: dict[str, tuple[bool, str, str]] = {
+        "PodReadyToStartContainers": (has_address and not ended, "", ""),
+        "Initialized": (
+            (True, "PodCompleted" if phase == "Succeeded" else "", "")
+            if initialized
+            else (False, "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]")
+        ),
+        "Ready": (not unready and not ended, *why),
+        "ContainersReady": (not unready and not ended, *why),
+    }
+    before = {condition["type"]: condition for condition in previous}
+    result: list[Object] = []
+    for kind, (holds, reason, message) in wanted.items():
+        status = "True" if holds else "False"
+        old = before.get(kind)
+        same = old is not None and old.get("status") == status
+        condition: Object = {
+            "type": kind,
+            "status": status,
+            "lastProbeTime": None,
+            "lastTransitionTime": old["lastTransitionTime"] if same and old else now,
+        }
+        if reason and not (holds and kind != "Initialized"):
+            condition["reason"] = reason
+        if message and not holds:
+            condition["message"] = message
+        result.append(condition)
+    return result + [dict(condition) for condition in previous if condition["type"] not in OURS]

@@ -1,0 +1,94 @@
+"""Addresses for one embedded cluster: a private block of loopback, so that every pod and Service has one of its own.
+
+On Linux every address in 127.0.0.0/8 can be listened on without root or set-up. A cluster takes one of 2047 blocks of
+8192 addresses: half for pods, half for Services. Two clusters never share one: the claim is a name in the kernel's
+abstract socket namespace, which ends with the last process that holds it, and belongs to the same network namespace as
+the addresses. (A TCP port of a fixed number could be blocked by a program that listens on that port of all addresses.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LOOPBACK = ipaddress.IPv4Network("127.0.0.0/8")
+BLOCK_PREFIX = 19
+HALF_PREFIX = 20
+
+
+class NetworkError(Exception):
+    """No block of addresses could be had."""
+
+
+@dataclass(frozen=True)
+class LoopbackBlock:
+    """A claimed block; free again once `close` was called and no process holds its descriptor.
+
+    Attributes:
+        pod_cidr: 4096 addresses, the second of which is the node's.
+        service_cidr: 4096 addresses.
+        claim: the socket that holds the claim.
+    """
+
+    pod_cidr: str
+    service_cidr: str
+    claim: socket.socket
+
+    @property
+    def node_ip(self) -> str:
+        """The node's address."""
+        return str(ipaddress.IPv4Network(self.pod_cidr)[1])
+
+    def close(self) -> None:
+        """Give the claim up."""
+        self.claim.close()
+
+
+def blocks(shuffle: random.Random) -> Iterator[ipaddress.IPv4Network]:
+    """All blocks in some order, without the first, in which 127.0.0.1 and Debian's 127.0.1.1 are."""
+    indices = list(range(1, 1 << (BLOCK_PREFIX - LOOPBACK.prefixlen)))
+    shuffle.shuffle(indices)
+    size = 1 << (32 - BLOCK_PREFIX)
+    for index in indices:
+        yield ipaddress.IPv4Network((int(LOOPBACK.network_address) + index * size, BLOCK_PREFIX))
+
+
+def claim_block(shuffle: random.Random | None = None) -> LoopbackBlock:
+    """Claim a free block.
+
+    Args:
+        shuffle: the order in which blocks are tried; random by default.
+
+    Raises:
+        NetworkError: not on Linux, or the machine lets no other loopback address be used, or all blocks are taken.
+    """
+    if sys.platform != "linux":
+        raise NetworkError(
+            f"the embedded cluster runs on Linux only for now, this is {sys.platform}: "
+            "it needs the addresses of 127.0.0.0/8, of which other systems have only 127.0.0.1"
+        )
+    for block in blocks(shuffle or random.SystemRandom()):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0backstay-cluster-{block.network_address}")
+        except OSError as error:
+            claim.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise NetworkError(f"cannot claim addresses of the loopback block {block}: {error}") from error
+        pods, services = block.subnets(new_prefix=HALF_PREFIX)
+        found = LoopbackBlock(str(pods), str(services), claim)
+        try:
+            with contextlib.closing(socket.socket()) as trial:
+                trial.bind((found.node_ip, 0))
+        except OSError as error:
+            found.close()
+            raise NetworkError(f"cannot listen on {found.node_ip}, an address of 127.0.0.0/8: {error}") from error
+        return found
+    raise NetworkError("all loopback blocks are taken by other embedded clusters")

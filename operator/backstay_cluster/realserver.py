@@ -1,0 +1,206 @@
+"""A real etcd and kube-apiserver in place of the small API server, when `KUBEBUILDER_ASSETS` names their folder.
+
+They keep the small one honest: everything else of the embedded cluster stays, and the same tests run. Both listen on
+loopback only; requests are authenticated by a token file; there is no controller manager, so the ServiceAccount
+admission is off and garbage collection is ours (`gc.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from backstay_cluster.kubelet.api import ApiClient, until_answered
+from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
+
+ASSETS = "KUBEBUILDER_ASSETS"
+READY_SECONDS = 90.0
+STOP_SECONDS = 5.0
+
+
+class AssetsError(Exception):
+    """The real servers cannot be used."""
+
+
+def assets(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of `etcd` and `kube-apiserver`, None when none is named.
+
+    Raises:
+        AssetsError: a folder is named that lacks one of them.
+    """
+    named = (os.environ if environ is None else environ).get(ASSETS)
+    if not named:
+        return None
+    folder = Path(named)
+    missing = [name for name in ("etcd", "kube-apiserver") if not os.access(folder / name, os.X_OK)]
+    if missing:
+        raise AssetsError(
+            f"{ASSETS} is {named!r}: {' and '.join(missing)} must be executable files there; "
+            f"unset it to use the small API server"
+        )
+    return folder
+
+
+def make_certificate(folder: Path, openssl: str = "openssl") -> tuple[Path, Path]:
+    """A self-signed certificate and key, by which kube-apiserver and kubelet know each other, and tokens are signed.
+
+    Raises:
+        AssetsError: there is no `openssl`.
+    """
+    key, certificate = folder / "node.key", folder / "node.crt"
+    if shutil.which(openssl) is None:
+        raise AssetsError("a real kube-apiserver needs keys: install openssl, or unset KUBEBUILDER_ASSETS")
+    subprocess.run(
+        [
+            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-days", "365", "-subj", "/CN=backstay", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
+            *("-addext", "keyUsage=critical,digitalSignature,keyCertSign"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    key.chmod(0o600)
+    return certificate, key
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that are free now; both servers must be told theirs before they start."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in found]
+
+
+class RealServer:
+    """etcd and kube-apiserver, as processes that end with this one.
+
+    Args:
+        folder: where the programs are.
+        data_dir: for their data, keys and logs; made.
+        service_cidr: where Services get their addresses from.
+        token: the bearer token of an administrator.
+
+    Attributes:
+        url: of the API server, https.
+        certificate: PEM file by which it is trusted.
+    """
+
+    def __init__(self, folder: Path, data_dir: Path, service_cidr: str, token: str) -> None:
+        self._folder = folder
+        self._dir = data_dir
+        self._cidr = service_cidr
+        self._token = token
+        self._runtime = ProcessRuntime()
+        self._processes: list[Process] = []
+        self.url = ""
+        self.certificate = data_dir / "node.crt"
+
+    def client_tls(self) -> ssl.SSLContext:
+        """Trusts this server."""
+        return ssl.create_default_context(cafile=str(self.certificate))
+
+    def kubelet_tls(self) -> ssl.SSLContext:
+        """For the kubelet's port: only the API server, which bears our certificate, is let in."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.certificate))
+        context.load_cert_chain(self.certificate, self._dir / "node.key")
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    async def start(self) -> None:
+        """Start both and wait until requests are answered.
+
+        Raises:
+            AssetsError: one of them ended; its log is named.
+            TimeoutError: they were not ready in time.
+        """
+        self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        certificate, key = await asyncio.to_thread(make_certificate, self._dir)
+        tokens = self._dir / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
+        client_port, peer_port, port = free_ports(3)
+        etcd = f"http://127.0.0.1:{client_port}"
+        peer = f"http://127.0.0.1:{peer_port}"
+        await self._run(
+            "etcd",
+            f"--data-dir={self._dir / 'etcd'}",
+            f"--listen-client-urls={etcd}",
+            f"--advertise-client-urls={etcd}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+        )
+        await self._run(
+            "kube-apiserver",
+            f"--etcd-servers={etcd}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            f"--token-auth-file={tokens}",
+            "--authorization-mode=AlwaysAllow",
+            "--anonymous-auth=false",
+            "--disable-admission-plugins=ServiceAccount",
+            "--endpoint-reconciler-type=none",
+            f"--service-cluster-ip-range={self._cidr}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={key}",
+            f"--service-account-signing-key-file={key}",
+            f"--kubelet-client-certificate={certificate}",
+            f"--kubelet-client-key={key}",
+            "--kubelet-preferred-address-types=InternalIP",
+            "--profiling=false",
+        )
+        self.url = f"https://127.0.0.1:{port}"
+        client = ApiClient(self.url, self._token, ssl=self.client_tls())
+        ready = asyncio.ensure_future(until_answered(client, seconds=READY_SECONDS))
+        waited: set[asyncio.Future[Any]] = {ready, *(process.exited for process in self._processes)}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                logs = ", ".join(str(path) for path in sorted(self._dir.glob("*.log")))
+                raise AssetsError(f"etcd or kube-apiserver ended before it was ready: see {logs}")
+            await ready
+        finally:
+            ready.cancel()
+            await client.close()
+
+    async def _run(self, name: str, *args: str) -> None:
+        """Through the spawner of containers: so that a SIGKILL of this process leaves no server behind."""
+        log = os.open(self._dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        env = {"PATH": os.defpath, "HOME": str(self._dir)}
+        try:
+            argv = [str(self._folder / name), *args]
+            self._processes.append(await self._runtime.start(name, argv, env, str(self._dir), log))
+        except StartError as error:
+            raise AssetsError(f"{self._folder / name} cannot be run: {error}") from error
+        finally:
+            os.close(log)
+
+    async def stop(self) -> None:
+        """End both; their data stays in the folder."""
+        for process in reversed(self._processes):
+            self._runtime.kill(process, signal.SIGTERM)
+            await asyncio.wait({process.exited}, timeout=STOP_SECONDS)
+        self._processes.clear()
+        await self._runtime.close()
+
+
+def new_token() -> str:
+    """A bearer token."""
+    return secrets.token_hex(24)
