@@ -17,8 +17,29 @@ from backstay_cluster.apiserver.patch import same
 
 # Property names that are words of CEL are escaped: https://kubernetes.io/docs/reference/using-api/cel/#escaping
 _RESERVED: Final = frozenset(
-    "true false null in as break const continue else for function if import let loop package namespace return var "
-    "void while".split()
+    (
+        "true",
+        "false",
+        "null",
+        "in",
+        "as",
+        "break",
+        "const",
+        "continue",
+        "else",
+        "for",
+        "function",
+        "if",
+        "import",
+        "let",
+        "loop",
+        "package",
+        "namespace",
+        "return",
+        "var",
+        "void",
+        "while",
+    )
 )
 _ESCAPES: Final = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
 
@@ -55,9 +76,7 @@ def _functions() -> dict[str, Any]:
         "join": lambda parts, separator="": text(separator.join(parts)),
         "indexOf": lambda s, part: integer(s.index(part) if part in s else -1),
         "substring": substring,
-        "isSorted": lambda values: celpy.celtypes.BoolType(
-            all(a <= b for a, b in itertools.pairwise(values))
-        ),
+        "isSorted": lambda values: celpy.celtypes.BoolType(all(a <= b for a, b in itertools.pairwise(values))),
         "sum": lambda values: functools.reduce(lambda a, b: a + b, values, integer(0)),
         "min": lambda values: functools.reduce(lambda a, b: a if a <= b else b, values),
         "max": lambda values: functools.reduce(lambda a, b: a if a >= b else b, values),

@@ -1,4 +1,4 @@
-"""Between bytes and objects: reading request bodies as the real server does, and writing objects in a resource's version.
+"""Between bytes and objects: request bodies read as the real server does, objects written in a resource's version.
 
 An object is stored once, without apiVersion and kind; events have two groups and are stored in the core one's form.
 """

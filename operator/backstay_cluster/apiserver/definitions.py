@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster.apiserver import cel
@@ -192,7 +193,7 @@ class Definitions:
             )
             custom = self.types[group, version["name"], names["plural"]] = CustomType(resource, version)
             if version is ordered[0]:
-                self.api.use(resource.storage, lambda api, res, custom=custom: CustomStrategy(api, res, custom))
+                self.api.use(resource.storage, partial(CustomStrategy, custom=custom))
             self.api.registry.add(resource)
 
     def forget(self, obj: Obj) -> None:

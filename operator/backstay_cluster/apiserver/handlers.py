@@ -81,7 +81,7 @@ class Handlers:
             fields = ",".join(filter(None, (fields, f"metadata.name={target.name}")))
         return selectors.matcher(resource.storage, query.get("labelSelector", ""), fields, selectable)
 
-    def list(self, target: Target, call: Call) -> Answer:
+    def collection(self, target: Target, call: Call) -> Answer:
         """The selected objects."""
         form, query = request.accepted(call.accept), call.query
         limit = request.number(query, "limit") or 0
@@ -91,7 +91,7 @@ class Handlers:
             raise too_large_resource_version(asked, self.api.store.version)
         if exact and asked and asked != self.api.store.version:
             raise ApiError(410, "Expired", "The resourceVersion for the provided list is too old.")
-        page = self.api.list(
+        page = self.api.select(
             target.resource,
             target.namespace,
             self.matcher(target, query),
@@ -267,7 +267,7 @@ class Handlers:
         """All selected objects go, or are marked; the answer lists them as they were."""
         resource = target.resource
         options = self.delete_options(call)
-        page = self.api.list(resource, target.namespace, self.matcher(target, call.query))
+        page = self.api.select(resource, target.namespace, self.matcher(target, call.query))
         for stored in page.items:
             if self.api.find(resource, stored.key) is not None:  # one deletion may have taken another with it
                 self.api.delete(resource, stored.key, options)
@@ -351,7 +351,7 @@ class Handlers:
             if target.name and "get" in verbs:
                 return self.get(target, call)
             if "list" in verbs:
-                return self.list(target, call)
+                return self.collection(target, call)
         elif call.method == "POST" and not target.name and "create" in verbs:
             if target.resource.namespaced and target.namespace is None:
                 raise method_not_allowed()

@@ -187,9 +187,7 @@ class ServiceStrategy(Strategy):
             if spec["type"] != "ExternalName":
                 text = "may not change once set"
                 causes.append(invalid_value("spec.clusterIPs[0]", spec.get("clusterIPs", [address]), text))
-        elif (
-            old is None and address and address != "None" and self.taken.get(address) != obj["metadata"].get("uid")
-        ):
+        elif old is None and address and address != "None" and self.taken.get(address) != obj["metadata"].get("uid"):
             causes += self._asked(address)
         return causes
 

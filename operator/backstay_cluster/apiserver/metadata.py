@@ -1,4 +1,4 @@
-"""The rules of ObjectMeta that hold for every kind: names, labels, annotations, owners, and what only the server sets."""
+"""The rules of ObjectMeta that hold for every kind: names, labels, annotations and owners."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def label(name: str) -> list[str]:
     if not re.fullmatch(_LABEL, name):
         found.append(
             "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and "
-            f"end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '{_LABEL}')"
+            "end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is "
+            f"'{_LABEL}')"
         )
     return found
 
@@ -159,7 +160,8 @@ def _owners(owners: list[Obj]) -> list[Cause]:
             invalid_value(
                 "metadata.ownerReferences",
                 controllers[:2],
-                f'Only one reference can have Controller set to true. Found "true" in references for {first} and {second}',
+                'Only one reference can have Controller set to true. Found "true" in references for '
+                f"{first} and {second}",
             )
         )
     return causes

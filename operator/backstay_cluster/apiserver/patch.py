@@ -85,10 +85,8 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return (
-        (type(one) is type(other)
-        and one == other)
-        or (isinstance(one, int | float) and isinstance(other, int | float) and one == other)
+    return (type(one) is type(other) and one == other) or (
+        isinstance(one, int | float) and isinstance(other, int | float) and one == other
     )
 
 

@@ -73,10 +73,10 @@ def _volumes(volumes: list[Obj], path: str, causes: list[Cause]) -> set[str]:
         sources = [s for s in volume if s not in _NOT_SOURCES]
         if not sources:
             causes.append(required(here, "must specify a volume type"))
-        for extra in sources[1:]:
-            causes.append(
-                Cause(f"{here}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 volume type")
-            )
+        causes += [
+            Cause(f"{here}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 volume type")
+            for extra in sources[1:]
+        ]
         for source, key in (("secret", "secretName"), ("configMap", "name"), ("hostPath", "path")):
             if isinstance(volume.get(source), dict) and not volume[source].get(key):
                 causes.append(required(f"{here}.{source}.{key}"))
@@ -204,10 +204,10 @@ def _probe(probe: Obj, path: str, causes: list[Cause]) -> None:
     handlers = [h for h in ("exec", "httpGet", "tcpSocket", "grpc") if isinstance(probe.get(h), dict)]
     if not handlers:
         causes.append(required(path, "must specify a handler type"))
-    for extra in handlers[1:]:
-        causes.append(
-            Cause(f"{path}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 handler type")
-        )
+    causes += [
+        Cause(f"{path}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 handler type")
+        for extra in handlers[1:]
+    ]
     if isinstance(probe.get("exec"), dict) and not probe["exec"].get("command"):
         causes.append(required(f"{path}.exec.command"))
     for name in ("initialDelaySeconds", "timeoutSeconds", "periodSeconds", "successThreshold", "failureThreshold"):

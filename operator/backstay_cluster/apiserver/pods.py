@@ -87,7 +87,7 @@ class PodStrategy(Strategy):
         spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
         if not name:
             spec["priority"] = 0
-            for stored in self.api.list(self.api.registry.must("scheduling.k8s.io", "priorityclasses"), None).items:
+            for stored in self.api.select(self.api.registry.must("scheduling.k8s.io", "priorityclasses"), None).items:
                 if stored.obj.get("globalDefault"):
                     spec["priority"] = stored.obj.get("value", 0)
                     spec["priorityClassName"] = stored.obj["metadata"]["name"]
@@ -135,8 +135,8 @@ class PodStrategy(Strategy):
             masked["terminationGracePeriodSeconds"] = old["terminationGracePeriodSeconds"]
         if masked == old:
             return []
-        shown = [json.dumps(s, indent=1, sort_keys=True).splitlines() for s in (old, masked)]
-        changed = list(difflib.unified_diff(*shown, n=3, lineterm=""))[2:]
+        one, other = (json.dumps(s, indent=1, sort_keys=True).splitlines() for s in (old, masked))
+        changed = list(difflib.unified_diff(one, other, n=3, lineterm=""))[2:]
         return [forbidden_field("spec", _MUTABLE + "\n" + "\n".join(changed) + "\n")]
 
     def grace_period(self, obj: Obj, asked: int | None) -> int | None:

@@ -131,7 +131,7 @@ def _value(kind: str, raw: int | bytes) -> Any:
             return bool(raw)
         return raw - (1 << 64) if raw >= 1 << 63 else raw
     if isinstance(raw, int):
-        raise ValueError("bytes were expected")
+        raise ValueError("bytes were expected")  # noqa: TRY004  # the data is wrong, not the caller
     if kind == "s":
         return raw.decode()
     if kind == "b":
@@ -177,7 +177,7 @@ def decode_protobuf(body: bytes, kind: str) -> Obj:
         outer = {_UNKNOWN[n]: v for n, v in _fields(body[4:]) if n in _UNKNOWN}
         types, raw = outer.get("typeMeta", b""), outer.get("raw", b"")
         if isinstance(types, int) or isinstance(raw, int):
-            raise ValueError("an envelope was expected")
+            raise ValueError("an envelope was expected")  # noqa: TRY004
         names = dict(_fields(types))
         found = _message(_kind(names, kind), raw)
     except (ValueError, UnicodeDecodeError, KeyError) as error:

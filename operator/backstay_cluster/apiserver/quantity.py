@@ -26,7 +26,7 @@ def value(text: str) -> Decimal:
     """
     number, suffix = _split(text)
     if suffix in _BINARY:
-        return number * 2 ** _BINARY[suffix]
+        return number * Decimal(2 ** _BINARY[suffix])
     if suffix in _DECIMAL:
         return number.scaleb(_DECIMAL[suffix])
     return number.scaleb(int(suffix[1:]))

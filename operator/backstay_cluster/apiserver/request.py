@@ -44,10 +44,10 @@ def locate(registry: Registry, path: str) -> Target:
     if not rest or len(rest) > 3:
         raise PlainNotFound
     resource = registry.get(group, version, rest[0])
-    if resource is None or (namespace is not None) != resource.namespaced:
-        # Without a namespace a namespaced resource can only be listed, over all namespaces.
-        if resource is None or namespace is not None or len(rest) > 1:
-            raise PlainNotFound
+    if resource is None or (namespace is not None and not resource.namespaced):
+        raise PlainNotFound
+    if namespace is None and resource.namespaced and len(rest) > 1:
+        raise PlainNotFound  # without a namespace it can only be listed, over all of them
     name = rest[1] if len(rest) > 1 else ""
     subresource = rest[2] if len(rest) > 2 else ""
     if subresource and subresource not in _subresources(resource):
@@ -89,7 +89,8 @@ def accepted(header: str) -> Form:
         406,
         "NotAcceptable",
         "only the following media types are accepted: application/json, "
-        "application/json;as=Table;v=v1;g=meta.k8s.io, application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io",
+        "application/json;as=Table;v=v1;g=meta.k8s.io, "
+        "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io",
     )
 
 

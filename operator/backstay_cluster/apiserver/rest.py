@@ -99,7 +99,7 @@ class Api:
             raise not_found(resource.group, resource.plural, key[1])
         return found
 
-    def list(
+    def select(
         self,
         resource: Resource,
         namespace: str | None,

@@ -179,8 +179,8 @@ class ApiServer:
             raise
         except Exception:
             log.exception("%s %s failed", http.method, http.path_qs)
-            error = ApiError(500, "InternalError", "Internal error occurred: see the log of the API server")
-            return _response(Answer(encode(error.status()), 500))
+            failure = ApiError(500, "InternalError", "Internal error occurred: see the log of the API server")
+            return _response(Answer(encode(failure.status()), 500))
 
     def _authenticate(self, http: web.BaseRequest) -> None:
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
@@ -270,7 +270,7 @@ class ApiServer:
         extra: Obj = {"spec": {"containers": None}, "status": {}} if resource.storage == ("", "pods") else {}
         try:
             if initial:
-                watch.initial(self.api.list(resource, target.namespace, matches).items)
+                watch.initial(self.api.select(resource, target.namespace, matches).items)
                 if request.flag(query, "sendInitialEvents"):
                     watch.push(bookmark(head, store.version, initial_end=True, extra=extra))
             else:

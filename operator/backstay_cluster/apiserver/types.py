@@ -18,13 +18,42 @@ from backstay_cluster.apiserver.objects import Obj
 
 # Integers are 32 bits wide in Kubernetes except these; the model generator does not keep the difference.
 _INT64 = frozenset(
-    "terminationGracePeriodSeconds activeDeadlineSeconds tolerationSeconds runAsUser runAsGroup fsGroup generation "
-    "observedGeneration deletionGracePeriodSeconds gracePeriodSeconds expirationSeconds supplementalGroups "
-    "maxLength minLength maxItems minItems maxProperties minProperties".split()
+    (
+        "terminationGracePeriodSeconds",
+        "activeDeadlineSeconds",
+        "tolerationSeconds",
+        "runAsUser",
+        "runAsGroup",
+        "fsGroup",
+        "generation",
+        "observedGeneration",
+        "deletionGracePeriodSeconds",
+        "gracePeriodSeconds",
+        "expirationSeconds",
+        "supplementalGroups",
+        "maxLength",
+        "minLength",
+        "maxItems",
+        "minItems",
+        "maxProperties",
+        "minProperties",
+    )
 )
 # Fields whose map values are quantities, which may be written as numbers.
 _QUANTITIES = frozenset(
-    "limits requests capacity allocatable hard used overhead allocatedResources max min default".split()
+    (
+        "limits",
+        "requests",
+        "capacity",
+        "allocatable",
+        "hard",
+        "used",
+        "overhead",
+        "allocatedResources",
+        "max",
+        "min",
+        "default",
+    )
 )
 _KEEP_EMPTY = frozenset(("emptyDir", "securityContext"))
 
