@@ -290,8 +290,7 @@ class Coordinator:
             not self.rules.stores
             or self.finished is not None
             or self._restarting
-            or version == self._start.version
-            or self._checkpoint_version == version
+            or version in {self._start.version, self._checkpoint_version}
             or self.schedule.in_flight(version)
         ):
             return []

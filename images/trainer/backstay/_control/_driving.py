@@ -1,0 +1,261 @@
+"""The coordinator at work: the pure one, with a lock, a clock and links to the shards.
+
+Decisions are carried out in the order they were made, by whichever thread is there, never under the lock: so a shard
+may answer from inside a call. What takes time (storing a manifest, finding a checkpoint) has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from backstay_rpc.control_pb2 import GradientId, Norm, Staged, Written
+
+from .._coordination import (
+    CheckpointFailed,
+    Coordinator,
+    CoordinatorState,
+    Counted,
+    Decision,
+    Finished,
+    Intervals,
+    Restart,
+    Send,
+    Updated,
+    WriteManifest,
+)
+from ._sinks import ServerSink, deliver
+
+__all__ = ["Driving", "Observer", "Storage"]
+
+_LOG = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class Observer(Protocol):
+    """Hears what happened, for metrics, logs and progress; in order, one call at a time."""
+
+    def counted(self, now: float, counted: Counted) -> None: ...
+    def updated(self, now: float, updated: Updated) -> None: ...
+    def restarted(self, now: float, state: CoordinatorState) -> None: ...
+    def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None: ...
+    def checkpoint_failed(self, now: float, version: int, error: str) -> None: ...
+    def finished(self, now: float, finished: Finished) -> None: ...
+
+
+class Storage(Protocol):
+    """Where checkpoints are; called by one thread at a time, may take long."""
+
+    def write_manifest(self, order: WriteManifest) -> str:
+        """Store it, delete what is not to be kept; returns the checkpoint's URI. Raises `CheckpointError`."""
+
+    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+        """Where to start again: state and checkpoint URI ('' for the seed's), in a term above `above_term` and above
+        all that are stored. Raises `CheckpointError`."""
+
+
+class Driving:
+    """A `Coordination` for every shard, and the other doors of the coordinator. Thread-safe."""
+
+    def __init__(
+        self, coordinator: Coordinator, storage: Storage, observer: Observer, *, clock: Clock = time.monotonic
+    ) -> None:
+        self._coordinator = coordinator
+        self._storage = storage
+        self._observer = observer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[float, Decision, list[tuple[int, ServerSink]]]] = deque()
+        self._draining = False
+        self._sinks: dict[int, ServerSink] = {}
+        self._slow: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._do_slow, name="backstay-storing", daemon=True),
+            threading.Thread(target=self._tick, name="backstay-deadlines", daemon=True),
+        ]
+
+    # ---- Life ----
+
+    def start(self) -> None:
+        """Call once, when the first shard's sink is there or will be."""
+        self._do(self._coordinator.start)
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Decide nothing more; what is being stored is finished."""
+        self._closed.set()
+        self._slow.put(None)
+
+    # ---- Links ----
+
+    def attach(self, shard: int, sink: ServerSink, term: int, version: int) -> None:
+        """A shard's server is connected: `sink` gets all that follows, beginning with what it has missed."""
+
+        def hello(now: float) -> list[Decision]:
+            self._sinks[shard] = sink
+            return self._coordinator.hello(now, shard, term, version)
+
+        self._do(hello)
+
+    def detach(self, shard: int, sink: ServerSink) -> None:
+        """The connection broke; nothing happens when another took its place."""
+        with self._lock:
+            if self._sinks.get(shard) is sink:
+                del self._sinks[shard]
+
+    # ---- Coordination ----
+
+    def staged(self, shard: int, staged: Staged) -> None:
+        self._do(lambda now: self._coordinator.staged(now, shard, staged))
+
+    def lost(self, shard: int, gradient: GradientId) -> None:
+        self._do(lambda now: self._coordinator.lost(now, shard, gradient))
+
+    def norm(self, shard: int, norm: Norm) -> None:
+        self._do(lambda now: self._coordinator.norm(now, shard, norm))
+
+    def written(self, shard: int, written: Written) -> None:
+        self._do(lambda now: self._coordinator.written(now, shard, written))
+
+    def applied(self, shard: int, version: int) -> None:
+        self._do(lambda now: self._coordinator.applied(now, shard, version))
+
+    def failed(self, shard: int, why: str) -> None:
+        self._do(lambda now: self._coordinator.failed(now, shard, why))
+
+    # ---- Other doors ----
+
+    def joined(self, rank: int, incarnation: int) -> None:
+        """A worker introduced itself."""
+        self._do(lambda now: self._coordinator.joined(now, rank, incarnation))
+
+    def left(self, rank: int, incarnation: int) -> None:
+        """A worker left on purpose."""
+        self._do(lambda now: self._coordinator.left(now, rank, incarnation))
+
+    def evaluated(self, step: int) -> None:
+        """An evaluation was reported."""
+        self._do(lambda now: self._coordinator.evaluated(now, step))
+
+    def fail(self, reason: str, why: str) -> None:
+        """The job fails."""
+        self._do(lambda _: self._coordinator.fail(reason, why))
+
+    def save(self) -> None:
+        """Write what there is, now."""
+        self._do(self._coordinator.save)
+
+    def wish(self, world: int, intervals: Intervals) -> None:
+        """What the operator wishes."""
+        with self._lock:
+            self._coordinator.wish(world, intervals)
+
+    def state(self) -> CoordinatorState:
+        """A copy of what is decided."""
+        with self._lock:
+            return self._coordinator.state.copy()
+
+    @property
+    def checkpoint(self) -> str:
+        """The newest whole checkpoint of this history; empty when there is none."""
+        with self._lock:
+            return self._coordinator.checkpoint
+
+    @property
+    def finished(self) -> Finished | None:
+        """How the job ended; None while it has not."""
+        with self._lock:
+            return self._coordinator.finished
+
+    def unstored(self) -> bool:
+        """Whether a checkpoint is being written."""
+        with self._lock:
+            return self._coordinator.schedule.in_flight(self._coordinator.state.version)
+
+    # ---- Carrying out ----
+
+    def _do(self, event: Callable[[float], Sequence[Decision]]) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            now = self._clock()
+            decisions = event(now)
+            # To those that are linked now: who links later is told by its own hello what it has missed.
+            sinks = list(self._sinks.items())
+            self._outbox.extend((now, decision, sinks) for decision in decisions)
+            if self._draining:
+                return  # whoever drains carries these out too, after those before them
+            self._draining = True
+        while True:
+            with self._lock:
+                if not self._outbox:
+                    self._draining = False
+                    return
+                now, decision, sinks = self._outbox.popleft()
+            try:
+                self._carry_out(now, decision, sinks)
+            except Exception:  # noqa: BLE001
+                # Nobody else is there to hear of it, and the decisions after it must go on.
+                _LOG.exception("a decision of the coordinator could not be carried out")
+
+    def _carry_out(self, now: float, decision: Decision, sinks: list[tuple[int, ServerSink]]) -> None:
+        match decision:
+            case Send(shard, message):
+                for index, sink in sinks:
+                    if shard is None or shard == index:
+                        deliver(message, sink)
+            case Counted():
+                self._observer.counted(now, decision)
+            case Updated():
+                self._observer.updated(now, decision)
+            case CheckpointFailed(version, error):
+                self._observer.checkpoint_failed(now, version, error)
+            case Finished():
+                self._observer.finished(now, decision)
+            case WriteManifest() | Restart():
+                self._slow.put(decision)
+
+    def _do_slow(self) -> None:
+        while (decision := self._slow.get()) is not None:
+            match decision:
+                case WriteManifest():
+                    self._write(decision)
+                case Restart():
+                    self._restart(decision)
+
+    def _write(self, order: WriteManifest) -> None:
+        uri, error = "", ""
+        try:
+            uri = self._storage.write_manifest(order)
+        except Exception as failure:  # noqa: BLE001  # whatever the store raises, training goes on and says so
+            error = str(failure)
+        else:
+            self._observer.checkpoint_stored(self._clock(), uri, order.version, order.term)
+        self._do(lambda now: self._coordinator.manifest(now, order.version, uri, error))
+
+    def _restart(self, order: Restart) -> None:
+        try:
+            state, uri = self._storage.newest(self.state().term)
+        except Exception as failure:  # noqa: BLE001
+            why = f"shard {order.shard} was lost and no checkpoint could be read: {failure}"
+            self._do(lambda _: self._coordinator.fail("RestoreFailed", why))
+            return
+
+        def restart(now: float) -> list[Decision]:
+            decisions = self._coordinator.restart(now, state, uri)
+            self._observer.restarted(now, self._coordinator.state)
+            return decisions
+
+        self._do(restart)
+
+    def _tick(self) -> None:
+        while not self._closed.wait(1.0):
+            self._do(self._coordinator.tick)

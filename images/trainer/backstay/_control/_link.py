@@ -1,0 +1,200 @@
+"""A shard's end of its link to the coordinator: kept up while both live, and nothing is lost when it breaks.
+
+After a break the shard tells again what it holds; the coordinator tells again what the shard has missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import grpc
+
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import (
+    Commit,
+    CoordinatorMessage,
+    GradientId,
+    Norm,
+    Peer,
+    Position,
+    Reject,
+    Rollback,
+    ShardMessage,
+    Staged,
+    Written,
+)
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+from .._coordination import Mode
+from ..errors import Refused
+from ._auth import open_channel, refusal_of
+from ._sinks import ServerSink, deliver, unpack
+
+__all__ = ["Link"]
+
+_LOG = logging.getLogger(__name__)
+
+BACK_OFF_SECONDS = (0.02, 0.05, 0.1, 0.25)
+_WRITTEN_KEPT = 8
+_Key = tuple[int, int, int, int]
+
+
+def _key(gradient: GradientId) -> _Key:
+    return gradient.term, gradient.rank, gradient.incarnation, gradient.attempt
+
+
+class Link:
+    """A `Coordination` for one shard, over a `Coordinate` stream."""
+
+    def __init__(self, address: str, token: str, peer: Peer, sink: ServerSink, mode: Mode) -> None:
+        """
+        Args:
+            address: of shard 0's control service.
+            token: the job's.
+            peer: this server.
+            sink: gets what the coordinator says, one call at a time.
+            mode: the job's.
+        """
+        self._address, self._token, self._peer, self._sink, self._mode = address, token, peer, sink, mode
+        self._lock = threading.Lock()
+        self._outgoing: queue.SimpleQueue[ShardMessage | None] | None = None
+        self._held: dict[_Key, Staged] = {}
+        self._written: deque[Written] = deque(maxlen=_WRITTEN_KEPT)
+        self._term = 0
+        self._version = 0
+        self._call: grpc.Call | None = None
+        self._closed = threading.Event()
+        self.refused: Refused | None = None
+        self._thread = threading.Thread(target=self._run, name="backstay-link", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the link."""
+        self._closed.set()
+        with self._lock:
+            if self._outgoing is not None:
+                self._outgoing.put(None)
+            call = self._call
+        if call is not None:
+            call.cancel()
+
+    # ---- Coordination ----
+
+    def staged(self, shard: int, staged: Staged) -> None:
+        del shard
+        with self._lock:
+            if staged.id.term == self._term:
+                self._held[_key(staged.id)] = staged
+            self._put(ShardMessage(staged=staged))
+
+    def lost(self, shard: int, gradient: GradientId) -> None:
+        del shard
+        with self._lock:
+            self._held.pop(_key(gradient), None)
+            self._put(ShardMessage(lost=gradient))
+
+    def norm(self, shard: int, norm: Norm) -> None:
+        del shard
+        with self._lock:
+            self._put(ShardMessage(norm=norm))
+
+    def written(self, shard: int, written: Written) -> None:
+        del shard
+        with self._lock:
+            self._written.append(written)
+            self._put(ShardMessage(written=written))
+
+    def applied(self, shard: int, version: int) -> None:
+        del shard
+        with self._lock:
+            self._version = max(self._version, version)
+            self._put(ShardMessage(applied=version))
+
+    def failed(self, shard: int, why: str) -> None:
+        del shard
+        with self._lock:
+            self._put(ShardMessage(failed=why))
+
+    def started(self, term: int, version: int) -> None:
+        """The shard stands at the beginning of a term."""
+        with self._lock:
+            self._term, self._version = term, version
+            self._put(ShardMessage(applied=version))
+
+    # ---- The stream ----
+
+    def _put(self, message: ShardMessage) -> None:
+        if self._outgoing is not None:
+            self._outgoing.put(message)
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._closed.is_set():
+            heard = False
+            channel = open_channel(self._address)
+            try:
+                for envelope in self._open(channel):
+                    heard = True
+                    self._hear(envelope)
+            except grpc.RpcError as error:
+                refusal = refusal_of(error)
+                if refusal is not None:
+                    self.refused = refusal
+                    return
+                _LOG.debug("the link to the coordinator broke: %s", error)
+            finally:
+                with self._lock:
+                    if self._outgoing is not None:
+                        self._outgoing.put(None)
+                    self._outgoing = None
+                    self._call = None
+                channel.close()
+            attempt = 0 if heard else min(attempt + 1, len(BACK_OFF_SECONDS) - 1)
+            self._closed.wait(BACK_OFF_SECONDS[attempt])
+
+    def _open(self, channel: grpc.Channel) -> Iterator[CoordinatorMessage]:
+        outgoing: queue.SimpleQueue[ShardMessage | None] = queue.SimpleQueue()
+        with self._lock:
+            outgoing.put(ShardMessage(hello=self._peer))
+            outgoing.put(ShardMessage(position=Position(term=self._term, version=self._version)))
+            for staged in self._held.values():
+                outgoing.put(ShardMessage(staged=staged))
+            outgoing.put(ShardMessage(applied=self._version))
+            for written in self._written:
+                outgoing.put(ShardMessage(written=written))
+            self._outgoing = outgoing
+            stub = ControlStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Coordinate(iter(outgoing.get, None), metadata=bearer(self._token))
+            self._call = call
+        if self._closed.is_set():
+            call.cancel()
+        return iter(call)
+
+    def _hear(self, envelope: CoordinatorMessage) -> None:
+        message = unpack(envelope)
+        if message is None:
+            return
+        with self._lock:
+            match message:
+                case Commit():
+                    for contribution in message.contributions:
+                        self._held.pop(_key(contribution.id), None)
+                    if self._mode == "Sync":
+                        for key, staged in list(self._held.items()):
+                            if staged.id.version <= message.version:
+                                del self._held[key]
+                case Reject():
+                    self._held.pop(_key(message.id), None)
+                case Rollback():
+                    self._held.clear()
+                    self._written.clear()
+                    # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.
+                    self._term = self._version = 0
+        deliver(message, self._sink)

@@ -1,0 +1,116 @@
+"""Reads what a pod's environment says about it: the names are those of `backstay_spec.contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from backstay_spec import contract
+from backstay_spec.runtime import RuntimeConfig
+
+from .errors import ConfigurationError
+
+__all__ = ["Environment"]
+
+_ROLES = (contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A pod of a job.
+
+    Attributes:
+        index: shard, rank, or 0.
+        servers: ``host:port`` of each shard's control service.
+        bind: the address to listen on.
+        pod_ip: what other pods connect to.
+        checkpoint_uri: where checkpoints are; None when none are stored.
+    """
+
+    job: str
+    role: str
+    index: int
+    incarnation: int
+    servers: tuple[str, ...]
+    port: int
+    data_port: int
+    metrics_port: int
+    bind: str
+    pod_name: str
+    pod_ip: str
+    token: str
+    config: RuntimeConfig
+    checkpoint_uri: str | None
+    termination_log: Path | None
+
+    @property
+    def name(self) -> str:
+        """Such as ``worker-3``."""
+        return f"{self.role}-{self.index}"
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str]) -> Environment | None:
+        """The environment of this pod; None outside of a job.
+
+        Raises:
+            ConfigurationError: a variable is missing or malformed; the message names it.
+        """
+        if contract.ENV_ROLE not in variables:
+            return None
+
+        def text(name: str, default: str | None = None) -> str:
+            value = variables.get(name, default)
+            if value is None:
+                raise ConfigurationError(f"{contract.ENV_ROLE} is set but {name} is not: a job's pod has both")
+            return value
+
+        def number(name: str, default: int | None = None) -> int:
+            value = text(name, None if default is None else str(default))
+            if not (value.isascii() and value.isdigit()):
+                raise ConfigurationError(f"{name} is {value!r}: must be a whole number of 0 or more")
+            return int(value)
+
+        role = text(contract.ENV_ROLE)
+        if role not in _ROLES:
+            raise ConfigurationError(f"{contract.ENV_ROLE} is {role!r}: must be one of {', '.join(_ROLES)}")
+        try:
+            config = RuntimeConfig.model_validate_json(text(contract.ENV_CONFIG))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            at = ".".join(str(part) for part in first["loc"]) or "the whole"
+            why = f"{contract.ENV_CONFIG} is no runtime configuration: {at}: {first['msg']}"
+            raise ConfigurationError(why) from None
+        servers = tuple(part for part in text(contract.ENV_SERVERS).split(",") if part)
+        if len(servers) != config.shards:
+            raise ConfigurationError(
+                f"{contract.ENV_SERVERS} names {len(servers)} servers, the job has {config.shards} shards"
+            )
+        index = number(contract.ENV_INDEX)
+        if role == contract.ROLE_SERVER and index >= config.shards:
+            raise ConfigurationError(f"{contract.ENV_INDEX} is {index}: the job has shards 0 to {config.shards - 1}")
+        token = text(contract.ENV_TOKEN)
+        if not token:
+            raise ConfigurationError(f"{contract.ENV_TOKEN} is empty: a job without a token would trust anybody")
+        uri = variables.get(contract.ENV_CHECKPOINT_URI) or (config.checkpoint.uri if config.checkpoint else None)
+        log = variables.get(contract.ENV_TERMINATION_LOG)
+        bind = variables.get(contract.ENV_BIND)
+        return cls(
+            job=text(contract.ENV_JOB, "job"),
+            role=role,
+            index=index,
+            incarnation=number(contract.ENV_INCARNATION, 0),
+            servers=servers,
+            port=number(contract.ENV_PORT, contract.PORT_CONTROL),
+            data_port=number(contract.ENV_DATA_PORT, contract.PORT_DATA),
+            metrics_port=number(contract.ENV_METRICS_PORT, contract.PORT_METRICS),
+            bind=bind or "0.0.0.0",  # noqa: S104  # all addresses of the pod's own network
+            pod_name=text(contract.ENV_POD_NAME, f"{role}-{index}"),
+            pod_ip=variables.get(contract.ENV_POD_IP) or bind or "127.0.0.1",
+            token=token,
+            config=config,
+            checkpoint_uri=uri if config.checkpoint else None,
+            termination_log=Path(log) if log else None,
+        )
