@@ -1,0 +1,191 @@
+"""One cluster with the operator for all end-to-end tests: embedded, or what KUBECONFIG names when BACKSTAY_E2E=cluster.
+
+With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+
+from backstay_cli.kube import JOBS, Api, ApiError
+from backstay_cli.session import start_session
+from backstay_spec import contract
+
+T = TypeVar("T")
+SCRIPTS = Path(__file__).parent / "scripts"
+_names = itertools.count()
+
+
+class Cluster:
+    """A cluster as tests use it: blocking calls, each with a deadline."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.namespace = "default"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._stack = contextlib.AsyncExitStack()
+        self.api: Api
+        self.kubeconfig: Path
+
+    def start(self) -> None:
+        self._thread.start()
+
+        async def begin() -> None:
+            session = await self._stack.enter_async_context(start_session(self.folder))
+            self.api, self.kubeconfig = session.api, session.kubeconfig
+
+        self.run(begin(), 90)
+
+    def stop(self) -> None:
+        try:
+            self.run(self._stack.aclose(), 60)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def submit(self, spec: dict[str, Any], *, script: str = "tiny.py", env: dict[str, str] | None = None) -> str:
+        """Create a TrainingJob that runs one of the scripts; its name."""
+        name = f"t{next(_names)}"
+        spec = {
+            "image": "backstay.dev/trainer:local",
+            "command": ["python", script],
+            "workingDir": str(SCRIPTS),
+            "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
+            **spec,
+        }
+        job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": spec}
+        path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}"
+        self.run(self.api.request("POST", path, job, fieldValidation="Strict"))
+        return name
+
+    def job(self, name: str) -> dict[str, Any]:
+        return self.run(self.api.get_job(self.namespace, name))
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        return self.run(self.api.pods_of(self.namespace, name))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return self.run(self.api.events_of(self.namespace, self.job(name)["metadata"]["uid"]))
+
+    def patch(self, name: str, body: list[dict[str, Any]]) -> None:
+        path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}/{name}"
+
+        async def send() -> None:
+            async with self.api._session.patch(
+                self.api.server + path,
+                data=json.dumps(body),
+                headers={"Content-Type": "application/json-patch+json"},
+                ssl=self.api._tls,
+            ) as response:
+                assert response.status < 300, await response.text()
+
+        self.run(send())
+
+    def delete(self, name: str) -> None:
+        path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}/{name}"
+        with contextlib.suppress(ApiError):
+            self.run(self.api.request("DELETE", path, propagationPolicy="Background"))
+        self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
+
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 90) -> Any:
+        """Wait until `holds` gives something true; how long that takes is not judged, only that it ends."""
+
+        async def poll() -> Any:
+            loop = asyncio.get_running_loop()
+            while True:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    if found := await loop.run_in_executor(None, holds):
+                        return found
+                await asyncio.sleep(0.1)
+
+        try:
+            return self.run(asyncio.wait_for(poll(), seconds), seconds + 30)
+        except TimeoutError:
+            raise AssertionError(f"waited {seconds} s in vain until {what}") from None
+
+    def wait_for_end(self, name: str, seconds: float = 120) -> dict[str, Any]:
+        def ended() -> dict[str, Any] | None:
+            status = self.job(name).get("status", {})
+            return status if status.get("phase") in {"Succeeded", "Failed"} else None
+
+        try:
+            status: dict[str, Any] = self.wait(f"{name} ended", ended, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.describe(name)}") from None
+        return status
+
+    def describe(self, name: str) -> str:
+        """What a person would want to see of a job that did not do what it should."""
+        lines = [json.dumps(self.job(name).get("status", {}), indent=1)]
+        lines += [f"{event['reason']}: {event['message']}" for event in self.events(name)]
+        for pod in self.pods(name):
+            log = self.log(pod["metadata"]["name"])
+            lines.append(f"--- {pod['metadata']['name']} {pod['status'].get('phase')}\n{log[-1500:]}")
+        return "\n".join(lines)
+
+    def log(self, pod: str) -> str:
+        path = self.folder / "pods" / self.namespace / pod / f"{contract.CONTAINER}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        conditions = self.job(name).get("status", {}).get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def processes(self, pod: str) -> list[int]:
+        """The processes of a pod, found by their environment; really running ones, to be really killed."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if f"{contract.ENV_POD_NAME}={pod}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def kill(self, pod: str) -> None:
+        for pid in self.processes(pod):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    made = Cluster(folder)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def submit(cluster: Cluster) -> Iterator[Callable[..., str]]:
+    """Submit jobs that are deleted after the test."""
+    names: list[str] = []
+
+    def one(spec: dict[str, Any], **options: Any) -> str:
+        names.append(cluster.submit(spec, **options))
+        return names[-1]
+
+    yield one
+    for name in names:
+        cluster.delete(name)

@@ -1,0 +1,188 @@
+"""Whole jobs, from the TrainingJob to its end, with real processes on a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import backstay
+from backstay._local import train_local
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Submit = Callable[..., str]
+SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
+ONE_EACH = {"parameterServers": {"replicas": 1, "maxRestarts": 0}, "workers": {"replicas": 1, "maxRestarts": 0}}
+
+
+def reference(world: int, monkeypatch: pytest.MonkeyPatch, steps: int = 40) -> Any:
+    """The plain loop in this process."""
+    monkeypatch.setenv("STEPS", str(steps))
+    settings = runpy.run_path(str(SCRIPT))["SETTINGS"]
+    return train_local(**{**settings, "evaluate": None}, world=world).params
+
+
+def assert_close(left: Any, right: Any) -> None:
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+
+
+def ended(cluster: Any, name: str, phase: str) -> dict[str, Any]:
+    status: dict[str, Any] = cluster.wait_for_end(name)
+    assert status["phase"] == phase, cluster.describe(name)
+    return status
+
+
+def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
+    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T4, O2, O4: SIGKILL in the middle; the replacement computes the same batches; the crash is counted once."""
+    spec = {
+        "parameterServers": {"replicas": 2},
+        "workers": {"replicas": 3},
+        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 15},
+    }
+    name = submit(spec, env={"BEHAVE": "suicide"})
+    status = ended(cluster, name, "Succeeded")
+    assert status["step"] == 40
+    assert status["roles"]["Worker"]["restarts"] == 1
+    assert status["roles"]["ParameterServer"]["restarts"] == 0
+    assert status["incarnations"]["worker-1"] == 2
+    assert status["incarnations"]["worker-0"] == 1
+    stored = backstay.load(str(tmp_path / "ckpt"))
+    assert stored.step == 40
+    assert_close(stored.params, reference(3, monkeypatch))
+    assert stored.params["b"][1].shape == ()
+    assert set(status["metrics"]) == {"norm"}
+
+
+def test_t2_with_a_backup_an_update_never_waits_for_the_worker_that_hangs(
+    cluster: Any, submit: Submit, tmp_path: Path
+) -> None:
+    """T2: with one backup the job ends although rank 1 is stopped for good (no replacement is asked for)."""
+    spec = {
+        "parameterServers": {"replicas": 1},
+        "workers": {"replicas": 3},
+        "update": {"mode": "Sync", "backups": 1},
+        "checkpoint": {"uri": str(tmp_path / "ckpt")},
+    }
+    name = submit(spec, env={"PAUSE": "0.02", "STEPS": "80"})
+
+    def steps() -> bool:
+        return any("step" in cluster.log(pod["metadata"]["name"]) for pod in cluster.pods(name))
+
+    cluster.wait(f"{name} trains", lambda: cluster.job(name).get("status", {}).get("phase") == "Running")
+    cluster.wait(f"{name} logs a step", steps)
+    victim = next(pod["metadata"]["name"] for pod in cluster.pods(name) if "-worker-1-" in pod["metadata"]["name"])
+    for pid in cluster.processes(victim):
+        os.kill(pid, signal.SIGSTOP)
+    status = ended(cluster, name, "Succeeded")
+    assert status["step"] == 80
+
+
+def test_async_ends_with_every_update_counted(cluster: Any, submit: Submit, tmp_path: Path) -> None:
+    """T3, T5: Async over two shards."""
+    spec = {
+        "parameterServers": {"replicas": 2},
+        "workers": {"replicas": 2},
+        "update": {"mode": "Async", "maxStaleness": 4, "stalenessDamping": True},
+        "checkpoint": {"uri": str(tmp_path / "ckpt")},
+    }
+    name = submit(spec)
+    status = ended(cluster, name, "Succeeded")
+    assert status["step"] == 40
+    assert backstay.load(str(tmp_path / "ckpt")).step == 40
+
+
+def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
+    cluster: Any, submit: Submit, tmp_path: Path
+) -> None:
+    """T7: a job that finds a checkpoint at its last step has nothing to do."""
+    spec = {
+        "workers": {"replicas": 1},
+        "evaluator": {},
+        "checkpoint": {"uri": str(tmp_path / "ckpt")},
+    }
+    name = submit(spec)
+    status = ended(cluster, name, "Succeeded")
+    assert set(status["metrics"]) == {"norm"}
+    again = submit(spec)
+    status = ended(cluster, again, "Succeeded")
+    assert cluster.condition(again, "Succeeded")["reason"] == "AlreadyComplete"
+    assert status["step"] == 40
+
+
+@pytest.mark.parametrize(
+    ("behave", "says"),
+    [
+        ("raise", "boom at import"),
+        ("exit0", "ExitedEarly"),
+        ("binary", "exit code 3"),
+    ],
+)
+def test_o4_a_script_that_does_not_train_fails_the_job_with_the_reason(
+    cluster: Any, submit: Submit, behave: str, says: str
+) -> None:
+    name = submit(ONE_EACH, env={"BEHAVE": behave})
+    status = ended(cluster, name, "Failed")
+    told = json.dumps(status["conditions"]) + json.dumps([event["message"] for event in cluster.events(name)])
+    told += json.dumps([event["reason"] for event in cluster.events(name)])
+    told += "".join(cluster.log(pod["metadata"]["name"]) for pod in cluster.pods(name))
+    assert says in told, cluster.describe(name)
+
+
+def test_other_shapes_are_refused_at_joining_and_name_the_leaf(cluster: Any, submit: Submit) -> None:
+    spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2, "maxRestarts": 0}}
+    name = submit(spec, env={"BEHAVE": "shapes"})
+    ended(cluster, name, "Failed")
+    message = cluster.condition(name, "Failed")["message"]
+    assert "w" in message
+    assert "(6, 3)" in message or "[6, 3]" in message, cluster.describe(name)
+
+
+def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: Any, submit: Submit) -> None:
+    spec = {"workers": {"replicas": 2}, "update": {"maxNonFinite": 2}}
+    name = submit(spec, env={"BEHAVE": "nan"})
+    ended(cluster, name, "Failed")
+    message = cluster.condition(name, "Failed")["message"]
+    assert "rank 1" in message, cluster.describe(name)
+    assert "6" in message
+
+
+def test_an_image_name_that_cannot_be_right_fails_the_job_at_once(cluster: Any, submit: Submit) -> None:
+    """O4: what a retry cannot mend."""
+    name = submit({"image": "Not An Image"})
+    ended(cluster, name, "Failed")
+    assert "InvalidImageName" in json.dumps(cluster.condition(name, "Failed"))
+
+
+def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit: Submit, tmp_path: Path) -> None:
+    spec = {
+        "parameterServers": {"replicas": 1},
+        "workers": {"replicas": 1},
+        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 5},
+    }
+    name = submit(spec, env={"PAUSE": "0.05", "STEPS": "100"})
+    cluster.wait(
+        "there is a checkpoint", lambda: (tmp_path / "ckpt").exists() and any((tmp_path / "ckpt").glob("*.json"))
+    )
+    cluster.patch(name, [{"op": "add", "path": "/spec/runPolicy", "value": {"suspend": True}}])
+    cluster.wait("the job is suspended", lambda: cluster.job(name)["status"].get("phase") == "Suspended")
+    cluster.wait("its pods are gone", lambda: not cluster.pods(name))
+    before = backstay.load(str(tmp_path / "ckpt")).step
+    assert before > 0
+    cluster.patch(name, [{"op": "replace", "path": "/spec/runPolicy/suspend", "value": False}])
+    status = ended(cluster, name, "Succeeded")
+    assert status["step"] == 100
+    assert "resum" in "".join(cluster.log(pod["metadata"]["name"]).lower() for pod in cluster.pods(name)), (
+        cluster.describe(name)
+    )
