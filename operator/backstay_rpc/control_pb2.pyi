@@ -577,14 +577,16 @@ class Frame(_message.Message):
     def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
 
 class PushBegin(_message.Message):
-    __slots__ = ("id", "info", "bytes")
+    __slots__ = ("id", "info", "bytes", "whole")
     ID_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     id: GradientId
     info: GradientInfo
     bytes: int
-    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    whole: bool
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("block", "offset")
@@ -611,7 +613,7 @@ class Abandon(_message.Message):
     def __init__(self) -> None: ...
 
 class ParamsBegin(_message.Message):
-    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done")
+    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -619,6 +621,7 @@ class ParamsBegin(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     NEXT_KEY_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -626,7 +629,8 @@ class ParamsBegin(_message.Message):
     outcome: RejectReason
     next_key_step: int
     done: bool
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ...) -> None: ...
+    whole: bool
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "message")

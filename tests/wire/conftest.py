@@ -57,7 +57,7 @@ class FakeEngine:
     ) -> None:
         if self.fail is not None:
             raise self.fail
-        self.applied.append([float(g[0][0]) for g in gradients])
+        self.applied.append([float(g[0][0]) for g in gradients if g])
         self.weights.append(list(weights))
         for b, value in enumerate(self.values):
             total = sum(w * g[b] for w, g in zip(weights, gradients, strict=True))

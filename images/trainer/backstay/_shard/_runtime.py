@@ -150,7 +150,7 @@ class ShardRuntime:
 
     def close(self, why: str = "the server is going away") -> None:
         """Refuses all streams as `UNAVAILABLE`, finishes the update that is running, and ends the apply thread."""
-        self._stop(Refusal("UNAVAILABLE", f"shard {self._shard}: {why}"))
+        self._stop(Refusal("UNAVAILABLE", why))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -289,7 +289,7 @@ class ShardRuntime:
             )
 
     def _answers(self, published: Published, gradient: Gradient | None, min_version: int) -> bool:
-        if self._done is not None and published.version >= min(self._done.version, self._version):
+        if self._done is not None and published.version >= self._done.version:
             return True
         if gradient is None:
             return published.version >= min_version
@@ -346,7 +346,7 @@ class ShardRuntime:
                 del work  # it holds gradients and the engine
         except Exception as error:  # noqa: BLE001  # whatever it is, the job must hear of it instead of waiting
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
-            self._stop(Refusal("INTERNAL", f"shard {self._shard} cannot go on: {error}"))
+            self._stop(Refusal("INTERNAL", f"cannot go on: {error}"))
         if (why := self.failed) is not None:
             self._coordination.failed(self._shard, why)
 
@@ -433,7 +433,7 @@ class ShardRuntime:
             for b in range(len(self._sizes)):
                 published.put(b, engine.block(b))
         except BaseException:
-            published.stop(Refusal("INTERNAL", f"shard {self._shard} failed to compute version {published.version}"))
+            published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
             raise
 
     def _norm(self, engine: Engine, request: NormRequest) -> None:
@@ -466,7 +466,7 @@ class ShardRuntime:
     def _current(self, term: int, what: str) -> bool:
         if term > self._term:
             self._stop_locked(
-                Refusal("INTERNAL", f"{what} is of term {term}: shard {self._shard} is still in term {self._term}")
+                Refusal("INTERNAL", f"{what} is of term {term}: this shard is still in term {self._term}")
             )
         return term == self._term
 
@@ -474,7 +474,7 @@ class ShardRuntime:
         if self._stopped is not None:
             raise self._stopped
         if self._engine is None:
-            raise Refusal("UNAVAILABLE", f"shard {self._shard} has not started yet")
+            raise Refusal("UNAVAILABLE", "this server has not started yet")
 
     def _check_term(self, term: int) -> None:
         if term != self._term:

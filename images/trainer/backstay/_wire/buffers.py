@@ -186,14 +186,24 @@ class Slot:
         arrangement = self._arrangement
         arrangement.mend(self._leaves, self._areas)
         tree = arrangement.partition.tree.leaves
-        sources = [self._leaves[leaf].reshape(tree[leaf].shape) for leaf in sorted(arrangement.direct)]
-        sources += [area[:] for area in self._areas]
-        # JAX holds on to the array object that it was given for as long as anything needs the memory.
-        self._lent = [weakref.ref(source) for source in sources]
+        owners = [_owner(self._leaves[leaf]) for leaf in sorted(arrangement.direct)]
+        owners += [_owner(area) for area in self._areas]
+        self._lent = [weakref.ref(owner) for owner in owners]
+        shapes = [tree[leaf].shape for leaf in sorted(arrangement.direct)] + [area.shape for area in self._areas]
+        sources = [owner.reshape(shape) for owner, shape in zip(owners, shapes, strict=True)]
         placed = jax.device_put(sources, device, may_alias=True)
         large = dict(zip(sorted(arrangement.direct), placed, strict=False))
         small = arrangement.unpack(placed[len(large) :])
         return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(tree))]
+
+
+def _owner(memory: np.ndarray) -> np.ndarray:
+    """An array of the same memory that lives as long as any view of it: JAX keeps one while it uses the memory.
+
+    A view of a view refers to the owner of the memory, and the views between them die. An array made from something
+    that is no array counts as an owner, so every loan has one of its own.
+    """
+    return np.frombuffer(memory.view(np.uint8).data, memory.dtype)
 
 
 class ParamBuffers:

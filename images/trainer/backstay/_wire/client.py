@@ -1,8 +1,8 @@
 """The worker's side of data streams: gradients out, parameters in, all shards at the same time. Knows no transport.
 
 A large push is written by a thread of its own while the caller reads, so that the server may answer before the push
-is complete, and so that two ends that write at the same time never wait for each other. A small one is written by the
-caller itself, which saves the hand-over.
+is complete, and so that two ends that write at the same time never wait for each other. A small one is one frame,
+written by the caller itself, which saves the hand-over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Pus
 
 from ..errors import PeerLost, Refused, Superseded
 from . import frames
-from .frames import INLINE_BYTES, Cover, Span, kind_of
+from .frames import WHOLE_BYTES, Cover, Span, kind_of
 from .seam import Bytes, DataClient, FrameStream, GradientPush, LayoutLike, Mode, Pulled, Refusal, block_nbytes
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
@@ -97,9 +97,10 @@ class StreamClient:
             data = [np.asarray(block).reshape(-1).view(np.uint8) for block in push.blocks]
             if [block.nbytes for block in data] != list(self._sizes):
                 raise ValueError(f"shard {self._shard}: the gradient's blocks do not have the partition's sizes")
-            begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total))
-            if self._total <= INLINE_BYTES:
-                self._push(begin, data)
+            whole = self._total <= WHOLE_BYTES
+            begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total, whole=whole))
+            if whole:
+                self._stream.write(begin, frames.joined(data))
             else:
                 if self._writer is None:
                     self._writer = _Thread(f"backstay-push-{self._shard}")
@@ -113,6 +114,8 @@ class StreamClient:
             raise
         if writing is not None:
             self._wait_written(writing)
+        if push is None and pulled.version < min_version and not pulled.done:
+            raise self._nonsense(f"version {pulled.version} for a pull of at least {min_version}")
         return pulled
 
     def cancel(self, why: str) -> None:
@@ -147,13 +150,17 @@ class StreamClient:
         kind = kind_of(frame)
         if kind == "refused":
             raise self._refused(frame)
-        if kind != "params_begin" or body is not None:
+        if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
             raise self._nonsense(f"a frame {kind!r} instead of parameters")
         begin = frame.params_begin
         cover = Cover(self._sizes)
         try:
             cover.announce(begin.bytes)
-            while True:
+            if begin.whole:
+                for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
+                    assert body is not None
+                    np.copyto(into[block], body[at : at + stop - start])
+            while not begin.whole:
                 frame, body = self._read()
                 kind = kind_of(frame)
                 if kind == "chunk" and body is not None:

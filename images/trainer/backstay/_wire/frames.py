@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from backstay_rpc.control_pb2 import (
@@ -22,13 +23,13 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2 import Refused as RefusedFrame
 
-from .seam import Refusal
+from .seam import Bytes, Refusal
 
 __all__ = [
     "CHUNK_BYTES",
     "HEADER_BYTES",
-    "INLINE_BYTES",
     "MAX_CHUNK_BYTES",
+    "WHOLE_BYTES",
     "Cover",
     "Span",
     "chunks",
@@ -46,10 +47,10 @@ MAX_CHUNK_BYTES: Final = 16 << 20
 HEADER_BYTES: Final = 64 << 10
 """The most that is accepted as the header of a frame."""
 
-INLINE_BYTES: Final = 16 << 10
-"""A push of at most this many bytes is read whole by the server before it is answered, so its sender may write all
-of it before it reads. It fits into any flow-control window, hence cannot block for ever. Larger pushes are written by a
-thread of their own while the sender reads."""
+WHOLE_BYTES: Final = 16 << 10
+"""A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one. It fits into
+any flow-control window, hence its sender may write it before it reads. Larger pushes are written by a thread of their
+own while the sender reads."""
 
 Span: TypeAlias = tuple[int, int, int]
 """Bytes ``start:stop`` of a block: (block, start, stop)."""
@@ -141,6 +142,21 @@ class Cover:
         self._missing -= nbytes
         return block, offset, offset + nbytes
 
+    def whole(self, nbytes: int) -> Iterator[tuple[int, Span]]:
+        """All blocks came at once, in `nbytes` bytes: where each begins there, and where it goes.
+
+        Raises:
+            Refusal: `INVALID_ARGUMENT`, it is another size than the shard's.
+        """
+        if nbytes != self._total:
+            raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {nbytes} bytes: must be {self._total}")
+        self._missing = 0
+        at = 0
+        for block, size in enumerate(self._sizes):
+            if size:
+                yield at, (block, 0, size)
+            at += size
+
     def end(self, nbytes: int) -> None:
         """The sender says that this was all. Raises `Refusal` unless it was, and the sender counted the same."""
         if self._missing:
@@ -159,6 +175,12 @@ def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[t
         (Frame(chunk=Chunk(block=block, offset=start)), (block, start, stop))
         for block, start, stop in chunks(sizes, chunk_bytes)
     ]
+
+
+def joined(blocks: Sequence[np.ndarray]) -> Bytes | None:
+    """The body of a frame with all blocks, in bytes; None when there are none."""
+    parts = [np.asarray(block).reshape(-1).view(np.uint8) for block in blocks if block.nbytes]
+    return np.concatenate(parts) if parts else None
 
 
 def push_begin(begin: PushBegin) -> Frame:

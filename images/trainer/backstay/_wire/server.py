@@ -2,7 +2,7 @@
 
 One thread serves one stream, so frames are handled strictly in order. It reads a push to its end before it answers,
 unless the shard has moved on: then it answers between two chunks and drops the rest. That cannot deadlock with a client
-that writes at the same time, because a client with more than `INLINE_BYTES` to write reads while it writes.
+that writes at the same time, because a client with more than one frame to write reads while it writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
 
 from ..errors import PeerLost
 from . import frames
-from .frames import INLINE_BYTES, Cover, Span, kind_of
+from .frames import WHOLE_BYTES, Cover, Span, kind_of
 from .seam import Answer, FrameStream, Incoming, Refusal, ShardPort
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StreamServer:
     def _one(self, hello: Hello, stream: FrameStream, frame: Frame, body: np.ndarray | None) -> bool:
         """One request and its answer. False: the stream is over."""
         kind = kind_of(frame)
-        if body is not None:
+        if body is not None and kind != "push_begin":
             raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes")
         match kind:
             case "pull":
@@ -65,7 +65,7 @@ class StreamServer:
                 cover.announce(frame.push_begin.bytes)
                 incoming = self._shard.begin(hello, frame.push_begin.id, frame.push_begin.info)
                 try:
-                    whole = self._receive(stream, frame.push_begin, incoming, cover)
+                    whole = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
                 if whole is None:
@@ -82,11 +82,20 @@ class StreamServer:
         self._send(stream, answer)
         return True
 
-    def _receive(self, stream: FrameStream, begin: PushBegin, incoming: Incoming, cover: Cover) -> bool | None:
+    def _receive(
+        self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, incoming: Incoming, cover: Cover
+    ) -> bool | None:
         """Takes a push. True: it is complete. False: the shard moved on meanwhile. None: the stream ended."""
         blocks = incoming.blocks
-        early = begin.bytes > INLINE_BYTES
-        while not (early and self._shard.moved_on(incoming)):
+        if begin.whole:
+            for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
+                assert body is not None
+                np.copyto(blocks[block], body[at : at + stop - start])
+            self._shard.complete(incoming)
+            return True
+        if body is not None:
+            raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
+        while not self._shard.moved_on(incoming):
             item = stream.read()
             if item is None:
                 return None
@@ -119,19 +128,23 @@ class StreamServer:
         raise Refusal("INVALID_ARGUMENT", "a push that was answered already goes on beyond its end")
 
     def _send(self, stream: FrameStream, answer: Answer) -> None:
-        stream.write(
-            frames.params_begin(
-                ParamsBegin(
-                    term=answer.term,
-                    version=answer.version,
-                    world=answer.world,
-                    bytes=self._total,
-                    outcome=answer.outcome,
-                    next_key_step=answer.next_key_step,
-                    done=answer.done,
-                )
+        whole = self._total <= WHOLE_BYTES
+        begin = frames.params_begin(
+            ParamsBegin(
+                term=answer.term,
+                version=answer.version,
+                world=answer.world,
+                bytes=self._total,
+                outcome=answer.outcome,
+                next_key_step=answer.next_key_step,
+                done=answer.done,
+                whole=whole,
             )
         )
+        if whole:
+            stream.write(begin, frames.joined([answer.block(b) for b in range(len(self._sizes))]))
+            return
+        stream.write(begin)
         at, data = -1, None
         for frame, (block, start, stop) in self._chunks:
             if block != at:

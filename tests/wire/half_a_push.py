@@ -1,0 +1,22 @@
+"""A worker that pushes half of a gradient and then waits to be killed: run as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from backstay._wire import frames
+from backstay._wire.flight import ClientStream
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, PushBegin
+
+address, token, hello_hex, gradient_hex, size = sys.argv[1:]
+nbytes = int(size)
+stream = ClientStream(address, Hello.FromString(bytes.fromhex(hello_hex)), token)
+gradient = GradientId.FromString(bytes.fromhex(gradient_hex))
+stream.write(Frame(push_begin=PushBegin(id=gradient, info=GradientInfo(finite=True), bytes=nbytes)))
+data = np.ones(nbytes, np.uint8)
+for frame, (_, start, stop) in frames.first_chunks([nbytes], nbytes // 4)[:2]:
+    stream.write(frame, data[start:stop])
+print("half", flush=True)
+sys.stdin.read()

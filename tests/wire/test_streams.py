@@ -1,0 +1,547 @@
+"""Data streams over Arrow Flight: what gets through, what is refused, and what a peer that misbehaves can do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+
+from backstay._wire import frames
+from backstay._wire.client import Push
+from backstay._wire.flight import ClientStream, PortTaken
+from backstay._wire.server import DataServer
+from backstay.errors import PeerLost, Refused, Superseded
+from backstay_rpc.control_pb2 import (
+    Chunk,
+    Done,
+    End,
+    Frame,
+    GradientInfo,
+    ParamsBegin,
+    PushBegin,
+    Reject,
+)
+
+Make = Callable[..., Any]
+BIG = 1_000_000  # elements: a push that takes several frames
+SMALL = 10
+
+
+def commit_alone(kit: SimpleNamespace, shard: Any) -> Callable[[int, Any], None]:
+    """A coordinator that commits each gradient by itself."""
+    return lambda _, staged: shard.runtime.on_commit(kit.commit(staged.id.version, [staged.id]))
+
+
+def push_of(kit: SimpleNamespace, shard: Any, value: float, **more: Any) -> Push:
+    return Push(kit.gid(**more), GradientInfo(finite=True, examples=3), [shard.gradient(value)])
+
+
+def values(shard: Any, buffers: Any) -> list[float]:
+    """The elements of received parameters, each of which must be the same within a block."""
+    result = []
+    for buffer, block in zip(buffers, shard.layout.blocks, strict=True):
+        array = buffer.view(block.dtype)
+        assert (array == array[0]).all()
+        result.append(float(array[0]))
+    return result
+
+
+@pytest.mark.parametrize("sizes", [(SMALL,), (BIG, 3), (1,), ()])
+def test_a_gradient_there_and_the_parameters_back(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, sizes: tuple[int, ...]
+) -> None:
+    """T1: several updates, pushes that fit into one frame and pushes that do not, and a shard that holds nothing."""
+    shard = make_shard(sizes, serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    client, into = dial(shard), shard.buffers()
+    pulled = client.exchange_all(None, 0, [into])
+    assert (pulled.version, pulled.term, pulled.world, pulled.done) == (0, 1, 1, False)
+    for version in range(3):
+        pulled = client.exchange_all(push_of(kit, shard, 2.0, version=version), 0, [into])
+        assert (pulled.version, pulled.outcome) == (version + 1, kit.reasons.REJECT_UNSPECIFIED)
+        assert values(shard, into) == [2.0 * (version + 1)] * len(sizes)
+    assert shard.coordination.of("lost") == []
+
+
+def test_what_was_received_does_not_change_with_the_next_update(
+    kit: SimpleNamespace, make_shard: Make, dial: Make
+) -> None:
+    shard = make_shard((BIG,), serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    client, first, second = dial(shard), shard.buffers(), shard.buffers()
+    client.exchange_all(push_of(kit, shard, 1.0), 0, [first])
+    client.exchange_all(push_of(kit, shard, 1.0, version=1), 0, [second])
+    assert (values(shard, first), values(shard, second)) == ([1.0], [2.0])
+
+
+# ---- Who is refused ----
+
+
+@pytest.mark.parametrize("token", ["b" * 64, "", "a" * 63])
+def test_a_wrong_token_is_refused(make_shard: Make, dial: Make, token: str) -> None:
+    """O7."""
+    shard = make_shard((SMALL,), serve=True)
+    with pytest.raises(Refused, match="does not know this job's token") as refused:
+        dial(shard, token=token).exchange_all(None, 0, [shard.buffers()])
+    assert refused.value.code == "UNAUTHENTICATED"
+
+
+METHODS: dict[str, Callable[[Any, Any], Any]] = {
+    "list_flights": lambda c, o: list(c.list_flights(options=o)),
+    "get_flight_info": lambda c, o: c.get_flight_info(fl.FlightDescriptor.for_command(b"x"), o),
+    "get_schema": lambda c, o: c.get_schema(fl.FlightDescriptor.for_command(b"x"), o),
+    "do_get": lambda c, o: c.do_get(fl.Ticket(b"x"), o).read_all(),
+    "do_put": lambda c, o: _put(c, o),  # noqa: PLW0108
+    "do_action": lambda c, o: list(c.do_action(fl.Action("x", b""), o)),
+    "list_actions": lambda c, o: c.list_actions(o),
+    "do_exchange": lambda c, o: c.do_exchange(fl.FlightDescriptor.for_command(b""), o)[1].read_chunk(),
+    "handshake": lambda c, o: c.authenticate_basic_token(b"user", b"password", o),
+}
+
+
+def _put(client: Any, options: Any) -> None:
+    writer, _ = client.do_put(fl.FlightDescriptor.for_command(b"x"), pa.schema([]), options)
+    writer.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_served_without_the_token(make_shard: Make, method: str) -> None:
+    """O7: every method of Flight."""
+    shard = make_shard((SMALL,), serve=True)
+    with fl.FlightClient(f"grpc://{shard.address}") as client:
+        with pytest.raises((fl.FlightError, pa.ArrowException, NotImplementedError, OSError)) as error:
+            METHODS[method](client, fl.FlightCallOptions())
+        assert "does not carry this job's token" in str(error.value) or method == "handshake"
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("do_exchange", "handshake")])
+def test_no_method_but_exchange_is_served(kit: SimpleNamespace, make_shard: Make, method: str) -> None:
+    shard = make_shard((SMALL,), serve=True)
+    options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + kit.token.encode())])
+    with (
+        fl.FlightClient(f"grpc://{shard.address}") as client,
+        pytest.raises((fl.FlightUnauthorizedError, OSError), match="only DoExchange"),
+    ):
+        METHODS[method](client, options)
+
+
+def test_a_server_without_a_token_does_not_start(make_shard: Make) -> None:
+    shard = make_shard((SMALL,))
+    with pytest.raises(ValueError, match="token is empty"):
+        DataServer(shard.runtime, host="127.0.0.1", port=0, token="")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"expected_incarnation": 9}, "FAILED_PRECONDITION"),
+        ({"partition_digest": b"other"}, "INVALID_ARGUMENT"),
+        ({"term": 5}, "FAILED_PRECONDITION"),
+    ],
+)
+def test_a_refusal_arrives_with_its_words(make_shard: Make, dial: Make, change: Any, code: str) -> None:
+    """Also when the refused peer writes a large push meanwhile."""
+    shard = make_shard((BIG,), serve=True)
+    for push in (None, Push(gid_of(0), GradientInfo(), [shard.gradient(1.0)])):
+        with pytest.raises(Refused, match="shard 0: ") as refused:
+            dial(shard, **change).exchange_all(push, 0, [shard.buffers()])
+        assert refused.value.code == code
+    assert shard.coordination.events == []
+
+
+def gid_of(rank: int) -> Any:
+    from backstay_rpc.control_pb2 import GradientId
+
+    return GradientId(term=1, version=0, rank=rank, incarnation=1)
+
+
+def test_an_older_incarnation_is_told_that_it_was_replaced(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
+    """T6."""
+    shard = make_shard((SMALL,), serve=True)
+    old = dial(shard, incarnation=1)
+    old.exchange_all(None, 0, [shard.buffers()])
+    dial(shard, incarnation=2).exchange_all(None, 0, [shard.buffers()])
+    with pytest.raises(Superseded, match="replaced by incarnation 2"):
+        old.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()])
+
+
+def test_fencing_cuts_the_streams_of_older_incarnations(make_shard: Make, dial: Make) -> None:
+    """T6: and of nobody else."""
+    shard = make_shard((SMALL,), serve=True)
+    old, other = dial(shard, rank=0), dial(shard, rank=1)
+    for client in (old, other):
+        client.exchange_all(None, 0, [shard.buffers()])
+    assert shard.server.fence({"worker-0": 2, "worker-1": 1}) == 1
+    with pytest.raises(PeerLost):
+        old.exchange_all(None, 0, [shard.buffers()])
+    other.exchange_all(None, 0, [shard.buffers()])
+    with pytest.raises(Superseded):
+        dial(shard, rank=0).exchange_all(None, 0, [shard.buffers()])
+
+
+def test_a_taken_port_is_named(make_shard: Make) -> None:
+    shard = make_shard((SMALL,), serve=True)
+    with pytest.raises(PortTaken, match=f"127.0.0.1 port {shard.server.port}: it is taken"):
+        DataServer(shard.runtime, host="127.0.0.1", port=shard.server.port, token="t")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTaken, match="is taken"):
+        DataServer(shard.runtime, host="127.0.0.1", port=other.getsockname()[1], token="t")
+
+
+# ---- Never part of a gradient (T1) ----
+
+
+def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
+    """T1: a process killed in the middle of its push; its replacement's gradient counts, and only that."""
+    shard = make_shard((BIG,), serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("half_a_push.py")),
+            shard.address,
+            kit.token,
+            kit.hello(0).SerializeToString().hex(),
+            kit.gid(0).SerializeToString().hex(),
+            str(shard.layout.nbytes),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        os.kill(process.pid, signal.SIGKILL)
+        assert shard.coordination.wait_for("lost") == [kit.gid(0)]
+    finally:
+        process.kill()
+        process.communicate()
+    into = shard.buffers()
+    push = push_of(kit, shard, 5.0, incarnation=2)
+    assert dial(shard, incarnation=2).exchange_all(push, 0, [into]).version == 1
+    assert values(shard, into) == [5.0]
+    assert shard.engine.applied == [[5.0]]
+
+
+@pytest.fixture
+def stream(kit: SimpleNamespace, stack: ExitStack) -> Callable[..., ClientStream]:
+    """A bare stream, to send over it what no client sends."""
+
+    def open_(shard: Any, rank: int = 0) -> ClientStream:
+        end = ClientStream(shard.address, kit.hello(rank), kit.token)
+        stack.callback(end.close)
+        return end
+
+    return open_
+
+
+def test_a_stream_that_ends_without_the_mark_counts_for_nothing(
+    kit: SimpleNamespace, make_shard: Make, stream: Make
+) -> None:
+    """T1: even when every byte is there."""
+    shard = make_shard((BIG,), serve=True)
+    end = stream(shard)
+    end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=shard.layout.nbytes)))
+    data = np.zeros(shard.layout.nbytes, np.uint8)
+    for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
+        end.write(frame, data[start:stop])
+    end.close()
+    assert shard.coordination.wait_for("lost") == [kit.gid(0)]
+    assert shard.coordination.of("staged") == []
+
+
+def ones(nbytes: int) -> np.ndarray:
+    return np.ones(nbytes, np.uint8)
+
+
+GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
+    "an end without a push": ([(Frame(end=End(bytes=0)), None)], "cannot come here"),
+    "a chunk without a push": ([(Frame(chunk=Chunk(block=0)), ones(4))], "outside a push has a body"),
+    "an answer": ([(Frame(params_begin=ParamsBegin(version=3)), None)], "cannot come here"),
+    "another size": ([(Frame(push_begin=PushBegin(id=gid_of(0), bytes=1 << 60)), None)], "are announced"),
+    "a push in a push": ([(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None)] * 2, "inside a push"),
+    "a block too many": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=7)), ones(4))],
+        "of block 7: this shard has 1 blocks",
+    ),
+    "beyond the end": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0)), ones(44))],
+        "which has 40 bytes",
+    ),
+    "far beyond the end": (
+        [
+            (Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None),
+            (Frame(chunk=Chunk(block=0, offset=(1 << 64) - 4)), ones(4)),
+        ],
+        "which has 40 bytes",
+    ),
+    "a gap": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0, offset=8)), ones(4))],
+        "byte 0 is next, and missing",
+    ),
+    "twice the same": (
+        [
+            (Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None),
+            (Frame(chunk=Chunk(block=0)), ones(8)),
+            (Frame(chunk=Chunk(block=0, offset=4)), ones(8)),
+        ],
+        "up to byte 8 came already",
+    ),
+    "an early end": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(end=End(bytes=40)), None)],
+        "40 of 40 bytes missing",
+    ),
+    "a whole that is too long": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40, whole=True)), ones(44))],
+        "has 44 bytes: must be 40",
+    ),
+    "a whole without a body": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40, whole=True)), None)],
+        "has 0 bytes: must be 40",
+    ),
+    "a body at the beginning": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), ones(40))],
+        "the beginning of a push has a body",
+    ),
+    "a chunk without a body": (
+        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0)), None)],
+        "cannot come inside a push",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage_costs_its_sender_the_stream_and_nobody_else(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, stream: Make, case: str
+) -> None:
+    """T1, O7."""
+    shard = make_shard((SMALL,), serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    good, into = dial(shard, rank=1), shard.buffers()
+    good.exchange_all(None, 0, [into])
+    end = stream(shard)
+    sent, why = GARBAGE[case]
+    for frame, body in sent:
+        end.write(frame, body)
+    answer, body = end.read()
+    assert body is None
+    assert answer.refused.code == "INVALID_ARGUMENT"
+    assert why in answer.refused.message
+    assert shard.coordination.of("staged") == []
+    assert len(shard.coordination.of("lost")) == (sent[0][0].WhichOneof("kind") == "push_begin" and "size" not in case)
+    assert good.exchange_all(push_of(kit, shard, 1.0, rank=1), 0, [into]).version == 1
+
+
+def raw_batch(column: Any) -> Any:
+    return pa.RecordBatch.from_arrays([column], names=["body"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "write"),
+    [
+        (pa.schema([("body", pa.uint8())]), lambda w: w.write_metadata(b"\xff" * 10)),
+        (pa.schema([("body", pa.uint8())]), lambda w: w.write_metadata(b"\x00" * 100_000)),
+        (pa.schema([("body", pa.uint8())]), lambda w: w.write_batch(raw_batch(pa.array([1], pa.uint8())))),
+        (pa.schema([("body", pa.string())]), lambda w: w.write_batch(raw_batch(pa.array(["x"])))),
+        (pa.schema([]), lambda w: w.write_metadata(b"")),
+    ],
+)
+def test_things_that_are_no_frames(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, schema: Any, write: Callable[[Any], None]
+) -> None:
+    """O7: a peer with the token that speaks something else."""
+    shard = make_shard((SMALL,), serve=True)
+    options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + kit.token.encode())])
+    descriptor = fl.FlightDescriptor.for_command(kit.hello(0).SerializeToString())
+    with fl.FlightClient(f"grpc://{shard.address}") as client:
+        writer, reader = client.do_exchange(descriptor, options)
+        writer.begin(schema)
+        try:
+            write(writer)
+            answer = Frame.FromString(reader.read_chunk().app_metadata.to_pybytes())
+            assert answer.refused.code == "INVALID_ARGUMENT"
+        except (fl.FlightError, pa.ArrowException):
+            pass  # ended without words
+        reader.cancel()
+        with pytest.raises((fl.FlightError, pa.ArrowException)):
+            writer.close()
+    dial(shard, rank=1).exchange_all(None, 0, [shard.buffers()])
+
+
+def test_bytes_that_are_no_grpc(make_shard: Make, dial: Make) -> None:
+    shard = make_shard((SMALL,), serve=True)
+    with socket.create_connection(("127.0.0.1", shard.server.port)) as sock:
+        sock.sendall(os.urandom(10_000))
+        sock.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+    dial(shard).exchange_all(None, 0, [shard.buffers()])
+
+
+@pytest.mark.parametrize("size", [SMALL, BIG])
+def test_the_same_attempt_twice_is_refused(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any, size: int
+) -> None:
+    """T3."""
+    shard = make_shard((size,), serve=True)
+    first = dial(shard)
+    waiting = background(lambda: first.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    with pytest.raises(Refused, match="is here already") as refused:
+        dial(shard).exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()])
+    assert refused.value.code == "ALREADY_EXISTS"
+    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    assert waiting.result(kit.wait).version == 1
+    assert shard.engine.applied == [[1.0]]
+
+
+def test_another_attempt_of_a_rank_counts_once(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
+) -> None:
+    """T3: the coordinator refuses the second; its worker gets the version all the same."""
+    shard = make_shard((SMALL,), serve=True)
+    first, again = dial(shard), dial(shard)
+    one = background(lambda: first.exchange_all(push_of(kit, shard, 1.0, attempt=1), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    two = background(lambda: again.exchange_all(push_of(kit, shard, 1.0, attempt=2), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged", 2)
+    shard.runtime.on_reject(Reject(id=kit.gid(0, attempt=2), reason=kit.reasons.DUPLICATE))
+    shard.runtime.on_commit(kit.commit(0, [kit.gid(0, attempt=1)]))
+    assert one.result(kit.wait).outcome == kit.reasons.REJECT_UNSPECIFIED
+    assert (two.result(kit.wait).version, two.result().outcome) == (1, kit.reasons.DUPLICATE)
+    assert shard.engine.applied == [[1.0]]
+
+
+# ---- Late pushes ----
+
+
+@pytest.mark.parametrize("size", [SMALL, BIG, 5 * BIG])
+def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, dial: Make, size: int) -> None:
+    """T2: a worker behind the quorum gets the new version without sending all of what nobody wants."""
+    shard = make_shard((size,), serve=True)
+    shard.fill(kit.gid(1), 3.0)
+    shard.runtime.on_commit(kit.commit(0, [kit.gid(1)]))
+    shard.coordination.wait_for("applied")
+    client, into = dial(shard), shard.buffers()
+    for attempt in range(2):
+        pulled = client.exchange_all(push_of(kit, shard, 1.0, attempt=attempt), 0, [into])
+        assert (pulled.version, pulled.outcome) == (1, kit.reasons.LATE)
+        assert values(shard, into) == [3.0]
+    shard.coordination.decide = commit_alone(kit, shard)
+    assert client.exchange_all(push_of(kit, shard, 1.0, version=1), 0, [into]).version == 2
+    assert len(shard.coordination.of("lost")) == 2
+
+
+def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_shard: Make, stream: Make) -> None:
+    """T1, T2: the answer comes between two chunks; what follows until `Abandon` is dropped."""
+    shard = make_shard((BIG,), serve=True)
+    end = stream(shard)
+    data = np.zeros(shard.layout.nbytes, np.uint8)
+    spans = frames.first_chunks([data.nbytes], 1 << 18)
+    end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=data.nbytes)))
+    end.write(spans[0][0], data[: 1 << 18])
+    shard.fill(kit.gid(1), 3.0)
+    shard.runtime.on_commit(kit.commit(0, [kit.gid(1)]))
+    shard.coordination.wait_for("applied")
+    frame, (_, start, stop) = spans[1]
+    end.write(frame, data[start:stop])
+    answer, _ = end.read()
+    assert (answer.params_begin.version, answer.params_begin.outcome) == (1, kit.reasons.LATE)
+    while end.read()[0].WhichOneof("kind") == "chunk":
+        pass
+    frame, (_, start, stop) = spans[2]
+    end.write(frame, data[start:stop])
+    end.write(frames.ABANDON)
+    end.write(frames.pull(1))
+    assert end.read()[0].params_begin.version == 1
+    assert shard.coordination.of("lost") == [kit.gid(0)]
+
+
+# ---- Nothing hangs for ever (T8) ----
+
+
+def test_cancel_ends_a_wait(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
+    """T8: the watchdog's words are in the error."""
+    shard = make_shard((BIG,), serve=True)
+    client = dial(shard)
+    waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    client.cancel("no heartbeat for 10 s")
+    with pytest.raises(PeerLost, match="shard 0: no heartbeat for 10 s"):
+        waiting.result(kit.wait)
+    with pytest.raises(PeerLost, match="no heartbeat"):
+        client.exchange_all(None, 0, [shard.buffers()])
+
+
+def test_closing_the_server_ends_idle_waiting_and_stuck_streams(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, stream: Make, background: Any
+) -> None:
+    """T8: one between two exchanges, one that waits for a version, one that is written to and does not read."""
+    shard = make_shard((20 * BIG,), serve=True)
+    idle, waits, stuck = dial(shard), dial(shard, rank=1), stream(shard, 2)
+    idle.exchange_all(None, 0, [shard.buffers()])
+    waiting = background(lambda: waits.exchange_all(push_of(kit, shard, 1.0, rank=1), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    stuck.write(frames.pull(0))
+    assert stuck.read()[0].WhichOneof("kind") == "params_begin"
+    shard.runtime.close()
+    assert shard.server.close(kit.wait)
+    with pytest.raises(PeerLost):
+        waiting.result(kit.wait)
+    with pytest.raises(PeerLost):
+        idle.exchange_all(None, 0, [shard.buffers()])
+    with pytest.raises(PeerLost):
+        dial(shard).exchange_all(None, 0, [shard.buffers()])
+
+
+def test_a_cut_connection_is_a_lost_peer(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
+    """T1, T8: the gradient that was complete stays; the worker learns that it is alone."""
+    shard = make_shard((BIG,), serve=True)
+    client = dial(shard)
+    waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    assert shard.server.disconnect(lambda hello: hello.peer.index == 0) == 1
+    with pytest.raises(PeerLost):
+        waiting.result(kit.wait)
+    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.coordination.wait_for("applied")
+    assert shard.coordination.of("lost") == []
+
+
+def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> None:
+    """T8."""
+    with socket.socket() as sock:  # bound and not listening: nobody else gets the port
+        sock.bind(("127.0.0.1", 0))
+
+        def read() -> None:
+            end = ClientStream(f"127.0.0.1:{sock.getsockname()[1]}", kit.hello(0), kit.token)
+            stack.callback(end.close)
+            end.read()
+
+        with pytest.raises(PeerLost, match=r"127\.0\.0\.1:\d+"):
+            read()
+
+
+def test_a_job_that_has_failed_says_why(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
+    shard = make_shard((SMALL,), serve=True)
+    client = dial(shard)
+    waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
+    shard.coordination.wait_for("staged")
+    shard.runtime.on_done(Done(failed="three updates in a row were not finite"))
+    with pytest.raises(Refused, match="three updates in a row") as refused:
+        waiting.result(kit.wait)
+    assert refused.value.code == "ABORTED"
