@@ -360,9 +360,7 @@ class ShardRuntime:
                 if engine is not None:
                     if self._fresh:
                         self._fresh = False
-                        published = Published(version, self._world, len(self._sizes))
-                        self._publish(published)
-                        return lambda: self._fill(engine, published)
+                        return lambda: self._fill(engine, Published(version, self._world, len(self._sizes)), term)
                     if version in self._saves:
                         self._saves.discard(version)
                         return lambda: self._save(engine, term, version)
@@ -410,27 +408,30 @@ class ShardRuntime:
                 divisor=len(weights),
                 clip_factor=commit.clip_factor,
             )
-        published = Published(commit.version + 1, commit.world, len(self._sizes))
-        with self._changed:
-            if commit.term == self._term:
-                self._publish(published)
         try:
-            self._fill(engine, published)
+            self._fill(engine, Published(commit.version + 1, commit.world, len(self._sizes)), commit.term)
         finally:
             # Not before: the engine reads the gradients until the last block is computed.
             with self._changed:
                 for staging in freed:
                     self._gradients.give(staging)
-        del published, used, freed
+        del used, freed
         if commit.term != self._term:
             return
         self._coordination.applied(self._shard, commit.version + 1)
         if commit.checkpoint:
             self._save(engine, commit.term, commit.version + 1)
 
-    def _fill(self, engine: Engine, published: Published) -> None:
+    def _fill(self, engine: Engine, published: Published, term: int) -> None:
+        """Hands a version out, from when its first block is computed: whoever waits wakes once to something to send."""
+        count = len(self._sizes)
         try:
-            for b in range(len(self._sizes)):
+            if count:
+                published.put(0, engine.block(0))
+            with self._changed:
+                if term == self._term:
+                    self._publish(published)
+            for b in range(1, count):
                 published.put(b, engine.block(b))
         except BaseException:
             published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
