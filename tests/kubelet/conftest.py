@@ -16,6 +16,8 @@ from backstay_cluster.cluster import ClusterProcess
 from backstay_cluster.kubelet.api import ApiClient, ApiError
 
 DEADLINE = 60.0
+# Else asyncio makes an ambient loop when pytest-asyncio looks for one to restore, which nobody closes.
+asyncio.set_event_loop(None)
 _names = itertools.count()
 
 
@@ -41,7 +43,8 @@ class Driver:
         name = self.name()
         main = {"name": "main", "image": "example.org/shell:1"}
         if script is not None:
-            main["command"] = ["/bin/sh", "-c", script]
+            # As Kubernetes documents, a doubled dollar sign is one.
+            main["command"] = ["/bin/sh", "-c", script.replace("$$", "$$$$")]
         body = {
             "metadata": {"name": name, "labels": labels or {}, "annotations": annotations or {}},
             "spec": {
@@ -109,16 +112,10 @@ class Driver:
 
     async def log(self, name: str, **params: str) -> str:
         """The container's log through the API server."""
-        try:
-            await self.client.request("GET", f"{self.path(name)}/log", params=params)
-        except ApiError as error:
-            if error.reason == "BadAnswer":
-                pass
-            else:
-                raise
         async with self.client._open().get(self.client.url + f"{self.path(name)}/log", params=params) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.text()
+            if answer.status != 200:
+                raise ApiError.of(answer.status, await answer.json(), "log")
+            return (await answer.read()).decode(errors="replace")
 
     async def events(self, name: str) -> dict[str, str]:
         """Reason -> message of the pod's events."""

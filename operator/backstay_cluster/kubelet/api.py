@@ -143,16 +143,21 @@ class ApiClient:
                         raise ApiError.of(answer.status, json.loads(text), what)
                     except ValueError:
                         raise ApiError.of(answer.status, text, what) from None
-                rest = b""
-                async for data in answer.content.iter_any():
-                    # Lines are split here: the reader's own are limited in length, objects are not.
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        if line.strip():
-                            event = json.loads(line)
-                            if event["type"] == "ERROR":
-                                raise ApiError.of(int(event["object"].get("code") or 500), event["object"], what)
-                            yield event
+                try:
+                    rest = b""
+                    async for data in answer.content.iter_any():
+                        # Lines are split here: the reader's own are limited in length, objects are not.
+                        *lines, rest = (rest + data).split(b"\n")
+                        for line in lines:
+                            if line.strip():
+                                event = json.loads(line)
+                                if event["type"] == "ERROR":
+                                    raise ApiError.of(int(event["object"].get("code") or 500), event["object"], what)
+                                yield event
+                finally:
+                    # A watch that is left before its end has nothing more to say: no TLS farewell is waited for.
+                    if answer.connection is not None and answer.connection.transport is not None:
+                        answer.connection.transport.abort()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ApiError(0, "NoAnswer", f"{what}: {error or type(error).__name__}") from error
 

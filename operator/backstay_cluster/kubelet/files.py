@@ -206,8 +206,8 @@ class Volumes:
             return path
         sources = volume["projected"].get("sources") or [] if volume.get("projected") else [volume]
         mode = int((volume.get("projected") or {}).get("defaultMode") or 0o644)
-        # The volume that admission adds for talking to the API. This cluster issues no tokens for service accounts, so it
-        # holds what there is of it: a pod must not wait for ever for what it most likely does not use.
+        # The volume that admission adds for talking to the API. This cluster issues no tokens for service accounts, so
+        # it holds what there is of it: a pod must not wait for ever for what it most likely does not use.
         for_api = any("serviceAccountToken" in source for source in sources)
         for source in sources:
             if "serviceAccountToken" not in source:
