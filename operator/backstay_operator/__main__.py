@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from backstay_operator import logs
+from backstay_operator import access, logs
 from backstay_operator.app import App, WatchEnded, follow_parent
 from backstay_operator.backoff import Curve
 from backstay_operator.keyfile import KeyFileError, read_key
@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.set_up(options.log_format, options.log_level)
     try:
         key = read_key(options.key_file or "")
-    except KeyFileError as error:
+        asyncio.run(access.load(options.kubeconfig))
+    except (KeyFileError, access.AccessError) as error:
         log.error("%s", error)
         return 2
     curve, failures = Curve(first=0.5, most=30.0), 0

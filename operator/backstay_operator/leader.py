@@ -108,6 +108,7 @@ class Leader:
         self._beat: _Beat | None = None
         self._shown = -1
         self._wake = asyncio.Event()
+        self._complained = False
         self.reached = False  # did the API server answer the last time?
 
     def leads(self) -> bool:
@@ -149,12 +150,16 @@ class Leader:
         self._tell()  # it may have run out since the last look: what was not done meanwhile is to be done anew
         try:
             lease = await self._attempt()
-            self.reached = True
+            if self._complained:
+                log.info("the API server answers again")
+            self.reached, self._complained = True, False
         except errors.Conflict:
             self.reached = True
             lease = None
         except errors.KubeError as error:
-            log.warning("the Lease %s/%s: %s", self.namespace, LEASE_NAME, error)
+            if self.reached or not self._complained:
+                log.warning("the Lease %s/%s: %s", self.namespace, LEASE_NAME, error)
+                self._complained = True
             self.reached = isinstance(error, errors.Answered) and not isinstance(error, errors.Busy)
             if self._beat is not None and not self.reached:
                 self._beat.at = self._clock()  # nothing is owed while the API server is away

@@ -41,3 +41,6 @@ def set_up(kind: Literal["text", "json"], level: str) -> None:
     root.setLevel(level)
     for name in ("kopf", "aiohttp", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    if root.level > logging.DEBUG:
+        # While the API server is away each of Kopf's watches tells of each of its tries; our Lease tells it once.
+        logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)

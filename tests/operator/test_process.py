@@ -1,0 +1,633 @@
+"""The operator as a process, with Kopf, against the embedded API server: O1, O2, O5, O6."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from aiohttp import web
+
+from backstay_cluster.apiserver import ApiServer
+from backstay_operator import access, errors
+from backstay_operator.kube import Kube
+from backstay_operator.metrics import metric_names
+from backstay_operator.rights import (
+    DISCOVERY,
+    EVENTS,
+    JOBS,
+    LEASE_NAME,
+    LEASE_RIGHTS,
+    LEASES,
+    NETWORK_POLICIES,
+    PODS,
+    RIGHTS,
+    SERVICES,
+    Resource,
+)
+from backstay_spec import contract
+
+T = TypeVar("T")
+Json = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+TOKEN = "a-token-for-the-test"
+PATIENCE = 30.0  # seconds that anything may take before the test gives up; nothing here is timed
+
+
+class RecordingServer(ApiServer):
+    """Notes each request of the operator's two clients: method, path, and query."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[tuple[str, str, dict[str, str], int]] = []
+
+    async def _serve(self, http: web.BaseRequest) -> web.StreamResponse:
+        status = 0  # a watch is recorded when its stream ends, however it does
+        try:
+            answer = await super()._serve(http)
+            status = answer.status
+        finally:
+            if http.headers.get("X-Test") is None:
+                self.seen.append((http.method, http.path, dict(http.query), status))
+        return answer
+
+
+class Cut:
+    """A wire between the operator and the API server that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open = True
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        self._open = False
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def mend(self) -> None:
+        self._open = True
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._open:
+            writer.transport.abort()
+            return
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers |= {writer, back}
+        try:
+            await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+        finally:
+            self._writers -= {writer, back}
+            writer.transport.abort()
+            back.transport.abort()
+
+    @staticmethod
+    async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+
+class Api:
+    """The API server in a thread with an event loop of its own, and a client for the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="api server")
+        self._thread.start()
+        self.server: RecordingServer
+        self.cut: Cut
+        self.do(self._start(folder))
+        self.kubeconfig = str(folder / "operator.kubeconfig")
+        self._own = folder / "test.kubeconfig"
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def _start(self, folder: Path) -> None:
+        self.server = RecordingServer(token=TOKEN)
+        await self.server.start()
+        (folder / "test.kubeconfig").write_text(self.server.kubeconfig())
+        self.cut = Cut(int(self.server.url.rpartition(":")[2]))
+        port = await self.cut.start()
+        config = json.loads(self.server.kubeconfig())
+        config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
+        (folder / "operator.kubeconfig").write_text(json.dumps(config))
+
+    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)
+
+    def ask(self, question: Callable[[Kube], Awaitable[T]]) -> T:
+        async def asked() -> T:
+            async with TestKube(str(self._own)) as kube:
+                return await question(kube)
+
+        return self.do(asked())
+
+    def close(self) -> None:
+        try:
+            self.do(self.cut.stop())
+            self.do(self.server.stop())
+            self.do(self._drain())
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(PATIENCE)
+
+    async def _drain(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    # What a user and a kubelet do.
+
+    def all(self, resource: Resource, namespace: str = "default") -> list[Json]:
+        async def listed(kube: Kube) -> list[Json]:
+            path = resource.path(namespace)
+            return list((await kube.discover(path)).get("items") or [])
+
+        return self.ask(listed)
+
+    def apply(self, job: Json) -> Json:
+        return self.ask(lambda kube: kube.create(JOBS, "default", job))
+
+    def job(self, name: str) -> Json:
+        return self.ask(lambda kube: kube.get(JOBS, "default", name))
+
+    def pods(self, job: str, role: str | None = None) -> list[Json]:
+        return [
+            pod
+            for pod in self.all(PODS)
+            if pod["metadata"].get("labels", {}).get(contract.LABEL_JOB) == job
+            and role in (None, pod["metadata"]["labels"].get(contract.LABEL_ROLE))
+        ]
+
+    def set_status(self, pod: str, status: Json) -> None:
+        self.ask(lambda kube: kube.merge_patch(PODS, "default", pod, {"status": status}, "status"))
+
+    def run_pods(self, job: str) -> None:
+        for number, pod in enumerate(self.pods(job)):
+            if pod["status"].get("phase") == "Pending":
+                self.set_status(
+                    pod["metadata"]["name"],
+                    {
+                        "phase": "Running",
+                        "podIP": f"127.77.0.{number + 1}",
+                        "conditions": [condition("True", "2026-01-01T00:00:05Z")],
+                        "containerStatuses": [
+                            container({"running": {"startedAt": "2026-01-01T00:00:01Z"}}, ready=True)
+                        ],
+                    },
+                )
+
+    def kill_pod(self, pod: str) -> None:
+        ended = {"exitCode": 137, "startedAt": "2026-01-01T00:00:01Z", "finishedAt": "2026-01-01T00:01:00Z"}
+        self.set_status(
+            pod,
+            {
+                "phase": "Failed",
+                "conditions": [condition("False", "2026-01-01T00:01:00Z")],
+                "containerStatuses": [container({"terminated": ended}, ready=False)],
+            },
+        )
+
+
+class TestKube(Kube):
+    """Marks its requests as the test's own."""
+
+    __test__ = False
+
+    async def _open(self) -> Any:
+        client = await super()._open()
+        call = client.call_api
+
+        async def marked(method: str, url: str, header_params: dict[str, str], **rest: Any) -> Any:
+            return await call(method, url, header_params={**header_params, "X-Test": "1"}, **rest)
+
+        if not getattr(client, "marked", False):
+            client.call_api = marked
+            client.marked = True
+        return client
+
+
+def condition(status: str, since: str) -> Json:
+    return {"type": "Ready", "status": status, "lastTransitionTime": since}
+
+
+def container(state: Json, *, ready: bool) -> Json:
+    return {"name": "trainer", "ready": ready, "restartCount": 0, "image": "i", "imageID": "", "state": state}
+
+
+class Process:
+    """One operator."""
+
+    def __init__(self, api: Api, folder: Path, name: str = "operator", *arguments: str) -> None:
+        self.log = folder / f"{name}.log"
+        self._out = self.log.open("ab")
+        self._start = self.log.stat().st_size
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("BACKSTAY")}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "backstay_operator", "--kubeconfig", api.kubeconfig),
+                *("--key-file", str(folder / "key"), "--bind", "127.0.0.1", "--metrics-port", "0"),
+                *arguments,
+            ],
+            stderr=self._out,
+            env=environ | {"PYTHONPATH": str(ROOT / "operator"), "PYTHONWARNINGS": "error::ResourceWarning"},
+        )
+
+    def said(self) -> str:
+        return self.log.read_bytes()[self._start :].decode()
+
+    def wait_for_line(self, words: str) -> str:
+        def found() -> str | None:
+            assert self.process.poll() is None, f"the operator ended:\n{self.said()}"
+            return next((line for line in self.said().splitlines() if words in line), None)
+
+        return eventually(found)
+
+    def get(self, path: str) -> tuple[int, str]:
+        address = self.wait_for_line("metrics and probes on ").rpartition(" ")[2]
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=PATIENCE) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(PATIENCE)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._out.close()
+
+
+def eventually(question: Callable[[], T | None]) -> T:
+    """Ask until the answer is true."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        answer = question()
+        if answer:
+            return answer
+        time.sleep(0.05)
+    raise AssertionError(f"not within {PATIENCE} s: {question}")
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    it = Api(tmp_path_factory.mktemp("api"))
+    try:
+        crd = yaml.safe_load(next((ROOT / "crds").glob("*trainingjobs*.yaml")).read_text())
+        # Cluster-scoped: its path has no namespace.
+        it.ask(lambda kube: kube._send("create", "crd", "POST", CRDS.path(None), "create the CRD", body=crd))
+        yield it
+    finally:
+        it.close()
+
+
+@pytest.fixture
+def start(api: Api, tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    running: list[Process] = []
+
+    def started(*arguments: str, name: str = "operator") -> Process:
+        running.append(Process(api, tmp_path, name, *arguments))
+        return running[-1]
+
+    yield started
+    for process in running:
+        process.stop(signal.SIGKILL)
+    with contextlib.suppress(errors.NotFound):
+        api.ask(lambda kube: kube.delete(LEASES, "default", LEASE_NAME))
+
+
+def make(name: str, **spec: Any) -> Json:
+    return {
+        "apiVersion": contract.API_VERSION,
+        "kind": contract.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "image": "example/train:1",
+            "command": ["python", "train.py"],
+            "parameterServers": {"replicas": 1},
+            "workers": {"replicas": 2},
+            **spec,
+        },
+    }
+
+
+def running(api: Api, name: str, pods: int) -> list[Json]:
+    found = eventually(lambda: (them := api.pods(name)) and len(them) == pods and them)
+    api.run_pods(name)
+    eventually(lambda: api.job(name).get("status", {}).get("phase") == "Running")
+    return found
+
+
+def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
+    api: Api, start: Callable[..., Process]
+) -> None:
+    """O2, O5, and the probes: one story, as starting processes is what costs time here."""
+    operator = start()
+    api.apply(make("story"))
+    pods = running(api, "story", 3)
+    assert len(api.all(SERVICES)) == 1
+    assert len(api.all(NETWORK_POLICIES)) == 1
+    assert operator.get("/healthz") == (200, "ok\n")
+    eventually(lambda: operator.get("/readyz") == (200, "ok: acting\n"))
+
+    # A dead worker is replaced, and nobody else.
+    dead = api.pods("story", "worker")[0]["metadata"]["name"]
+    api.kill_pod(dead)
+    eventually(lambda: len(api.pods("story")) == 4)
+    kept = {pod["metadata"]["uid"] for pod in pods}
+    assert kept <= {pod["metadata"]["uid"] for pod in api.pods("story")}
+    api.run_pods("story")
+    eventually(lambda: api.job("story")["status"]["roles"]["Worker"] == counts(2, 2, 1))
+
+    # The operator is killed and started again: no pod restarted, no count lost, at once though it held the Lease.
+    operator.stop(signal.SIGKILL)
+    before = {pod["metadata"]["uid"] for pod in api.pods("story")}
+    dead = api.pods("story", "worker")[-1]["metadata"]["name"]
+    api.kill_pod(dead)  # nobody saw it
+    operator = start(name="second")
+    eventually(lambda: len(api.pods("story")) == 5)
+    assert before <= {pod["metadata"]["uid"] for pod in api.pods("story")}
+    api.run_pods("story")
+    eventually(lambda: api.job("story")["status"]["roles"]["Worker"] == counts(2, 2, 2))
+
+    # The API server is away for a while: the operator waits, alive but not ready, and goes on.
+    eventually(lambda: operator.get("/readyz")[0] == 200)
+    api.do(api.cut.cut())
+    alive = [pod for pod in api.pods("story", "worker") if pod["status"]["phase"] == "Running"]
+    api.kill_pod(alive[0]["metadata"]["name"])
+    eventually(lambda: operator.get("/readyz")[0] == 503)
+    assert operator.get("/healthz")[0] == 200
+    api.do(api.cut.mend())
+    eventually(lambda: any(pod["status"]["phase"] == "Pending" for pod in api.pods("story", "worker")))
+    eventually(lambda: operator.get("/readyz")[0] == 200)
+
+    # What is exported is what the list of names says; a job's series go with it.
+    status, text = operator.get("/metrics")
+    assert status == 200
+    exported = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("backstay_")}
+    assert {name for name in exported if not name.endswith("_created")} <= metric_names()
+    assert 'backstay_job_restarts{job="story",namespace="default",role="Worker"}' in text
+    assert 'backstay_operator_jobs{phase="Running"} 1.0' in text
+    uid = api.job("story")["metadata"]["uid"]
+    api.ask(lambda kube: kube.delete(JOBS, "default", "story", uid=uid))
+    eventually(lambda: 'job="story"' not in operator.get("/metrics")[1])
+    eventually(lambda: not api.pods("story"))
+    assert "fault in the operator" not in operator.said()
+    assert operator.stop() == 0
+    lease = api.ask(lambda kube: kube.get(LEASES, "default", LEASE_NAME))
+    assert lease["spec"]["holderIdentity"] == ""
+
+
+def counts(desired: int, ready: int, restarts: int) -> Json:
+    return {"desired": desired, "ready": ready, "restarts": restarts, "disruptions": 0}
+
+
+def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Callable[..., Process]) -> None:
+    first = start(name="one")
+    first.wait_for_line("this operator acts")
+    second = start(name="two")
+    second.wait_for_line("another operator holds the Lease")
+    eventually(lambda: second.get("/readyz") == (200, "ok: another operator acts\n"))
+    assert second.get("/healthz")[0] == 200
+    api.apply(make("shared"))
+    running(api, "shared", 3)
+    assert "backstay_operator_reconciles_total 0.0" in second.get("/metrics")[1]
+    assert first.stop() == 0
+    second.wait_for_line("this operator acts")
+    dead = api.pods("shared", "worker")[0]["metadata"]["name"]
+    api.kill_pod(dead)
+    eventually(lambda: len(api.pods("shared")) == 4)
+    uid = api.job("shared")["metadata"]["uid"]
+    api.ask(lambda kube: kube.delete(JOBS, "default", "shared", uid=uid))
+
+
+def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Callable[..., Process]) -> None:
+    """O6: every request of a whole life of jobs is in the table, and everything in the table is asked for."""
+    api.server.seen.clear()
+    operator = start("--log-format", "json")
+    api.apply(make("rights", workers={"replicas": 1}, runPolicy={"ttlSecondsAfterFinished": 0, "cleanPods": "All"}))
+    running(api, "rights", 2)
+    gone = api.pods("rights", "worker")[0]["metadata"]
+    # Deleted while no operator looks: a live GET must find that out.
+    operator.stop(signal.SIGKILL)
+    api.ask(lambda kube: kube.delete(PODS, "default", gone["name"], grace=0))
+    operator = start("--log-format", "json", name="second")
+    eventually(lambda: [p for p in api.pods("rights", "worker") if p["metadata"]["name"] != gone["name"]])
+    api.run_pods("rights")
+    # A server dies: its Service is pointed at the next one. Again and again: the event is counted up.
+    server = api.pods("rights", contract.ROLE_SERVER)[0]["metadata"]["name"]
+    api.kill_pod(server)
+    eventually(lambda: service_incarnation(api) == "2")
+    # A worker's number is scaled up and down, so that a pod is deleted; at the end the job deletes itself.
+    change = {"spec": {"runPolicy": {"suspend": True}}}
+    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
+    eventually(lambda: not terminated(api, "rights"))
+    eventually(lambda: api.job("rights")["status"]["phase"] == "Suspended")
+    change = {"spec": {"runPolicy": {"suspend": False}, "image": "example/train:2"}}
+    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
+    eventually(lambda: any(pod["status"]["phase"] == "Pending" for pod in api.pods("rights", contract.ROLE_SERVER)))
+    for line in operator.said().splitlines():
+        assert set(json.loads(line)) >= {"time", "level", "message"}
+    finish(api)
+    eventually(lambda: not api.all(JOBS))
+    operator.stop()
+
+    used: dict[tuple[str, str], set[str]] = {}
+    for method, path, query, status in api.server.seen:
+        assert status not in (400, 405, 415), (method, path, query, status)
+        if method == "GET" and (path in DISCOVERY or path.count("/") == (2 if path.startswith("/api/") else 3)):
+            continue  # a discovery document
+        group, resource, verb = parsed(method, path, query)
+        used.setdefault((group, resource), set()).add(verb)
+    may = {key: set(verbs) for key, verbs in {**RIGHTS, **LEASE_RIGHTS}.items()}
+    for key, verbs in used.items():
+        assert verbs <= may.get(key, set()), f"{key}: {verbs - may.get(key, set())} used, and not in rights.py"
+    # The rest of what is granted is used where something goes wrong, which tests of their own make happen.
+    rare = {
+        (JOBS.group, JOBS.plural): {"get"},  # a conflict on the status
+        (SERVICES.group, SERVICES.plural): {"get"},  # a name that is taken; a patch whose test fails
+        (NETWORK_POLICIES.group, NETWORK_POLICIES.plural): {"get"},  # a name that is taken
+        (EVENTS.group, EVENTS.plural): {"patch"},  # the same event again
+    }
+    for key, verbs in may.items():
+        assert verbs - used.get(key, set()) <= rare.get(key, set()), f"{key}: {verbs} granted, {used.get(key)} used"
+
+
+def terminated(api: Api, job: str) -> list[Json]:
+    """A kubelet ends what is being deleted. Returns what still runs."""
+    for pod in api.pods(job):
+        if pod["metadata"].get("deletionTimestamp"):
+            with contextlib.suppress(errors.NotFound):
+                api.ask(lambda kube, name=pod["metadata"]["name"]: kube.delete(PODS, "default", name, grace=0))
+    return [pod for pod in api.pods(job) if pod["status"]["phase"] not in ("Failed", "Succeeded")]
+
+
+def service_incarnation(api: Api) -> str:
+    (service,) = api.all(SERVICES)
+    return str(service["spec"]["selector"][contract.LABEL_INCARNATION])
+
+
+def finish(api: Api) -> None:
+    api.run_pods("rights")
+    (server,) = [p for p in api.pods("rights", contract.ROLE_SERVER) if p["status"].get("phase") == "Running"]
+    said = json.dumps({"result": "Succeeded", "step": 5, "checkpoint": "", "metrics": {}})
+    ended = {"exitCode": 0, "message": said, "startedAt": "2026-01-01T00:00:01Z", "finishedAt": "2026-01-01T00:01:00Z"}
+    state = container({"terminated": ended}, ready=False)
+    api.set_status(server["metadata"]["name"], {"phase": "Succeeded", "containerStatuses": [state]})
+
+
+def parsed(method: str, path: str, query: dict[str, str]) -> tuple[str, str, str]:
+    """(group, resource[/subresource], verb) as RBAC sees a request."""
+    parts = path.strip("/").split("/")
+    group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
+    if rest[0] == "namespaces" and len(rest) > 2:
+        rest = rest[2:]
+    resource = rest[0] if len(rest) < 3 else f"{rest[0]}/{rest[2]}"
+    named = len(rest) > 1
+    if method == "GET":
+        verb = "watch" if query.get("watch") in ("true", "1") else "get" if named else "list"
+    else:
+        verb = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[method]
+    return group, resource, verb
+
+
+def test_the_operator_waits_for_its_crd_and_says_so(start: Callable[..., Process], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    other = Api(bare)
+    process = None
+    try:
+        process = Process(other, bare)
+        process.wait_for_line("waiting for the CustomResourceDefinition trainingjobs.backstay.dev")
+        assert process.get("/healthz")[0] == 200
+        assert process.get("/readyz")[0] == 503
+        assert process.stop() == 0
+    finally:
+        if process is not None:
+            process.stop(signal.SIGKILL)
+        other.close()
+
+
+def test_it_ends_with_the_process_that_started_it(api: Api, tmp_path: Path) -> None:
+    """`backstay run` may be killed; what it started must not stay behind."""
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen(sys.argv[1:])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "backstay_operator", "--die-with-parent", "--kubeconfig", api.kubeconfig]
+    command += ["--key-file", str(tmp_path / "key"), "--bind", "127.0.0.1", "--metrics-port", "0"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "operator")}
+    with (tmp_path / "log").open("wb") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", script, *command], stdout=subprocess.PIPE, stderr=log, env=environ
+        )
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        eventually(lambda: b"acts now" in (tmp_path / "log").read_bytes())
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    try:
+        eventually(lambda: not alive(child))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_it_never_imports_jax_nor_the_other_parts() -> None:
+    script = (
+        "import sys, backstay_operator.__main__\n"
+        "bad = {'jax', 'optax', 'pyarrow', 'backstay', 'backstay_cli', 'backstay_cluster'} & set(sys.modules)\n"
+        "sys.exit(', '.join(sorted(bad)) or None)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "operator")}
+    subprocess.run([sys.executable, "-c", script], env=environ, check=True)
+
+
+def test_a_wrong_start_says_what_would_be_right(api: Api, tmp_path: Path) -> None:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("BACKSTAY")}
+    environ |= {"PYTHONPATH": str(ROOT / "operator")}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "backstay_operator", *arguments],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+
+    no_key = run("--kubeconfig", api.kubeconfig)
+    assert no_key.returncode == 2
+    assert "--key-file" in no_key.stderr
+    (tmp_path / "key").write_text("short")
+    short = run("--kubeconfig", api.kubeconfig, "--key-file", str(tmp_path / "key"))
+    assert short.returncode == 2
+    assert "at least 32 random bytes" in short.stderr
+    key = str(tmp_path / "good")
+    missing = run(
+        "--kubeconfig", str(tmp_path / "nowhere"), "--key-file", key, "--metrics-port", "0", "--bind", "127.0.0.1"
+    )
+    assert missing.returncode == 2
+    assert "nowhere cannot be used" in missing.stderr
+
+
+def test_credentials_are_read_the_same_for_both_clients(api: Api) -> None:
+    async def both() -> tuple[Any, Any]:
+        return await access.load(api.kubeconfig), await access.kopf_login(api.kubeconfig)
+
+    ours, kopfs = api.do(both())
+    assert kopfs.server == ours.host
+    assert (kopfs.scheme, kopfs.token) == ("Bearer", TOKEN)
+    assert kopfs.as_ssl_context().check_hostname
+
+
+def test_no_credentials_is_an_error_that_names_what_was_tried() -> None:
+    with pytest.raises(access.AccessError, match=r"service account of this pod.*--kubeconfig"):
+        asyncio.run(access.load(None))
