@@ -108,6 +108,8 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
         del draft.backoff[key]
     for slot in slots:
         judged.judge(slot)
+        if draft.finished():
+            return
     _apply_pending_deadline(draft, job, judged.hindered)
     if draft.finished():
         return
@@ -219,7 +221,7 @@ def _point_services(draft: Draft, job: TrainingJob, services: dict[str, Manifest
 def _apply_pending_deadline(draft: Draft, job: TrainingJob, hindered: Sequence[Hindered]) -> None:
     """End the job if a pod that it cannot do without could not be started in time: a server, or so many workers that
     no update has its quorum."""
-    if draft.finished() or not hindered:
+    if not hindered:
         return
     limit = timedelta(seconds=job.spec.run_policy.pending_deadline_seconds)
     world = job.spec.workers.replicas

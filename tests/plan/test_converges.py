@@ -6,14 +6,14 @@ run once, or until it is settled, or is killed in the middle of carrying a plan 
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from backstay_spec import contract
 from backstay_spec.observed import Stalled
 
-BUDGET = 6
+BUDGET = 2
 ROLE_FIELDS = {"parameter-server": "ParameterServer", "worker": "Worker", "evaluator": "Evaluator"}
 
 
@@ -51,6 +51,20 @@ def test_any_history_converges(make_cluster):
             self.cluster.end(self.some(data, self.cluster.living()), code)
             self.crashes += 1
 
+        @rule(data=st.data(), seconds=st.sampled_from([0, 2]), times=st.integers(1, 3))
+        @precondition(lambda self: self.cluster.living())
+        def crash_one_after_the_other(self, data, seconds, times):
+            for _ in range(times):
+                living = self.cluster.living()
+                if living:
+                    name = self.some(data, living)
+                    self.cluster.run(name)
+                    self.cluster.tick(seconds)
+                    self.cluster.run(name)
+                    self.cluster.end(name, 1)
+                    self.crashes += 1
+                self.cluster.apply(self.cluster.plan())
+
         @rule(data=st.data())
         @precondition(lambda self: self.cluster.living())
         def is_deleted(self, data):
@@ -74,11 +88,18 @@ def test_any_history_converges(make_cluster):
         def time_passes(self, seconds):
             self.cluster.tick(seconds)
 
-        @rule(world=st.integers(1, 5), rank=st.integers(0, 4), incarnation=st.integers(1, 3), hung=st.booleans())
-        def servers_answer(self, world, rank, incarnation, hung):
-            stalled = (Stalled(rank, incarnation),) if hung else ()
-            self.crashes += hung
-            self.cluster.answer(world=world, step=3, stalled=stalled, contributed={rank: incarnation})
+        @rule(world=st.integers(1, 5), rank=st.integers(0, 4), incarnation=st.integers(1, 3))
+        def servers_answer(self, world, rank, incarnation):
+            self.cluster.answer(world=world, step=3, contributed={rank: incarnation})
+
+        @rule(data=st.data())
+        @precondition(lambda self: any("-worker-" in n for n in self.cluster.living()))
+        def hangs(self, data):
+            name = self.some(data, {n for n in self.cluster.living() if "-worker-" in n})
+            labels = self.cluster.pods[name]["metadata"]["labels"]
+            hung = Stalled(int(labels[contract.LABEL_INDEX]), int(labels[contract.LABEL_INCARNATION]))
+            self.cluster.answer(step=3, stalled=(hung,))
+            self.crashes += 1
 
         @rule(replicas=st.integers(1, 5))
         def is_scaled(self, replicas):
@@ -120,7 +141,24 @@ def test_any_history_converges(make_cluster):
 
         @rule()
         def is_settled(self):
-            self.cluster.settle(30)
+            """O2: then no place is without a pod because an old one still terminates."""
+            cluster = self.cluster
+            cluster.settle(30)
+            if self.ended() or cluster.refuse or cluster.refused or cluster.status["phase"] == "Suspended":
+                return
+            newest, living = {}, set()
+            for name, pod in cluster.pods.items():
+                labels = pod["metadata"]["labels"]
+                place = f"{labels[contract.LABEL_ROLE]}-{labels[contract.LABEL_INDEX]}"
+                newest[place] = max(newest.get(place, (0,)), (int(labels[contract.LABEL_INCARNATION]), name))
+                if name in cluster.living():
+                    living.add(place)
+            for place in cluster.status["incarnations"]:
+                rank = int(place.rpartition("-")[2])
+                wanted = not place.startswith("worker") or rank < cluster.job.spec.workers.replicas
+                waits = cluster.status.get("backoff", {}).get(place, {}).get("notBefore")
+                left = place in newest and cluster.pods[newest[place][1]]["status"]["phase"] == "Succeeded"
+                assert place in living or waits or left or not wanted, f"{place} has no pod"
 
         # What must hold, always.
 
@@ -172,10 +210,12 @@ def test_any_history_converges(make_cluster):
     run_state_machine_as_test(
         History,
         settings=settings(
-            max_examples=120,
-            stateful_step_count=40,
+            max_examples=100,
+            stateful_step_count=30,
             deadline=None,
             derandomize=True,
+            # Without `explain`, which traces every line.
+            phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
         ),
     )
