@@ -1,0 +1,374 @@
+"""The chart on a real Kubernetes API server with RBAC: strict validation of every object, and O6 from both sides.
+
+An operator runs under the chart's ServiceAccount and its token. It must be able to do all its work, and it is refused
+what it must not do. Run with ``KUBEBUILDER_ASSETS`` naming a folder with `etcd` and `kube-apiserver`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from backstay_cluster.realserver import make_certificate
+
+ASSETS = os.environ.get("KUBEBUILDER_ASSETS")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.tool("helm"),
+    pytest.mark.tool("kubectl"),
+    pytest.mark.skipif(not ASSETS, reason="KUBEBUILDER_ASSETS names no real kube-apiserver"),
+]
+DEADLINE = 60.0
+
+
+def until(ask: Callable[[], Any], what: str) -> Any:
+    """Ask until there is a truthy answer."""
+    end = time.monotonic() + DEADLINE
+    while True:
+        answer = ask()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"within {DEADLINE:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+class Cluster:
+    """A real etcd and kube-apiserver with RBAC; no node."""
+
+    def __init__(self, kubectl: str, folder: Path) -> None:
+        self.folder = folder
+        self._kubectl = kubectl
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.token = secrets.token_hex(16)
+        self.url = ""
+
+    def start(self) -> None:
+        certificate, key = make_certificate(self.folder)
+        (self.folder / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(3)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            client, peer, port = (one.getsockname()[1] for one in sockets)
+        self.url = f"https://127.0.0.1:{port}"
+        self.admin = self.kubeconfig("admin", self.token)
+        self._run(
+            "etcd",
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls=http://127.0.0.1:{client}",
+            f"--advertise-client-urls=http://127.0.0.1:{client}",
+            f"--listen-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-cluster=default=http://127.0.0.1:{peer}",
+            "--unsafe-no-fsync",
+        )
+        self._run(
+            "kube-apiserver",
+            f"--etcd-servers=http://127.0.0.1:{client}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            f"--token-auth-file={self.folder / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            "--anonymous-auth=false",
+            # There is no controller manager that would make each namespace's default ServiceAccount.
+            "--disable-admission-plugins=ServiceAccount",
+            "--service-cluster-ip-range=10.0.0.0/24",
+            "--endpoint-reconciler-type=none",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={certificate}",
+            f"--service-account-signing-key-file={key}",
+        )
+        until(self._ready, "the API server is ready")
+        # Its post-start hooks make the built-in roles; system:discovery is what lets clients find the API.
+        until(
+            lambda: self.kubectl("get", "clusterrole", "system:discovery", check=False).returncode == 0,
+            "the built-in roles are there",
+        )
+
+    def _ready(self) -> bool:
+        for process in self._processes:
+            assert process.poll() is None, f"{process.args[0]} ended, see its log in {self.folder}"
+        return self.kubectl("get", "--raw=/readyz", check=False).stdout == "ok"
+
+    def _run(self, name: str, *arguments: str) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [str(Path(str(ASSETS)) / name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )
+            )
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kubeconfig(self, user: str, token: str) -> Path:
+        file = self.folder / f"{user}.kubeconfig"
+        cluster = {"server": self.url, "certificate-authority": str(self.folder / "node.crt")}
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": cluster}],
+                    "users": [{"name": user, "user": {"token": token}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": user}}],
+                    "current-context": "c",
+                }
+            )
+        )
+        return file
+
+    def kubectl(
+        self, *arguments: str, given: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [self._kubectl, f"--kubeconfig={self.admin}", *arguments],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
+        )
+        assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done
+
+    def get(self, *arguments: str) -> list[dict[str, Any]]:
+        found = json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)
+        return found.get("items", [found])
+
+    def apply(self, manifests: str) -> str:
+        return self.kubectl("apply", "--validate=strict", "--filename=-", given=manifests).stdout
+
+
+@pytest.fixture(scope="module")
+def cluster(tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tool("kubectl"), tmp_path_factory.mktemp("cluster"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+JOB = {
+    "apiVersion": "backstay.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "spec": {
+        "image": "example/trainer:1",
+        "command": ["python", "train.py"],
+        "parameterServers": {"replicas": 2, "template": {"metadata": {"labels": {"a": "b"}}}},
+        "workers": {"replicas": 2},
+        "runPolicy": {"ttlSecondsAfterFinished": 0},
+    },
+}
+
+
+@contextlib.contextmanager
+def operator(cluster: Cluster, namespace: str, environment: list[dict[str, Any]], key: bytes) -> Iterator[str]:
+    """The operator with the environment of the chart's pod and the token of its ServiceAccount; yields its URL."""
+    token = cluster.kubectl("create", "token", "backstay", f"--namespace={namespace}").stdout.strip()
+    file = cluster.folder / f"{namespace}.key"
+    file.write_bytes(key)
+    env = {e["name"]: e["value"] for e in environment if "value" in e}
+    env |= {
+        "PATH": os.environ["PATH"],
+        "BACKSTAY_OPERATOR_POD": f"operator/{namespace}",
+        "BACKSTAY_OPERATOR_KUBECONFIG": str(cluster.kubeconfig(namespace, token)),
+        "BACKSTAY_OPERATOR_KEY_FILE": str(file),
+        "BACKSTAY_OPERATOR_BIND": "127.0.0.1",
+        "BACKSTAY_OPERATOR_METRICS_PORT": "0",
+        "BACKSTAY_OPERATOR_LOG_FORMAT": "text",
+    }
+    log = cluster.folder / f"operator-{namespace}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", "backstay_operator"], env=env, stdout=out, stderr=out)
+    try:
+
+        def port() -> str:
+            assert process.poll() is None, log.read_text()
+            _, _, tail = log.read_text().partition("metrics and probes on 127.0.0.1:")
+            return tail.split("\n")[0].strip()
+
+        yield f"http://127.0.0.1:{until(port, 'the operator listens')}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def fetch(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("values", ["defaults", "everything", "one-namespace", "bring-your-own"])
+def test_every_object_passes_strict_validation(cluster: Cluster, helm: Any, root: Path, values: str) -> None:
+    namespaces = [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in ("strict", "research")
+    ]
+    cluster.apply(yaml.safe_dump_all(namespaces))
+    cluster.apply((root / "helm/backstay/crds/backstay.dev_trainingjobs.yaml").read_text())
+    objects = helm.objects(f"--values={root}/tests/chart/values/{values}.yaml", namespace="strict")
+    kept = [o for o in objects if o["apiVersion"] != "monitoring.coreos.com/v1"]
+    said = cluster.kubectl(
+        "apply", "--validate=strict", "--dry-run=server", "--filename=-", given=yaml.safe_dump_all(kept)
+    )
+    assert len(said.stdout.splitlines()) == len(kept)
+    assert "Warning" not in said.stderr
+
+
+@pytest.mark.parametrize("watch", ["", "team"])
+def test_o6_the_operator_can_work_with_the_chart_s_rights_and_no_more(
+    cluster: Cluster, helm: Any, root: Path, watch: str
+) -> None:
+    namespace, jobs_in = ("one", watch) if watch else ("all", "elsewhere")
+    cluster.apply((root / "helm/backstay/crds/backstay.dev_trainingjobs.yaml").read_text())
+    names = [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}} for name in (namespace, jobs_in)]
+    cluster.apply(yaml.safe_dump_all(names))
+    manifests = helm.template(f"--set=watchNamespace={watch}", namespace=namespace)
+    cluster.apply(manifests)
+    deployment = next(o for o in yaml.safe_load_all(manifests) if o["kind"] == "Deployment")
+    environment = deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+    selector = f"--selector=backstay.dev/job={namespace}"
+    job = {**JOB, "metadata": {"name": namespace, "namespace": jobs_in}}
+
+    with operator(cluster, namespace, environment, secrets.token_hex(32).encode()) as url:
+        until(lambda: fetch(f"{url}/readyz") == (200, "ok: acting\n"), "the operator acts")
+        cluster.apply(json.dumps(job))
+        pods = until(
+            lambda: len(found := cluster.get("pods", f"--namespace={jobs_in}", selector)) == 4 and found, "four pods"
+        )
+        for kind, count in (("services", 2), ("secrets", 1), ("networkpolicies", 1)):
+            assert len(cluster.get(kind, f"--namespace={jobs_in}", selector)) == count
+        # A dead worker is replaced; a deleted one, too.
+        worker = next(p for p in pods if p["metadata"]["labels"]["backstay.dev/role"] == "worker")
+        died = {"status": {"phase": "Failed", "reason": "Evicted", "message": "the test says so"}}
+        cluster.kubectl(
+            "patch",
+            f"--namespace={jobs_in}",
+            "pod",
+            worker["metadata"]["name"],
+            "--subresource=status",
+            "--type=merge",
+            f"--patch={json.dumps(died)}",
+        )
+        until(
+            lambda: any(
+                p["metadata"]["labels"]["backstay.dev/incarnation"] == "2"
+                for p in cluster.get("pods", f"--namespace={jobs_in}", selector)
+            ),
+            "the worker is replaced",
+        )
+        until(lambda: cluster.get("events", f"--namespace={jobs_in}"), "there are events")
+        # The job ends, and is deleted by its ttl.
+        server = next(
+            p
+            for p in pods
+            if p["metadata"]["labels"]["backstay.dev/role"] == "parameter-server"
+            and p["metadata"]["labels"]["backstay.dev/index"] == "0"
+        )
+        ended = {"exitCode": 0, "message": json.dumps({"result": "Succeeded", "step": 1}), "reason": "Completed"}
+        container = {"name": "trainer", "image": "i", "imageID": "i", "ready": False, "restartCount": 0}
+        done = {"status": {"phase": "Succeeded", "containerStatuses": [{**container, "state": {"terminated": ended}}]}}
+        cluster.kubectl(
+            "patch",
+            f"--namespace={jobs_in}",
+            "pod",
+            server["metadata"]["name"],
+            "--subresource=status",
+            "--type=merge",
+            f"--patch={json.dumps(done)}",
+        )
+        until(lambda: not cluster.get("trainingjobs", f"--namespace={jobs_in}"), "the job is deleted by its ttl")
+        metrics = fetch(f"{url}/metrics")[1]
+        assert 'code="403"' not in metrics
+        assert 'verb="create"' in metrics
+
+    me = f"--as=system:serviceaccount:{namespace}:backstay"
+
+    def can(*what: str) -> bool:
+        return cluster.kubectl("auth", "can-i", me, *what, check=False).stdout.startswith("yes")
+
+    assert can("create", "pods", f"--namespace={jobs_in}")
+    for what in (
+        ("get", "secrets"),
+        ("list", "secrets"),
+        ("create", "pods", "--subresource=exec"),
+        ("update", "trainingjobs.backstay.dev", "--subresource=scale"),
+        ("update", "trainingjobs.backstay.dev"),
+        ("patch", "trainingjobs.backstay.dev"),
+        ("create", "rolebindings.rbac.authorization.k8s.io"),
+        ("get", "configmaps"),
+        ("delete", "services"),
+        ("get", "leases.coordination.k8s.io"),
+        ("update", "leases.coordination.k8s.io/another"),
+    ):
+        assert not can(*what, f"--namespace={jobs_in}"), what
+    assert can("create", "pods", "--namespace=default") == (not watch)
+
+
+def test_the_key_outlives_upgrades_and_a_reinstall(cluster: Cluster, helm: Any) -> None:
+    """O7: a token made before must still be right afterwards."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return helm.run(*arguments, "--namespace=release", kubeconfig=cluster.admin)
+
+    def key() -> str:
+        (secret,) = cluster.get("secret", "backstay-key", "--namespace=release")
+        return secret["data"]["key"]
+
+    chart = str(helm.chart)
+    # A CRD that another test applied is left as it is by helm.
+    done = run("install", "backstay", chart, "--create-namespace")
+    assert done.returncode == 0, done.stderr
+    assert "kubectl --namespace release rollout status deployment/backstay" in done.stdout
+    first = key()
+    for _ in range(2):
+        done = run("upgrade", "backstay", chart, "--set=log.level=DEBUG")
+        assert done.returncode == 0, done.stderr
+        assert "show crds" in done.stdout
+        assert key() == first
+    done = run("uninstall", "backstay")
+    assert done.returncode == 0, done.stderr
+    assert cluster.get("deployments", "--namespace=release") == []
+    assert key() == first
+    assert cluster.get("crd", "trainingjobs.backstay.dev")
+    done = run("install", "backstay", chart)
+    assert done.returncode == 0, done.stderr
+    assert key() == first
+    # A rendering that cannot see the key, as in Argo CD, would replace it: refused.
+    blind = helm.template(namespace="release")
+    refused = cluster.kubectl("apply", "--filename=-", given=blind, check=False)
+    assert refused.returncode != 0
+    assert "immutable" in refused.stderr
+    assert key() == first

@@ -1,0 +1,58 @@
+"""What all tests share: tests that need an installed program say so with ``@pytest.mark.tool("helm")``.
+
+Without the program such a test skips and says how to install it. Under ``BACKSTAY_REQUIRE_TOOLS=1``, as in CI, it fails
+instead: there, a skipped test would be a check that nobody runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / ".tools" / "bin"  # where tests/tools.sh installs
+
+
+def find_tool(name: str) -> str | None:
+    """The path of an installed program, or None: .tools/bin first, then PATH."""
+    return shutil.which(name, path=os.pathsep.join([str(TOOLS), os.environ.get("PATH", os.defpath)]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-snapshots", action="store_true", help="write what is rendered now over the snapshots")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    wanted = [name for mark in item.iter_markers("tool") for name in mark.args]
+    missing = sorted({name for name in wanted if find_tool(name) is None})
+    if not missing:
+        return
+    what = f"not installed: {', '.join(missing)} (`make tools` installs what it can)"
+    if os.environ.get("BACKSTAY_REQUIRE_TOOLS") == "1":
+        pytest.fail(f"{what}; BACKSTAY_REQUIRE_TOOLS=1 forbids to skip", pytrace=False)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tool() -> ToolPath:
+    """The path of an installed program; its test is marked with ``tool``."""
+    return ToolPath()
+
+
+class ToolPath:
+    """Finds programs; a test that asks for one that is not there has forgotten its mark."""
+
+    def __call__(self, name: str) -> str:
+        path = find_tool(name)
+        assert path is not None, f"{name} is not installed: mark the test with tool({name!r})"
+        return path
