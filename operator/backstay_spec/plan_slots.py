@@ -116,12 +116,14 @@ class Slots:
         recorded = draft.incarnations.get(slot.key, 0)
         pod = newest_pod(draft, slot)
         waiting = draft.backoff.get(slot.key)
-        if pod is not None and pod.alive and not (waiting is not None and waiting.not_before is not None):
+        backs_off = waiting is not None and waiting.not_before is not None
+        outlived = self._outlived_suspension(slot)
+        if pod is not None and pod.alive and not backs_off and not outlived:
             self._judge_living(slot, pod)
         elif not self.can_create:
             # Whatever died is judged when it can be replaced: the two go into one status.
             return
-        elif recorded == 0 or (not self._was_desired(slot) and not self._refusal(slot, pod)):
+        elif recorded == 0 or outlived or (not self._was_desired(slot) and not self._refusal(slot, pod)):
             self._bear(slot, None)
         elif waiting is not None and waiting.not_before is not None:
             self._judge_waiting(slot, pod, waiting.not_before)
@@ -134,6 +136,11 @@ class Slots:
         """Whether the last status asked for this place: if not, its old pods were deleted by us, not lost."""
         role = self.draft.old.roles.get(ROLE_OF_LABEL[slot.role])
         return role is not None and slot.index < role.desired
+
+    def _outlived_suspension(self, slot: Slot) -> bool:
+        """Whether the job resumes: a pod that still lives was made from a spec that may have been edited since."""
+        role = self.draft.old.roles.get(ROLE_OF_LABEL[slot.role])
+        return status.SUSPENDED in self.draft.conditions and (role is None or role.desired == 0)
 
     def _refusal(self, slot: Slot, pod: PodView | None) -> bool:
         return pod is None and self._name(slot, self.draft.incarnations.get(slot.key, 0)) in self.observed.refused

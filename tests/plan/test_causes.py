@@ -310,6 +310,20 @@ def test_a_hung_worker_is_killed_replaced_and_charged(running):
     assert len(cluster.deaths) == 1, "the old answer is about the old incarnation"
 
 
+def test_a_hung_worker_does_not_outlive_an_operator_that_forgot_to_kill_it(running):
+    """The operator dies after the status that counts the death, before the delete: the old incarnation still goes."""
+    cluster = running(SPEC)
+    name = cluster.named(WORKER, 1)
+    cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))
+    cluster.write_status(cluster.plan())
+    cluster.restart_operator()
+    cluster.settle()
+    cluster.bury()
+    assert name not in cluster.pods
+    assert [d.cause for d in cluster.deaths] == ["Stalled"]
+    assert cluster.status["incarnations"]["worker-1"] == 3
+
+
 def test_a_pod_that_is_gone_is_dead_once_a_live_get_says_so(running):
     """O2: a recorded pod that a live GET does not find is dead; its number is never given again."""
     cluster = running(SPEC)

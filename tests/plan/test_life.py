@@ -291,6 +291,20 @@ def test_suspension_deletes_workers_then_servers(running):
     assert [e for e, _ in cluster.events] == ["Running", "Suspended", "Resumed"]
 
 
+def test_a_server_that_outlived_the_suspension_is_replaced(running):
+    """Suspended, edited and resumed before the servers were gone: they run on the spec from before the edit."""
+    cluster = running(TWO_SERVERS)
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    assert {n.split("-")[1] for n in cluster.living()} == {"ps"}
+    cluster.edit(runPolicy={"suspend": False}, update={"mode": "Async"})
+    cluster.settle()
+    assert len(cluster.living()) == 5
+    assert set(cluster.status["incarnations"].values()) == {2}
+    assert all("Async" in json.dumps(cluster.pods[n]) for n in cluster.living())
+    assert not cluster.deaths
+
+
 def test_suspension_waits_for_a_lost_node_only_for_its_grace(running):
     """T8: a worker that cannot be seen to die holds nobody up."""
     cluster = running(TWO_SERVERS)
