@@ -39,8 +39,9 @@ Clock = Callable[[], float]
 
 
 class Observer(Protocol):
-    """Hears what happened, for metrics, logs and progress; in order, one call at a time."""
+    """Hears what happened, for metrics, logs and progress. Decisions in order; `staged` from any thread."""
 
+    def staged(self, now: float, shard: int, staged: Staged) -> None: ...
     def counted(self, now: float, counted: Counted) -> None: ...
     def updated(self, now: float, updated: Updated) -> None: ...
     def restarted(self, now: float, state: CoordinatorState) -> None: ...
@@ -114,6 +115,7 @@ class Driving:
     # ---- Coordination ----
 
     def staged(self, shard: int, staged: Staged) -> None:
+        self._observer.staged(self._clock(), shard, staged)
         self._do(lambda now: self._coordinator.staged(now, shard, staged))
 
     def lost(self, shard: int, gradient: GradientId) -> None:
@@ -153,7 +155,7 @@ class Driving:
         """Write what there is, now."""
         self._do(self._coordinator.save)
 
-    def wish(self, world: int, intervals: Intervals) -> None:
+    def wish(self, world: int, intervals: Intervals | None) -> None:
         """What the operator wishes."""
         with self._lock:
             self._coordinator.wish(world, intervals)

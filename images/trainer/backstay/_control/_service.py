@@ -35,7 +35,6 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
 from .._coordination import Message
-from ..errors import ConfigurationError
 from ._auth import SERVER_OPTIONS, TokenInterceptor
 from ._driving import Driving
 from ._sinks import pack
@@ -295,7 +294,7 @@ class ControlServer:
             token: the job's.
 
         Raises:
-            ConfigurationError: the port cannot be bound; the message names it.
+            OSError: the port cannot be bound; the message names it.
         """
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="backstay-control")
         self._service = _Service(host, peers)
@@ -308,7 +307,7 @@ class ControlServer:
         except RuntimeError:
             self.port = 0
         if self.port == 0:
-            raise ConfigurationError(
+            raise OSError(
                 f"the control service cannot listen on {bind} port {port}: it is taken, or it is not this pod's address"
             )
         self._server.start()

@@ -278,9 +278,10 @@ class Coordinator:
             self._ending.evaluated = True
         return self._end_if_over(now)
 
-    def wish(self, world: int, intervals: Intervals) -> None:
-        """What the operator wishes now; a world of 0 is no wish."""
-        self.schedule.intervals = intervals
+    def wish(self, world: int, intervals: Intervals | None = None) -> None:
+        """What the operator wishes now; a world of 0 is no wish, and neither are no intervals."""
+        if intervals is not None:
+            self.schedule.intervals = intervals
         self.wished_world = world or self.wished_world
 
     def save(self, now: float) -> list[Decision]:

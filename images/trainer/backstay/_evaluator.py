@@ -1,0 +1,133 @@
+"""An evaluator's pod: evaluates each new checkpoint, and the last, beside the training."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
+
+from ._checkpoint import load
+from ._control import ControlClient, Heartbeats
+from ._environment import Environment
+from ._exit import Stop
+from ._metrics import HttpPort, Metrics
+from ._script import Plan, Script, evaluation_of
+from ._worker import Stopped
+from .errors import CheckpointError, ConfigurationError, JobFailed, PeerLost, Refused
+
+__all__ = ["Evaluator"]
+
+_LOG = logging.getLogger(__name__)
+
+_NEWS_SECONDS = 1.0
+
+
+class Evaluator:
+    """Asks shard 0 for the newest checkpoint and tells it what `evaluate` returned."""
+
+    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+        """
+        Raises:
+            ConfigurationError: there is nothing to evaluate, or no checkpoints to evaluate from.
+        """
+        if script.evaluate is None:
+            raise ConfigurationError("the job has an evaluator, but train was called without evaluate")
+        if environment.checkpoint_uri is None:
+            raise ConfigurationError("the job has an evaluator, but no checkpoint: set spec.checkpoint")
+        self._evaluate = script.evaluate
+        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
+        peer = Peer(
+            role=environment.role,
+            index=environment.index,
+            incarnation=environment.incarnation,
+            pod=environment.pod_name,
+        )
+        self._joined = False
+        self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
+        self._control = ControlClient(environment.servers, environment.token, peer)
+        self._lost = False
+        self._heart = Heartbeats(self._control, self._silent)
+
+    def run(self) -> None:
+        """Evaluate until the job is done.
+
+        Raises:
+            Stopped, JobFailed, Refused, WaitedTooLong: as a worker does.
+        """
+        try:
+            self._run()
+        finally:
+            self._heart.close()
+            self._control.leave("done")
+            self._control.close()
+            self._http.close()
+
+    def _run(self) -> None:
+        self._join()
+        self._heart.start()
+        self._heart.activity = WAITING
+        seen: tuple[str, int] = ("", -1)
+        while True:
+            news = self._heart.wait(
+                lambda news: news.done or bool(news.failed) or (news.checkpoint, news.checkpoint_step) != seen,  # noqa: B023
+                _NEWS_SECONDS,
+            )
+            if self._heart.superseded is not None:
+                raise self._heart.superseded
+            if news.failed:
+                raise JobFailed("JobFailed", news.failed)
+            if self._stop.asked.is_set():
+                raise Stopped
+            newest = (news.checkpoint, news.checkpoint_step)
+            if news.checkpoint and newest != seen:
+                seen = newest
+                self._one(news.checkpoint, news.checkpoint_step)
+                continue
+            if news.done:
+                return
+            if self._lost:
+                self._lost = False
+                self._join()
+
+    def _join(self) -> None:
+        plan = self._plan
+        replies = self._control.join_all(
+            plan.leaves, plan.partition.digest, self._script.steps, self._stop.asked.is_set
+        )
+        self._metrics.joins.inc()
+        self._heart.expect([reply.incarnation for reply in replies])
+        self._joined = True
+
+    def _silent(self, shard: int, why: str) -> None:
+        del shard, why
+        self._lost = True
+
+    def _one(self, checkpoint: str, step: int) -> None:
+        uri = f"{str(self._env.checkpoint_uri).rstrip('/')}/{checkpoint.rpartition('/')[2]}"
+        error, metrics = "", {}
+        self._heart.activity = TRAINING
+        began = time.monotonic()
+        try:
+            params = load(uri, like=self._plan.partition.tree.shapes()).params
+            metrics = evaluation_of(self._evaluate, params)
+        except CheckpointError as failure:
+            # It may have been deleted meanwhile, for newer ones.
+            _LOG.warning("the checkpoint of step %d could not be evaluated: %s", step, failure)
+            error = str(failure)
+        except Exception as failure:  # noqa: BLE001  # the script's; it costs the metrics, not the training
+            _LOG.exception("evaluate raised at step %d", step)
+            error = f"{type(failure).__name__}: {failure}"
+        self._heart.activity = WAITING
+        for name, value in metrics.items():
+            self._metrics.evaluation(name).set(value)
+        self._metrics.version.set(step)
+        self._metrics.step("compute").observe(time.monotonic() - began)
+        for _ in range(40):
+            try:
+                self._control.evaluated(0, step, metrics, error)
+                return
+            except (PeerLost, Refused) as failure:
+                _LOG.debug("the evaluation could not be reported: %s", failure)
+                if self._stop.asked.wait(0.25):
+                    return

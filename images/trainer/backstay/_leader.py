@@ -1,0 +1,184 @@
+"""What shard 0 knows of the whole job besides its history: rates, losses, evaluations, checkpoints. For metrics, log
+lines, the operator (O8) and the last words of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from backstay_rpc.control_pb2 import CheckpointReport, EvaluatedRequest, ProgressReply, Staged
+
+from ._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
+from ._logs import Reporter
+from ._metrics import Metrics
+
+__all__ = ["Leader"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Leader:
+    """An `Observer`. Thread-safe."""
+
+    def __init__(
+        self, liveness: Liveness, lock: threading.Lock, metrics: Metrics, steps: int, log_every: float
+    ) -> None:
+        """
+        Args:
+            liveness: of this server, guarded by `lock`.
+        """
+        self._liveness, self._lock, self._metrics = liveness, lock, metrics
+        self._steps = steps
+        self._reporter = Reporter(log_every, steps)
+        self._rate = Rate()
+        self._loss: float | None = None
+        self._train_metrics: dict[str, float] = {}
+        self._evaluation: dict[str, float] = {}
+        self._contributed: dict[int, int] = {}
+        self._checkpoint = CheckpointReport()
+        self._first_staged: float | None = None
+        self._step = 0
+        self.finished_event = threading.Event()
+
+    # ---- Observer ----
+
+    def staged(self, now: float, shard: int, staged: Staged) -> None:
+        """A shard holds a gradient; only what this one's own tells counts, which is the same for all."""
+        if shard != 0:
+            return
+        gradient = staged.id
+        with self._lock:
+            self._liveness.handed_in(now, gradient.rank, gradient.incarnation, gradient.version)
+            self._contributed[gradient.rank] = max(gradient.incarnation, self._contributed.get(gradient.rank, 0))
+            if self._first_staged is None:
+                self._first_staged = now
+
+    def counted(self, now: float, counted: Counted) -> None:
+        """See `Observer`."""
+        del now
+        self._metrics.gradients(counted.outcome.value).inc()
+        if counted.outcome is Outcome.APPLIED:
+            self._metrics.staleness.observe(counted.staleness)
+
+    def updated(self, now: float, updated: Updated) -> None:
+        """See `Observer`."""
+        commit, infos = updated.commit, updated.infos
+        self._step = commit.version + 1
+        examples = 0 if commit.skip else sum(info.examples for info in infos)
+        self._metrics.updates.inc()
+        self._metrics.examples.inc(examples)
+        self._metrics.world.set(commit.world)
+        if commit.skip:
+            self._metrics.skipped.inc()
+            ranks = [c.id.rank for c, info in zip(commit.contributions, infos, strict=True) if not info.finite]
+            _LOG.warning("step %d: skipped, the gradient of rank %s is not finite", commit.version, ranks[0])
+        with self._lock:
+            if self._first_staged is not None:
+                self._metrics.quorum_seconds.observe(max(0.0, now - self._first_staged))
+                self._first_staged = None
+            self._liveness.moved(now, commit.version + 1)
+            self._rate.add(now, examples)
+            rate = self._rate.per_second(now)
+            self._loss = sum(info.loss for info in infos) / len(infos)
+            names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
+            self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
+        self._metrics.loss.set(self._loss)
+        self._metrics.examples_per_second.set(rate)
+        self._reporter.report(now, self._step, self._loss, rate, force=commit.final)
+
+    def restarted(self, now: float, state: CoordinatorState) -> None:
+        """See `Observer`."""
+        with self._lock:
+            lost = max(0, self._step - state.version)
+            self._step = state.version
+            self._liveness.moved(now, state.version)
+        self._metrics.redone.inc(lost)
+        self._metrics.term.set(state.term)
+        _LOG.warning("a shard was lost: training starts again at step %d, in term %d", state.version, state.term)
+
+    def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None:
+        """See `Observer`."""
+        del now
+        self._metrics.checkpoints.inc()
+        _LOG.info("checkpoint of step %d: %s", version, uri)
+        with self._lock:
+            self._checkpoint = CheckpointReport(uri=uri, step=version, term=term, unix_seconds=time.time())
+
+    def checkpoint_failed(self, now: float, version: int, error: str) -> None:
+        """See `Observer`."""
+        del now
+        self._metrics.checkpoint_failures.inc()
+        _LOG.error("the checkpoint of step %d could not be stored: %s", version, error)
+        with self._lock:
+            self._checkpoint.error = error
+
+    def finished(self, now: float, finished: Finished) -> None:
+        """See `Observer`."""
+        del now
+        if finished.reason:
+            _LOG.error("the job has failed: %s: %s", finished.reason, finished.why)
+        else:
+            _LOG.info("done at step %d", finished.version)
+        self.finished_event.set()
+
+    # ---- Told and asked ----
+
+    def start(self, state: CoordinatorState, checkpoint: str) -> None:
+        """Where the history begins."""
+        self._step = state.version
+        self._metrics.term.set(state.term)
+        if checkpoint:
+            with self._lock:
+                self._checkpoint = CheckpointReport(uri=checkpoint, step=state.version, term=state.term)
+
+    def evaluated(self, request: EvaluatedRequest) -> None:
+        """What an evaluator, or worker 0, found."""
+        if request.error:
+            _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
+            return
+        metrics = dict(request.metrics)
+        with self._lock:
+            self._evaluation = metrics
+        for name, value in metrics.items():
+            self._metrics.evaluation(name).set(value)
+        shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": metrics}})
+
+    def evaluation(self) -> dict[str, float]:
+        """What the newest evaluation returned."""
+        with self._lock:
+            return dict(self._evaluation)
+
+    @property
+    def checkpoint(self) -> CheckpointReport:
+        """The newest whole one."""
+        with self._lock:
+            copy = CheckpointReport()
+            copy.CopyFrom(self._checkpoint)
+            return copy
+
+    def fill(self, now: float, reply: ProgressReply, state: CoordinatorState, stall_seconds: float) -> None:
+        """The job's part of a `Progress` reply."""
+        checkpoint = self.checkpoint
+        with self._lock:
+            reply.step, reply.term, reply.world = state.version, state.term, state.world
+            reply.steps_redone = state.redone
+            reply.examples_per_second = self._rate.per_second(now)
+            if self._loss is not None:
+                reply.loss, reply.has_loss = self._loss, True
+            reply.stalled.extend(self._liveness.stalled(now, stall_seconds, state.world))
+            reply.stragglers.extend(self._liveness.stragglers())
+            for rank, incarnation in self._contributed.items():
+                reply.contributed[rank] = incarnation
+            self._set(reply.metrics, self._evaluation)
+            self._set(reply.train_metrics, self._train_metrics)
+        if checkpoint.uri or checkpoint.error:
+            reply.checkpoint.CopyFrom(checkpoint)
+
+    @staticmethod
+    def _set(field: Any, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            field[name] = value

@@ -1,0 +1,85 @@
+"""Log lines: one a reporting interval that a person can read, or the same as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+__all__ = ["Reporter", "configure"]
+
+_ROOT = "backstay"
+
+
+class _Json(logging.Formatter):
+    def __init__(self, who: dict[str, Any]) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            **self._who,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure(log_format: Literal["text", "json"], name: str, job: str) -> None:
+    """Send this package's lines to standard error; what the script logs itself is not touched.
+
+    Args:
+        log_format: of the job.
+        name: of this pod's role, such as ``worker-3``; empty in a single process.
+        job: the job's name; empty in a single process.
+    """
+    logger = logging.getLogger(_ROOT)
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(_Json({key: value for key, value in (("job", job), ("pod", name)) if value}))
+    else:
+        prefix = f"%(asctime)s {name}: " if name else "%(asctime)s "
+        handler.setFormatter(logging.Formatter(prefix + "%(message)s", "%H:%M:%S"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class Reporter:
+    """Writes a line of progress at most every `seconds`."""
+
+    def __init__(self, seconds: float, steps: int) -> None:
+        self._seconds = seconds
+        self._steps = steps
+        self._log = logging.getLogger(f"{_ROOT}.progress")
+        self._last: float | None = None
+
+    def report(
+        self, now: float, step: int, loss: float | None, examples_per_second: float, *, force: bool = False
+    ) -> None:
+        """Now or, when the last line is too young, not at all. `now` is any monotonic time in seconds."""
+        if not force and self._last is not None and now - self._last < self._seconds:
+            return
+        self._last = now
+        shown = "" if loss is None else f"  loss {loss:.6g}"
+        self._log.info(
+            "step %d/%d%s  %.1f examples/s",
+            step,
+            self._steps,
+            shown,
+            examples_per_second,
+            extra={
+                "fields": {
+                    "step": step,
+                    "steps": self._steps,
+                    "loss": loss,
+                    "examplesPerSecond": round(examples_per_second, 3),
+                }
+            },
+        )

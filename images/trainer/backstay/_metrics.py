@@ -1,0 +1,164 @@
+"""Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
+
+https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz` and `/readyz` are the only things that a pod
+answers without the job's token (O7).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics import MetricWrapperBase
+
+__all__ = ["HttpPort", "Metrics", "metric_names"]
+
+_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_STALENESS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+_WHO: Final = ("job", "role", "index")
+
+_M = TypeVar("_M", bound=MetricWrapperBase)
+
+STEP_PARTS: Final = ("batch_wait", "compute", "exchange")
+"""Of a worker's step. `exchange` is push, the wait for the quorum, the update and pull, which overlap."""
+
+
+class Metrics:
+    """The metrics of one pod; labels `job`, `role`, `index` are on all of them."""
+
+    def __init__(self, job: str, role: str, index: int) -> None:
+        self.registry = CollectorRegistry()
+        self._who = (job, role, str(index))
+        self.families: list[MetricWrapperBase] = []
+        # Of the job; shard 0.
+        self.updates = self._counter("updates", "Updates decided, skipped ones included.")
+        self.skipped = self._counter("updates_skipped", "Updates skipped for a gradient that was not finite.")
+        self.examples = self._counter("examples", "Examples in applied gradients.")
+        self._gradients = self._family(Counter, "gradients", "Gradients by what became of them.", (*_WHO, "outcome"))
+        self.staleness = self._histogram("staleness", "Versions between computing and applying a gradient.", _STALENESS)
+        self.quorum_seconds = self._histogram(
+            "quorum_wait_seconds", "From the first gradient of a version to the decision of its update.", _SECONDS
+        )
+        self.live_workers = self._gauge("live_workers", "Workers with a heartbeat in the last 10 s.")
+        self.world = self._gauge("world", "Ranks in force.")
+        self.loss = self._gauge("loss", "Mean loss of the newest update's gradients; a worker: of its newest gradient.")
+        self.examples_per_second = self._gauge("examples_per_second", "Examples a second over the last 30 s.")
+        self.term = self._gauge("term", "Stretch of history without a rollback.")
+        self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
+        self._evaluation = self._family(Gauge, "evaluation", "What evaluate returned last.", (*_WHO, "name"))
+        self.checkpoint_seconds = self._histogram(
+            "checkpoint_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
+        )
+        self.checkpoint_bytes = self._counter("checkpoint_bytes", "Bytes of checkpoints written by this pod.")
+        self.checkpoints = self._counter("checkpoints", "Whole checkpoints stored.")
+        self.checkpoint_failures = self._counter("checkpoint_failures", "Checkpoints that could not be stored.")
+        # Of every server.
+        self.version = self._gauge("version", "Updates applied; a worker: version of its parameters.")
+        self.joins = self._counter("joins", "Pods that joined here; a worker: times that it joined.")
+        self.apply_seconds = self._histogram(
+            "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
+        )
+        # Of every worker.
+        self._step = self._family(
+            Histogram, "step_seconds", "Parts of a worker's step.", (*_WHO, "part"), buckets=_SECONDS
+        )
+        self._bytes = self._family(Counter, "bytes", "Bytes of tensors on data streams.", (*_WHO, "direction"))
+        self.reconnects = self._counter("reconnects", "Times that a worker connected again after losing a server.")
+
+    def gradients(self, outcome: str) -> Counter:
+        """By what became of them."""
+        return self._gradients.labels(*self._who, outcome)
+
+    def evaluation(self, name: str) -> Gauge:
+        """Of one of `evaluate`'s metrics."""
+        return self._evaluation.labels(*self._who, name)
+
+    def step(self, part: str) -> Histogram:
+        """Of one of `STEP_PARTS`."""
+        return self._step.labels(*self._who, part)
+
+    def bytes(self, direction: str) -> Counter:
+        """``sent`` or ``received``."""
+        return self._bytes.labels(*self._who, direction)
+
+    def _family(self, kind: type[_M], name: str, text: str, labels: tuple[str, ...] = _WHO, **more: object) -> _M:
+        family = kind(name, text, labels, namespace="backstay", registry=self.registry, **more)  # type: ignore[arg-type]
+        self.families.append(family)
+        return family
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._family(Counter, name, text).labels(*self._who)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._family(Gauge, name, text).labels(*self._who)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._family(Histogram, name, text, buckets=buckets).labels(*self._who)
+
+
+def metric_names() -> frozenset[str]:
+    """The names of all time series that training pods export, as a query writes them."""
+    metrics = Metrics("job", "role", 0)
+    names: list[str] = []
+    for family in metrics.families:
+        base = next(iter(family.describe())).name
+        match family:
+            case Counter():
+                names.append(f"{base}_total")
+            case Histogram():
+                names += [f"{base}_bucket", f"{base}_count", f"{base}_sum"]
+            case _:
+                names.append(base)
+    return frozenset(names)
+
+
+class HttpPort:
+    """`/metrics`, `/healthz` (200 while the process answers) and `/readyz` (200 when it is `ready`)."""
+
+    def __init__(self, metrics: Metrics, ready: Callable[[], bool], *, bind: str, port: int) -> None:
+        """
+        Raises:
+            OSError: the port cannot be bound; the message names it.
+        """
+        registry = metrics.registry
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if path == "/metrics":
+                    self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                elif path == "/healthz":
+                    self._answer(200, b"ok\n")
+                elif path == "/readyz":
+                    self._answer(*((200, b"ready\n") if ready() else (503, b"not ready\n")))
+                else:
+                    self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+
+            def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+                pass  # probes every few seconds are not news
+
+        try:
+            self._server = ThreadingHTTPServer((bind, port), Handler)
+        except OSError as error:
+            raise OSError(f"the metrics port cannot listen on {bind} port {port}: {error}") from None
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="backstay-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

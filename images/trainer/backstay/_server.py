@@ -1,0 +1,491 @@
+"""A parameter server's pod: one shard, served until the job is done; on shard 0 also the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Done,
+    EvaluatedRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    JoinReply,
+    Leaf,
+    NormRequest,
+    Peer,
+    ProgressReply,
+    ProgressRequest,
+    Reject,
+    Rollback,
+    Save,
+    Written,
+)
+from backstay_spec import contract
+from backstay_spec.quorum import quorum_of
+
+from ._checkpoint._store import CheckpointStore
+from ._control import ControlClient, ControlServer, Driving, Link, Peers
+from ._coordination import Coordinator, Intervals, Liveness, Rules
+from ._coordination.seam import Coordination
+from ._engine import ShardEngine
+from ._environment import Environment
+from ._exit import SIGTERM_EXIT, Stop, write_termination
+from ._leader import Leader
+from ._metrics import HttpPort, Metrics
+from ._script import Plan, Script
+from ._shard import ShardRuntime
+from ._storing import CheckpointWriter, ManifestStorage, NoStorage, restore
+from ._wire.server import DataServer
+from .errors import CheckpointError, JobFailed
+
+__all__ = ["Server"]
+
+_LOG = logging.getLogger(__name__)
+
+_FAREWELL_SECONDS = 15.0
+"""How long a server stays for workers that have not heard that the job is over."""
+
+_LAST_SAVE_SECONDS = 50.0
+"""How long a server that was told to stop waits for its checkpoint; pods have 60 s."""
+
+
+class Server:
+    """Speaks for its shard to everybody: a control service's `Host`, and the coordinator's `ServerSink`."""
+
+    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+        config = environment.config
+        self.shard, self.incarnation = environment.index, environment.incarnation
+        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
+        self._peer = Peer(
+            role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
+        )
+        self._lock = threading.Lock()
+        self._liveness = Liveness(config.mode)
+        self._peers = Peers()
+        self._leaves = plan.leaves
+        self._wake = threading.Event()
+        stop.also(self._wake)
+        self._ready = False
+        self._term = 0
+        self._world = config.workers
+        self._wished_world = config.workers
+        self._stall_seconds = config.stall_seconds
+        self._keep = config.checkpoint.keep if config.checkpoint else 1
+        self._done: Done | None = None
+        self._crash: BaseException | None = None
+        self._saved = threading.Event()
+        self._commit_arrived: dict[int, float] = {}
+        self._rollbacks: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
+        self._already_complete = False
+
+        store = CheckpointStore(environment.checkpoint_uri) if environment.checkpoint_uri else None
+        self._leader: Leader | None = None
+        self._driving: Driving | None = None
+        self._link: Link | None = None
+        if self.shard == 0:
+            self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every)
+            self._driving = self._new_driving(self._leader, store)
+            coordination: Coordination = self._driving
+        else:
+            self._link = Link(environment.servers[0], environment.token, self._peer, self, config.mode)
+            coordination = self._link
+        self._coordination = coordination
+        self._writer: CheckpointWriter | None = None
+        if store is not None:
+            self._writer = CheckpointWriter(
+                store,
+                _Watched(coordination, self._saved),
+                shard=self.shard,
+                shards=config.shards,
+                incarnation=self.incarnation,
+                metrics=metrics,
+            )
+        self._runtime = ShardRuntime(
+            plan.partition.shards[self.shard],
+            plan.partition.digest,
+            _Timed(coordination, self),
+            incarnation=self.incarnation,
+            mode=config.mode,
+            on_checkpoint=self._writer,
+        )
+        self._http = HttpPort(metrics, lambda: self._ready, bind=environment.bind, port=environment.metrics_port)
+        self._data = DataServer(
+            self._runtime, host=environment.bind, port=environment.data_port, token=environment.token
+        )
+        self._control = ControlServer(
+            self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
+        )
+        self._loader = threading.Thread(target=self._load_forever, name="backstay-loading", daemon=True)
+
+    def _new_driving(self, leader: Leader, store: CheckpointStore | None) -> Driving:
+        """
+        Raises:
+            CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
+        """
+        config, script = self._env.config, self._script
+        storage: ManifestStorage | NoStorage
+        if store is None:
+            storage = NoStorage(lambda: self._wished_world)
+        else:
+            storage = ManifestStorage(
+                store,
+                self._plan.partition,
+                self._plan.rule,
+                job=self._env.job,
+                incarnation=self.incarnation,
+                steps=script.steps,
+                keep=lambda: self._keep,
+                world=lambda: self._wished_world,
+                metrics=leader.evaluation,
+            )
+        state, checkpoint = storage.newest(0)
+        if checkpoint:
+            _LOG.info("starting at step %d from %s", state.version, checkpoint)
+        self._already_complete = bool(checkpoint) and state.version >= script.steps
+        rules = Rules(
+            mode=config.mode,
+            shards=config.shards,
+            steps=script.steps,
+            backups=config.backups,
+            max_non_finite=config.max_non_finite,
+            max_staleness=config.max_staleness,
+            staleness_damping=config.staleness_damping,
+            clip_norm=script.clip_norm,
+            stores=store is not None,
+            evaluates=script.evaluate is not None,
+        )
+        intervals = Intervals()
+        if config.checkpoint is not None:
+            intervals = Intervals(config.checkpoint.every_steps, config.checkpoint.every_seconds)
+        leader.start(state, checkpoint)
+        coordinator = Coordinator(
+            rules,
+            state,
+            checkpoint=checkpoint,
+            wished_world=self._wished_world,
+            intervals=intervals,
+            now=time.monotonic(),
+        )
+        return Driving(coordinator, storage, leader)
+
+    # ---- The life of the process ----
+
+    def run(self) -> int:
+        """Serve until the job is done or the process is told to stop; returns the exit status.
+
+        Raises:
+            CheckpointError, or whatever `init` raises: this shard could not be built.
+            Refused: the coordinator refuses this server.
+        """
+        self._loader.start()
+        if self._driving is not None:
+            self._driving.start()
+            self._driving.attach(0, self, 0, 0)
+        elif self._link is not None:
+            self._link.start()
+        try:
+            while True:
+                self._wake.wait(1.0)
+                self._wake.clear()
+                if self._crash is not None:
+                    raise self._crash
+                if self._link is not None and self._link.refused is not None:
+                    raise self._link.refused
+                self._metrics.version.set(self._runtime.version)
+                with self._lock:
+                    live = self._liveness.live(time.monotonic(), contract.ROLE_WORKER)
+                self._metrics.live_workers.set(live)
+                if self._done is not None:
+                    return self._end(self._done)
+                if self._stop.asked.is_set():
+                    return self._save_and_stop()
+                failed = self._runtime.failed
+                if failed is not None and self._done is None:
+                    # The coordinator was told; if it cannot be reached, this pod's end says so.
+                    self._wake.wait(2.0)
+                    if self._done is None:
+                        raise JobFailed("ShardFailed", failed)
+        finally:
+            self._close()
+
+    def _end(self, done: Done) -> int:
+        if not done.failed and not self._already_complete:
+            self._wait_applied(done)
+        if self._driving is not None:
+            self._write_outcome(done)
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while time.monotonic() < deadline and not self._stop.asked.is_set() and self._awaited():
+            time.sleep(0.05)
+        return 1 if done.failed else 0
+
+    def _awaited(self) -> bool:
+        """Whether somebody has not heard yet that the job is over."""
+        now = time.monotonic()
+        with self._lock:
+            pods = self._liveness.live(now, contract.ROLE_WORKER) + self._liveness.live(now, contract.ROLE_EVALUATOR)
+        return pods > 0 or (self._driving is not None and self._control.linked() > 0)
+
+    def _wait_applied(self, done: Done) -> None:
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while self._runtime.version < done.version and time.monotonic() < deadline and self._runtime.failed is None:
+            time.sleep(0.01)
+
+    def _write_outcome(self, done: Done) -> None:
+        leader = self._leader
+        assert leader is not None
+        if done.failed:
+            fields = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
+        else:
+            fields = {
+                "result": "AlreadyComplete" if self._already_complete else "Succeeded",
+                "step": done.version,
+                "checkpoint": done.checkpoint,
+                "metrics": leader.evaluation(),
+            }
+        write_termination(self._env.termination_log, fields)
+
+    def _save_and_stop(self) -> int:
+        """SIGTERM: a checkpoint of what there is, so that whoever goes on loses nothing."""
+        _LOG.info("told to stop: storing step %d", self._runtime.version)
+        deadline = time.monotonic() + _LAST_SAVE_SECONDS
+        self._saved.clear()
+        if self._driving is not None:
+            self._driving.save()
+            while self._driving.unstored() and time.monotonic() < deadline and self._done is None:
+                time.sleep(0.05)
+        elif self._writer is not None:
+            self._ask_to_save()
+            # Not for long where nothing is written, because what there is was stored already.
+            self._saved.wait(10.0)
+            time.sleep(0.5)  # the link carries the news
+        return SIGTERM_EXIT
+
+    def _ask_to_save(self) -> None:
+        client = ControlClient(self._env.servers[:1], self._env.token, self._peer)
+        client.leave("told to stop")
+        client.close()
+
+    def _close(self) -> None:
+        self._ready = False
+        if self._link is not None:
+            self._link.close()
+        if self._driving is not None:
+            self._driving.close()
+        self._runtime.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._control.close()
+        self._data.close(timeout=2.0)
+        self._http.close()
+
+    # ---- Building the shard ----
+
+    def _load_forever(self) -> None:
+        while True:
+            rollback = self._rollbacks.get()
+            while not self._rollbacks.empty():
+                rollback = self._rollbacks.get()
+            try:
+                self._load(rollback)
+            except BaseException as error:  # noqa: BLE001  # `run` raises it
+                self._crash = error
+                self._wake.set()
+                return
+
+    def _load(self, rollback: Rollback) -> None:
+        plan, config = self._plan, self._env.config
+        if rollback.term <= self._term:
+            return
+        if rollback.checkpoint:
+            uri = rollback.checkpoint
+            if self._env.checkpoint_uri:  # the folder may have another name in this pod
+                uri = f"{self._env.checkpoint_uri.rstrip('/')}/{uri.rpartition('/')[2]}"
+            engine = restore(uri, plan.partition, self.shard, plan.rule)
+            if engine.version != rollback.version:
+                raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {rollback.version}")
+        else:
+            engine = ShardEngine(plan.partition, self.shard, plan.rule, self._script.initial())
+        quorum = quorum_of(config.backups, rollback.world) if config.mode == "Sync" else 1
+        engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
+        self._term, self._world = rollback.term, rollback.world
+        self._metrics.term.set(rollback.term)
+        self._runtime.reset(rollback.term, engine, rollback.world)
+        if self._link is not None:
+            self._link.started(rollback.term, rollback.version)
+        self._ready = True
+
+    # ---- ServerSink ----
+
+    def on_commit(self, commit: Commit) -> None:
+        self._commit_arrived[commit.version] = time.monotonic()
+        self._world = commit.world
+        self._runtime.on_commit(commit)
+
+    def on_reject(self, reject: Reject) -> None:
+        self._runtime.on_reject(reject)
+
+    def on_norm_request(self, request: NormRequest) -> None:
+        self._runtime.on_norm_request(request)
+
+    def on_save(self, save: Save) -> None:
+        self._runtime.on_save(save)
+
+    def on_rollback(self, rollback: Rollback) -> None:
+        self._ready = False
+        self._commit_arrived.clear()
+        self._rollbacks.put(rollback)
+
+    def on_done(self, done: Done) -> None:
+        self._done = done
+        self._runtime.on_done(done)
+        self._wake.set()
+
+    def applied(self, version: int) -> None:
+        """An update was applied; it was version - 1's."""
+        self._metrics.version.set(version)
+        began = self._commit_arrived.pop(version - 1, None)
+        if began is not None:
+            self._metrics.apply_seconds.observe(time.monotonic() - began)
+
+    # ---- Host ----
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        return self._leaves
+
+    @property
+    def digest(self) -> bytes:
+        return self._plan.partition.digest
+
+    @property
+    def driving(self) -> Driving | None:
+        return self._driving
+
+    def not_ready(self) -> str:
+        if self._ready or self._done is not None:
+            return ""
+        return f"shard {self.shard} is still loading"
+
+    def joined(self, peer: Peer) -> JoinReply:
+        with self._lock:
+            self._liveness.joined(time.monotonic(), peer)
+        self._metrics.joins.inc()
+        reply = JoinReply(
+            incarnation=self.incarnation,
+            term=self._runtime.term,
+            version=self._runtime.version,
+            world=self._world,
+            data_address=f"{self._env.pod_ip}:{self._data.port}",
+            done=self._done is not None and not self._done.failed,
+            failed=self._failed(),
+        )
+        if self._driving is not None and peer.role == contract.ROLE_WORKER:
+            self._driving.joined(peer.index, peer.incarnation)
+            reply.key_step = self._driving.state().key_steps.get(peer.index, 0)
+        return reply
+
+    def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        with self._lock:
+            self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
+        reply = HeartbeatReply(
+            term=self._runtime.term,
+            version=self._runtime.version,
+            world=self._world,
+            done=self._done is not None and not self._done.failed,
+            failed=self._failed(),
+        )
+        if self._leader is not None:
+            checkpoint = self._leader.checkpoint
+            reply.checkpoint, reply.checkpoint_step = checkpoint.uri, checkpoint.step
+        return reply
+
+    def left(self, peer: Peer) -> None:
+        if peer.role == contract.ROLE_SERVER:
+            if self._driving is not None:
+                self._driving.save()
+            return
+        with self._lock:
+            self._liveness.left(peer)
+        if self._driving is not None and peer.role == contract.ROLE_WORKER:
+            self._driving.left(peer.index, peer.incarnation)
+
+    def evaluated(self, request: EvaluatedRequest) -> bool:
+        if self._leader is None or self._driving is None:
+            return False
+        self._leader.evaluated(request)
+        self._driving.evaluated(request.step)
+        return self._done is not None
+
+    def progress(self, request: ProgressRequest) -> ProgressReply:
+        now = time.monotonic()
+        reply = ProgressReply(
+            incarnation=self.incarnation,
+            term=self._runtime.term,
+            step=self._runtime.version,
+            world=self._world,
+            done=self._done is not None and not self._done.failed,
+            failed=self._failed(),
+            failed_reason=self._done.reason if self._done is not None else "",
+        )
+        self._stall_seconds = request.stall_seconds or self._stall_seconds
+        if request.HasField("checkpoint"):
+            self._keep = request.checkpoint.keep or self._keep
+        if self._driving is not None and self._leader is not None:
+            intervals = None
+            if request.HasField("checkpoint"):
+                wished = request.checkpoint
+                intervals = Intervals(wished.every_steps or None, wished.every_seconds or None)
+            self._wished_world = request.world or self._wished_world
+            self._driving.wish(request.world, intervals)
+            self._leader.fill(now, reply, self._driving.state(), self._stall_seconds)
+        with self._lock:
+            reply.lost.extend(self._liveness.lost(now))
+            reply.live_workers = self._liveness.live(now, contract.ROLE_WORKER)
+        return reply
+
+    def fence(self, incarnations: Mapping[str, int]) -> None:
+        data = getattr(self, "_data", None)  # a call may come while the ports are being opened
+        if data is not None:
+            data.fence(incarnations)
+
+    def _failed(self) -> str:
+        return "" if self._done is None or not self._done.failed else f"{self._done.reason}: {self._done.failed}"
+
+
+class _Timed:
+    """Passes on what the shard says, and notes when updates were applied."""
+
+    def __init__(self, coordination: Coordination, server: Server) -> None:
+        self._server = server
+        self.staged = coordination.staged
+        self.lost = coordination.lost
+        self.norm = coordination.norm
+        self.written = coordination.written
+        self.failed = coordination.failed
+        self._applied = coordination.applied
+
+    def applied(self, shard: int, version: int) -> None:
+        self._server.applied(version)
+        self._applied(shard, version)
+
+
+class _Watched:
+    """Passes on what was written, and sets an event then."""
+
+    def __init__(self, coordination: Coordination, event: threading.Event) -> None:
+        self._event = event
+        self.staged = coordination.staged
+        self.lost = coordination.lost
+        self.norm = coordination.norm
+        self.applied = coordination.applied
+        self.failed = coordination.failed
+        self._written = coordination.written
+
+    def written(self, shard: int, written: Written) -> None:
+        self._written(shard, written)
+        self._event.set()

@@ -1,0 +1,177 @@
+"""`train`: the same call in one process and in every pod of a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from backstay_spec import contract
+
+from ._batch_key import BatchKey
+from ._environment import Environment
+from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
+from ._logs import Reporter, configure
+from ._result import Result
+from ._script import Script, evaluation_of
+from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed
+
+if TYPE_CHECKING:
+    import optax
+
+    from ._metrics import Metrics
+    from ._script import Plan
+
+__all__ = ["train"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def train(
+    *,
+    init: Callable[[Any], Any],
+    loss: Callable[[Any, Any], Any],
+    batches: Callable[[BatchKey], Any],
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    deterministic: bool = False,
+    log_every: float = 5.0,
+) -> Result:
+    """Train a model: in this process, or as one pod of the job that the environment names.
+
+    Args:
+        init: ``init(key)`` returns the parameters, any pytree of arrays; `key` is ``jax.random.key(seed)``. It must
+            return the same in every pod.
+        loss: ``loss(params, batch)`` returns a floating-point scalar, or ``(scalar, {name: scalar})``.
+        batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays; a pure function. It is
+            called ahead of need, in a thread of its own.
+        optimizer: any optax optimizer that shards can compute exactly.
+        steps: how many updates to make.
+        evaluate: ``evaluate(params)`` returns ``{name: number}``; called once after the last update or, in a job with
+            an evaluator, for each checkpoint.
+        seed: of `init` and of the keys of batches.
+        clip_norm: upper bound of the norm of the mean gradient, over all parameters.
+        deterministic: ask the backend for kernels that give the same bits run after run.
+        log_every: seconds between lines of progress.
+
+    Returns:
+        The last parameters and what is known of them. Only in a single process and in workers: parameter servers and
+        evaluators end their process.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        JobFailed: in a single process, when gradients are not finite.
+    """
+    began = time.monotonic()
+    environment: Environment | None = None
+    try:
+        environment = Environment.read(os.environ)
+        script = Script(
+            init=init,
+            loss=loss,
+            batches=batches,
+            optimizer=optimizer,
+            steps=steps,
+            evaluate=evaluate,
+            seed=seed,
+            clip_norm=clip_norm,
+            deterministic=deterministic,
+            log_every=log_every,
+        )
+        if environment is None:
+            return _alone(script)
+        return _in_pod(environment, script, began)
+    except Exception as error:
+        if environment is None:
+            raise
+        _fail(environment, error)
+
+
+def _alone(script: Script) -> Result:
+    from ._coordination import Rate
+    from ._local import Update, train_local
+
+    configure("text", "", "")
+    reporter, rate = Reporter(script.log_every, script.steps), Rate()
+
+    def on_update(update: Update) -> None:
+        now = time.monotonic()
+        rate.add(now, update.examples if update.applied else 0)
+        reporter.report(now, update.step, update.loss, rate.per_second(now), force=update.step == script.steps)
+
+    result = train_local(
+        script.init,
+        script.loss,
+        script.batches,
+        script.optimizer,
+        script.steps,
+        evaluate=None if script.evaluate is None else lambda params: evaluation_of(script.evaluate, params),  # type: ignore[arg-type]
+        seed=script.seed,
+        clip_norm=script.clip_norm,
+        deterministic=script.deterministic,
+        on_update=on_update,
+    )
+    if result.metrics:
+        shown = "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
+        _LOG.info("evaluation of step %d  %s", result.step, shown)
+    return result
+
+
+def _in_pod(environment: Environment, script: Script, began: float) -> Result:
+    from ._metrics import Metrics
+
+    configure(environment.config.log_format, environment.name, environment.job)
+    stop = Stop()
+    stop.install()
+    metrics = Metrics(environment.job, environment.role, environment.index)
+    plan = script.plan(environment.config.shards)
+    _LOG.debug("planned after %.2f s", time.monotonic() - began)
+    if environment.role != contract.ROLE_WORKER:
+        _serve(environment, script, plan, metrics, stop)
+    from ._worker import Stopped, Worker
+
+    try:
+        return Worker(environment, script, plan, metrics, stop).run()
+    except Stopped:
+        sys.exit(SIGTERM_EXIT)
+
+
+def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> NoReturn:
+    if environment.role == contract.ROLE_EVALUATOR:
+        from ._evaluator import Evaluator
+        from ._worker import Stopped
+
+        try:
+            Evaluator(environment, script, plan, metrics, stop).run()
+        except Stopped:
+            end_process(SIGTERM_EXIT)
+        end_process(0)
+    from ._server import Server
+
+    end_process(Server(environment, script, plan, metrics, stop).run())
+
+
+def _fail(environment: Environment, error: Exception) -> NoReturn:
+    """The last words of a pod: a traceback for what the script did, a line for what we say ourselves."""
+    fields: dict[str, Any] = {"reason": type(error).__name__, "message": str(error)}
+    if isinstance(error, JobFailed):
+        fields = {"reason": error.reason, "message": error.message}
+    elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
+        # Starting again would end the same way.
+        fields["result"] = "Failed"
+    if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
+        print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        fields["message"] = "".join(traceback.format_exception_only(error)).strip()
+    write_termination(environment.termination_log, fields)
+    if environment.role == contract.ROLE_WORKER:
+        raise SystemExit(1) from None
+    end_process(1)

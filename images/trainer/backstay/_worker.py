@@ -1,0 +1,349 @@
+"""A worker's pod: pull, compute a gradient, push, until the job is done; reconnects to servers that were lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from backstay_rpc.control_pb2 import (
+    COMPILING,
+    LEAVING,
+    TRAINING,
+    WAITING,
+    GradientId,
+    GradientInfo,
+    Hello,
+    JoinReply,
+    Peer,
+    RejectReason,
+)
+
+from ._batch_key import BatchKey
+from ._control import ControlClient, Heartbeats
+from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
+from ._environment import Environment
+from ._exit import Stop
+from ._gradient import Gradient, GradientFn
+from ._logs import Reporter
+from ._metrics import HttpPort, Metrics
+from ._prefetch import Prefetcher
+from ._result import Result
+from ._script import Plan, Script, evaluation_of
+from ._wire.buffers import Arrangement, ParamBuffers
+from ._wire.client import Push, ShardedClient, connect
+from ._wire.seam import Pulled
+from .errors import JobFailed, PeerLost, Refused, WaitedTooLong
+
+__all__ = ["Stopped", "Worker"]
+
+_LOG = logging.getLogger(__name__)
+
+_BACK_OFF_SECONDS = 0.1
+_END_SECONDS = EVALUATION_SECONDS + STORING_SECONDS + 60.0
+# Refusals that a new join mends: the server was replaced, restarted its history, or still holds an older attempt.
+_MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL", "ABORTED"}
+
+
+class Stopped(Exception):  # noqa: N818
+    """The pod was told to stop."""
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
+        self._rank = environment.index
+        self._sync = environment.config.mode == "Sync"
+        self._peer = Peer(
+            role=environment.role, index=self._rank, incarnation=environment.incarnation, pod=environment.pod_name
+        )
+        self._leaves = plan.leaves
+        self._joined = False
+        self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
+        self._control = ControlClient(environment.servers, environment.token, self._peer)
+        self._streams: ShardedClient | None = None
+        self._heart = Heartbeats(self._control, self._silent)
+        self._buffers = ParamBuffers(Arrangement(plan.partition))
+        self._arrangement = Arrangement(plan.partition)
+        self._gradient = GradientFn(script.loss, plan.partition.tree, deterministic=script.deterministic)
+        self._batches = Prefetcher(script.batches)
+        self._reporter = Reporter(script.log_every, script.steps)
+        self._rate = Rate()
+        self._attempt = 0
+        self._key_step = 0
+        self._term = 0
+        self._bytes = plan.partition.tree.nbytes
+        self._last: Gradient | None = None
+        self._last_key: BatchKey | None = None
+        self._compiled = False
+
+    def run(self) -> Result:
+        """Work until the job is done.
+
+        Raises:
+            Stopped: the process was told to stop.
+            JobFailed: the job has failed.
+            Refused: a server refuses this worker; `Superseded`: it was replaced.
+            WaitedTooLong: servers were away for too long.
+            Whatever `batches` and `loss` raise.
+        """
+        try:
+            return self._run()
+        finally:
+            self._close()
+
+    def _run(self) -> Result:
+        pulled, params = self._start()
+        self._heart.start()
+        while not (pulled.done or pulled.version >= self._script.steps):
+            if self._rank >= pulled.world:
+                pulled, params = self._wait_for_world(pulled, params)
+                continue
+            gradient, seconds, waited = self._compute(pulled, params)
+            del params  # its memory receives the next ones but one
+            pulled, params = self._exchange(pulled, gradient, seconds, waited)
+        return self._finish(pulled, params)
+
+    # ---- A step ----
+
+    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Gradient, float, float]:
+        step = pulled.version if self._sync else self._key_step
+        key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed)
+        self._heart.activity = TRAINING if self._compiled else COMPILING
+        began = time.monotonic()
+        batch = self._batches.get(key, self._script.steps - 1 if self._sync else None)
+        ready = time.monotonic()
+        gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch)
+        gradient.finite  # noqa: B018  # waits for the computation
+        ended = time.monotonic()
+        self._metrics.step("batch_wait").observe(ready - began)
+        if self._compiled:  # the first one is mostly compiling
+            self._metrics.step("compute").observe(ended - ready)
+            self._heart.step_seconds = ended - ready
+        self._compiled = True
+        self._last, self._last_key = gradient, key
+        return gradient, ended - ready, ready - began
+
+    def _exchange(
+        self, at: Pulled, gradient: Gradient, compute_seconds: float, wait_seconds: float
+    ) -> tuple[Pulled, Sequence[Any]]:
+        """Push it until its fate is known; the newest parameters."""
+        self._heart.activity = WAITING
+        info = GradientInfo(
+            finite=gradient.finite,
+            examples=gradient.examples,
+            loss=gradient.loss,
+            metrics=gradient.metrics,
+            compute_seconds=compute_seconds,
+            wait_seconds=wait_seconds,
+        )
+        blocks = self._arrangement.gradient_blocks(gradient.leaves)
+        assert self._last_key is not None
+        key_step = self._last_key.step
+        while True:
+            self._attempt += 1
+            identity = GradientId(
+                term=self._term,
+                version=at.version,
+                rank=self._rank,
+                key_step=key_step,
+                incarnation=self._env.incarnation,
+                attempt=self._attempt,
+            )
+            began = time.monotonic()
+            try:
+                pulled, params = self._pull(Push(identity, info, blocks), 0)
+            except (PeerLost, Refused) as error:
+                term = self._term
+                pulled, params = self._reconnect(error, 0)
+                if self._term == term and (
+                    (self._sync and pulled.version == at.version)
+                    or (not self._sync and self._key_step == key_step and not pulled.done)
+                ):
+                    continue  # what it was computed for has not happened yet: send the same again
+                return pulled, params
+            self._metrics.step("exchange").observe(time.monotonic() - began)
+            self._learn(pulled, key_step)
+            self._count(pulled, info)
+            return pulled, params
+
+    def _learn(self, pulled: Pulled, key_step: int) -> None:
+        """Async: which batch is next."""
+        if self._sync:
+            return
+        if pulled.outcome == RejectReason.REJECT_UNSPECIFIED:
+            self._key_step = key_step + 1
+        elif pulled.outcome in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
+            self._key_step = pulled.next_key_step
+
+    def _count(self, pulled: Pulled, info: GradientInfo) -> None:
+        now = time.monotonic()
+        self._heart.version = pulled.version
+        self._rate.add(now, info.examples)
+        rate = self._rate.per_second(now)
+        self._metrics.version.set(pulled.version)
+        self._metrics.loss.set(info.loss)
+        self._metrics.examples.inc(info.examples)
+        self._metrics.examples_per_second.set(rate)
+        self._metrics.bytes("sent").inc(self._bytes)
+        self._metrics.bytes("received").inc(self._bytes)
+        last = pulled.version >= self._script.steps
+        self._reporter.report(now, pulled.version, info.loss, rate, force=last)
+
+    def _wait_for_world(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Pulled, Sequence[Any]]:
+        """This rank is not in force: wait for the next version, which may be of a larger world."""
+        self._heart.activity = WAITING
+        del params
+        try:
+            return self._pull(None, pulled.version + 1)
+        except (PeerLost, Refused) as error:
+            return self._reconnect(error, 0)
+
+    # ---- Connections ----
+
+    def _pull(self, push: Push | None, min_version: int) -> tuple[Pulled, Sequence[Any]]:
+        if self._streams is None:
+            raise PeerLost("not connected")
+        slot = self._buffers.take()
+        pulled = self._streams.exchange_all(push, min_version, slot.blocks)
+        return pulled, slot.params()
+
+    def _start(self) -> tuple[Pulled, Sequence[Any]]:
+        while True:
+            try:
+                return self._join()
+            except (PeerLost, Refused) as error:
+                self._judge(error)
+
+    def _reconnect(self, error: Exception, min_version: int) -> tuple[Pulled, Sequence[Any]]:
+        """Join again, and again, until there are parameters."""
+        del min_version
+        while True:
+            self._judge(error)
+            self._metrics.reconnects.inc()
+            _LOG.info("connecting again: %s", error)
+            try:
+                return self._join()
+            except (PeerLost, Refused) as again:
+                error = again
+
+    def _judge(self, error: Exception) -> None:
+        """Raise what connecting again cannot mend."""
+        self._disconnect()
+        if self._heart.superseded is not None:
+            raise self._heart.superseded
+        if self._stop.asked.is_set():
+            raise Stopped
+        if isinstance(error, WaitedTooLong):
+            raise error
+        if isinstance(error, Refused) and error.code not in _MENDED:
+            raise error
+        self._stop.asked.wait(_BACK_OFF_SECONDS)
+
+    def _join(self) -> tuple[Pulled, Sequence[Any]]:
+        self._heart.activity = WAITING if self._compiled else COMPILING
+        replies = self._control.join_all(
+            self._leaves, self._plan.partition.digest, self._script.steps, self._stop.asked.is_set
+        )
+        self._metrics.joins.inc()
+        self._term = self._heart.term = replies[0].term
+        self._heart.expect([reply.incarnation for reply in replies])
+        if not self._sync:
+            self._key_step = replies[0].key_step
+        self._streams = connect(
+            [reply.data_address for reply in replies],
+            self._plan.partition.shards,
+            [self._hello(shard, reply) for shard, reply in enumerate(replies)],
+            token=self._env.token,
+            mode=self._env.config.mode,
+        )
+        self._joined = True
+        return self._pull(None, 0)
+
+    def _hello(self, shard: int, reply: JoinReply) -> Hello:
+        return Hello(
+            peer=self._peer,
+            shard=shard,
+            expected_incarnation=reply.incarnation,
+            term=reply.term,
+            partition_digest=self._plan.partition.digest,
+        )
+
+    def _disconnect(self) -> None:
+        self._joined = False
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams.close()
+
+    def _silent(self, shard: int, why: str) -> None:
+        """Heartbeats say that a server is gone: end the wait for it."""
+        streams = self._streams
+        if streams is not None:
+            streams.cancel(f"shard {shard}: {why}")
+
+    # ---- The end ----
+
+    def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result:
+        self._heart.activity = LEAVING
+        tree = self._plan.partition.tree.unflatten(params)
+        loss = None if self._last is None else self._last.loss
+        train_metrics = {} if self._last is None else self._last.metrics
+        metrics: dict[str, float] = {}
+        if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
+            metrics = self._evaluate(tree, pulled.version)
+        self._heart.hurry(0.1)
+        news = self._heart.wait(lambda news: news.done or bool(news.failed) or self._stop.asked.is_set(), _END_SECONDS)
+        if self._heart.superseded is not None:
+            raise self._heart.superseded
+        if news.failed:
+            raise JobFailed(*_reason(news.failed))
+        if self._stop.asked.is_set() and not news.done:
+            raise Stopped
+        if not news.done:
+            raise WaitedTooLong(
+                f"version {pulled.version} is the last, but the servers do not say that the job is done"
+            )
+        return Result(
+            params=tree,
+            step=pulled.version,
+            loss=loss,
+            metrics=metrics,
+            checkpoint=news.checkpoint or None,
+            train_metrics=train_metrics,
+        )
+
+    def _evaluate(self, params: Any, step: int) -> dict[str, float]:
+        """Once, after the last update. A failure costs the metrics, not the training."""
+        assert self._script.evaluate is not None
+        metrics: dict[str, float] = {}
+        error = ""
+        try:
+            metrics = evaluation_of(self._script.evaluate, params)
+        except Exception as failure:  # noqa: BLE001  # the script's
+            _LOG.exception("evaluate raised")
+            error = f"{type(failure).__name__}: {failure}"
+        for _ in range(40):
+            try:
+                self._control.evaluated(self._term, step, metrics, error)
+                break
+            except PeerLost:
+                if self._stop.asked.wait(0.25):
+                    break
+        return metrics
+
+    def _close(self) -> None:
+        self._heart.activity = LEAVING
+        self._disconnect()
+        self._heart.close()
+        self._batches.close()
+        self._control.leave("told to stop" if self._stop.asked.is_set() else "done")
+        self._control.close()
+        self._http.close()
+
+
+def _reason(failed: str) -> tuple[str, str]:
+    reason, colon, message = failed.partition(": ")
+    return (reason, message) if colon and reason.isalnum() else ("JobFailed", failed)
