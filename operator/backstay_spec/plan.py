@@ -19,7 +19,15 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import contract, manifests, manifests_pod, names, status
-from backstay_spec.actions import CreateNetworkPolicy, CreatePod, CreateSecret, CreateService, PatchService, Plan
+from backstay_spec.actions import (
+    CreateNetworkPolicy,
+    CreatePod,
+    CreateSecret,
+    CreateService,
+    DeletePod,
+    PatchService,
+    Plan,
+)
 from backstay_spec.causes import Blocked
 from backstay_spec.events import normal, warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
@@ -43,6 +51,7 @@ from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = ["plan", "refuse"]
 
+_INVALID_SPEC: Final = "InvalidSpec"
 _INCARNATION_PATH: Final = "/spec/selector/" + contract.LABEL_INCARNATION.replace("~", "~0").replace("/", "~1")
 
 
@@ -72,17 +81,29 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
     return draft.plan(observed)
 
 
-def refuse(metadata: ObjectMeta, old: TrainingJobStatus, message: str, now: datetime) -> Plan:
-    """The plan for a job whose spec breaks a rule that the API server did not hold: it fails, once.
+def refuse(
+    metadata: ObjectMeta, old: TrainingJobStatus, message: str, now: datetime, pods: Sequence[Manifest] = ()
+) -> Plan:
+    """The plan for a job whose spec breaks a rule that the API server did not hold: it fails, and its pods end.
 
     Args:
         metadata, old: the job's, of which more could not be read.
         message: what is wrong and what would be right.
         now: aware.
+        pods: as in `Observed`; some may run when a running job is edited.
     """
     draft = Draft(metadata, old, now)
-    draft.fail("InvalidSpec", message)
-    return draft.plan(Observed())
+    ended_before = draft.finished()
+    draft.fail(_INVALID_SPEC, message)
+    failed = draft.conditions.get(status.FAILED)
+    if failed is not None and failed.reason == _INVALID_SPEC:
+        draft.actions.extend(
+            DeletePod(pod.name, pod.uid, None, _INVALID_SPEC)
+            for found in own_pods(pods, metadata.uid).values()
+            for pod in found
+            if not (pod.deleting or pod.terminal)
+        )
+    return Plan(actions=tuple(draft.actions)) if ended_before else draft.plan(Observed())
 
 
 def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSettings) -> None:

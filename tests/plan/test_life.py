@@ -8,6 +8,7 @@ import pytest
 
 from backstay_spec import contract
 from backstay_spec.actions import CreateNetworkPolicy, CreatePod, CreateSecret, CreateService, DeletePod, PatchService
+from backstay_spec.plan import refuse
 
 TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
 SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
@@ -397,6 +398,35 @@ def test_a_job_that_stores_nothing_says_so(running):
     cluster = running()
     assert cluster.condition("Checkpointing")["reason"] == "NotConfigured"
     assert [e for e, _ in cluster.events] == ["NotConfigured", "Running"]
+
+
+def test_a_spec_that_breaks_a_rule_fails_the_job_once_and_ends_its_pods(running):
+    cluster = running(TWO_SERVERS)
+    stranger = json.loads(json.dumps(cluster.pods[cluster.named(WORKER, 0)]))
+    stranger["metadata"]["ownerReferences"][0]["uid"] = "another"
+    message = "spec.workers.replicas is 0: must be at least 1"
+
+    def refused():
+        job = cluster.job
+        return refuse(job.metadata, job.status, message, cluster.now, (*cluster.pods.values(), stranger))
+
+    first = refused()
+    assert first.status["phase"] == "Failed"
+    assert [(e.reason, e.message) for e in first.events] == [("Failed", f"InvalidSpec: {message}")]
+    assert {a.name for a in first.actions} == set(cluster.pods)
+    assert len(first.actions) == 5
+    cluster.apply(first)
+    again = refused()
+    assert (again.status, again.actions, again.events) == (None, (), ())
+
+
+def test_a_refused_edit_of_a_job_that_succeeded_changes_nothing(running):
+    cluster = running(TWO_SERVERS)
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.settle()
+    job = cluster.job
+    again = refuse(job.metadata, job.status, "bad", cluster.now, tuple(cluster.pods.values()))
+    assert (again.status, again.actions) == (None, ())
 
 
 def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector(running):
