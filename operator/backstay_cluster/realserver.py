@@ -159,7 +159,7 @@ class RealServer:
             "--endpoint-reconciler-type=none",
             f"--service-cluster-ip-range={self._cidr}",
             "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-key-file={key}",
+            f"--service-account-key-file={certificate}",
             f"--service-account-signing-key-file={key}",
             f"--kubelet-client-certificate={certificate}",
             f"--kubelet-client-key={key}",
@@ -173,8 +173,9 @@ class RealServer:
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                logs = ", ".join(str(path) for path in sorted(self._dir.glob("*.log")))
-                raise AssetsError(f"etcd or kube-apiserver ended before it was ready: see {logs}")
+                ended = next(process.id for process in self._processes if process.exited.done())
+                last = (self._dir / f"{ended}.log").read_text(errors="replace").strip().splitlines()[-1:]
+                raise AssetsError(f"{ended} ended before it was ready: {''.join(last) or 'it wrote no log'}")
             await ready
         finally:
             ready.cancel()
