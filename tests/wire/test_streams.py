@@ -536,6 +536,43 @@ def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> N
             read()
 
 
+def test_a_process_that_fails_ends_although_somebody_is_connected(kit: SimpleNamespace, stack: ExitStack) -> None:
+    """T8: a server that raises without closing anything, with an idle client."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forgetful_server.py")), kit.token],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        end = ClientStream(f"127.0.0.1:{int(process.stdout.readline())}", kit.hello(0), kit.token)
+        stack.callback(end.close)
+        assert end.read()[0].WhichOneof("kind") == "abandon"
+        process.communicate("go on", timeout=kit.wait)
+        assert process.returncode == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
+    shard = make_shard((SMALL,))
+    try:
+        server = DataServer(shard.runtime, host="::1", port=0, token=kit.token)
+    except PortTaken:
+        pytest.skip("this machine has no IPv6 on its loopback interface")
+    try:
+        end = ClientStream(f"[::1]:{server.port}", kit.hello(0), kit.token)
+        end.write(frames.pull(0))
+        assert end.read()[0].params_begin.version == 0
+        assert server.disconnect(lambda hello: True) == 1
+        end.close()
+    finally:
+        server.close()
+
+
 def test_a_job_that_has_failed_says_why(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
     shard = make_shard((SMALL,), serve=True)
     client = dial(shard)

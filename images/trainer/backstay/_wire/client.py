@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -90,6 +91,7 @@ class StreamClient:
         if [block.nbytes for block in into] != list(self._sizes):
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
         self._answered = False
+        begun = time.perf_counter()
         writing: Future[object] | None = None
         if push is None:
             self._stream.write(frames.pull(min_version))
@@ -106,7 +108,7 @@ class StreamClient:
                     self._writer = _Thread(f"backstay-push-{self._shard}")
                 writing = self._writer.submit(lambda: self._push(begin, data))
         try:
-            pulled = self._receive(into)
+            pulled = self._receive(into, begun)
         except BaseException:
             self._stream.cancel("an exchange failed")  # so that the writer ends too, and nothing is left half read
             if writing is not None:
@@ -144,8 +146,9 @@ class StreamClient:
         if error is not None:
             raise error
 
-    def _receive(self, into: Sequence[Bytes]) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], begun: float) -> Pulled:
         frame, body = self._read()
+        answer_seconds = time.perf_counter() - begun
         self._answered = True
         kind = kind_of(frame)
         if kind == "refused":
@@ -182,6 +185,7 @@ class StreamClient:
             outcome=begin.outcome,
             next_key_step=begin.next_key_step,
             done=begin.done,
+            answer_seconds=answer_seconds,
         )
 
     def _read(self) -> tuple[Frame, Bytes | None]:
@@ -237,7 +241,7 @@ class ShardedClient:
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so.
+            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so, `answer_seconds` the longest.
 
         Raises:
             errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
@@ -248,6 +252,7 @@ class ShardedClient:
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
         done = any(a.done for a in answers.values())
+        waited = max(a.answer_seconds for a in answers.values())
         if self._mode == "Sync":
             # A worker that was late may find shards on both sides of an update; the lower ones follow it.
             while len({a.version for a in answers.values()}) > 1:
@@ -266,6 +271,7 @@ class ShardedClient:
             outcome=outcome,
             next_key_step=next_key_step,
             done=done,
+            answer_seconds=waited,
         )
 
     def cancel(self, why: str) -> None:

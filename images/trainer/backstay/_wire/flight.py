@@ -10,6 +10,7 @@ refused before its first message is read), sizes after it, and before anything i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import logging
@@ -220,12 +221,16 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         self._streams: dict[int, tuple[Hello, Address]] = {}
         self._closing = False
         try:
-            super().__init__(fl.Location.for_grpc_tcp(host, port), middleware={"token": _Authenticate(token)})
+            where = fl.Location.for_grpc_tcp(f"[{host}]" if ":" in host else host, port)
+            super().__init__(where, middleware={"token": _Authenticate(token)})
         except (pa.ArrowException, OSError) as error:
             raise PortTaken(
                 f"the data server cannot listen on {host} port {port}: it is taken, or the address is not this pod's"
             ) from error
         self.bound: int = super().port
+        # Arrow waits for all calls when the interpreter ends, and an idle client would hold it for ever (T8). This runs
+        # before that, and a process that fails ends.
+        atexit.register(self.close)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         try:
@@ -272,6 +277,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
             first, self._closing = not self._closing, True
         if not first:
             return True
+        atexit.unregister(self.close)
         # `shutdown` refuses new calls at once, and returns when the last one ended.
         stopping = threading.Thread(target=self.shutdown, name="backstay-data-shutdown", daemon=True)
         stopping.start()

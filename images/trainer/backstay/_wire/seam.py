@@ -233,6 +233,8 @@ class Pulled:
             was no push.
         next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
         done: the job has ended.
+        answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
+            of the call received the parameters.
     """
 
     term: int
@@ -241,6 +243,7 @@ class Pulled:
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
+    answer_seconds: float = 0.0
 
 
 class DataClient(Protocol):

@@ -1,0 +1,21 @@
+"""A server that fails without closing anything: run as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from backstay._wire import frames
+from backstay._wire.flight import Listener
+
+
+def serve(hello: Any, stream: Any) -> None:
+    stream.write(frames.ABANDON)
+    while stream.read() is not None:
+        pass
+
+
+listener = Listener("127.0.0.1", 0, sys.argv[1], serve)
+print(listener.bound, flush=True)
+sys.stdin.read()
+raise RuntimeError("forgotten")
