@@ -31,7 +31,7 @@ class FakeKubelet:
     Args:
         client: the API server; closed by its owner.
         name: of the node.
-        pod_cidr: where pods' addresses come from; nothing listens there.
+        pod_cidr: where pods' addresses come from: on loopback, so that nobody calls out; nothing listens there.
         max_pods: what the node takes.
         parallel: requests under way at once.
         clock: seconds since the epoch.
@@ -43,7 +43,7 @@ class FakeKubelet:
         client: ApiClient,
         *,
         name: str = "fake",
-        pod_cidr: str = "10.244.0.0/18",
+        pod_cidr: str = "127.244.0.0/18",
         max_pods: int = 10_000,
         parallel: int = 16,
         clock: Callable[[], float] = time.time,
@@ -58,7 +58,7 @@ class FakeKubelet:
             runtime=ProcessRuntime(),  # never opened
             events=events,
             name=name,
-            ip="10.0.0.1",
+            ip="127.244.0.1",
             data_dir=Path(),
             addresses=Pool(pod_addresses(pod_cidr)),
             gpus=Pool([]),

@@ -1,0 +1,190 @@
+"""The operator and the API server at 200 jobs of 10 pods, with a fake kubelet that marks pods running at once.
+
+Prints, against the design's numbers: time until all pods are created, pod seen dead -> replacement created (1 job, and
+at 200 jobs), the operator's memory, and both processes' CPU time. ``--assets DIR`` uses a real kube-apiserver and etcd.
+
+    python bench/jobs.py [--jobs 200] [--deaths 50] [--assets DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from backstay_cluster.cluster import ClusterProcess
+from backstay_cluster.kubelet.api import ApiClient
+from backstay_cluster.kubelet.fake import FakeKubelet
+from backstay_spec import contract
+from backstay_spec.crd import build_crd
+
+JOBS_PATH = f"/apis/{contract.API_VERSION}/namespaces/default/{contract.PLURAL}"
+
+
+# A worker that crashes before its first gradient backs off (O4), and these pods never compute one; preempted ones do
+# not back off.
+PREEMPTED = {
+    "type": "DisruptionTarget",
+    "status": "True",
+    "reason": "PreemptionByScheduler",
+    "message": "a benchmark took it",
+    "lastTransitionTime": "2026-01-01T00:00:00Z",
+}
+
+
+def job_of(name: str) -> dict[str, Any]:
+    """2 servers and 8 workers: 10 pods."""
+    return {
+        "apiVersion": contract.API_VERSION,
+        "kind": contract.KIND,
+        "metadata": {"name": name},
+        "spec": {
+            "image": "example.org/trainer:1",
+            "command": ["python", "train.py"],
+            "parameterServers": {"replicas": 2, "maxRestarts": 10_000},
+            "workers": {"replicas": 8, "maxRestarts": 10_000},
+            "checkpoint": {"uri": "memory://checkpoints"},
+        },
+    }
+
+
+async def wait_for(kubelet: FakeKubelet, count: int, seconds: float) -> None:
+    """Wait until `count` pods are Running."""
+    deadline = time.perf_counter() + seconds
+    while (running := sum(phase(pod) == "Running" for pod in kubelet.pods.values())) < count:
+        if time.perf_counter() > deadline:
+            raise SystemExit(f"only {running} of {count} pods were running after {seconds:.0f} s")
+        await asyncio.sleep(0.05)
+
+
+def phase(pod: dict[str, Any]) -> str:
+    """Of a pod as last seen."""
+    return str(pod.get("status", {}).get("phase", ""))
+
+
+def place(pod: dict[str, Any]) -> tuple[str, ...]:
+    """Job, role and index."""
+    labels = pod["metadata"]["labels"]
+    return tuple(labels[key] for key in (contract.LABEL_JOB, contract.LABEL_ROLE, contract.LABEL_INDEX))
+
+
+def replaced(kubelet: FakeKubelet, victim: dict[str, Any], incarnation: int) -> bool:
+    """Whether there is a newer incarnation of the pod `victim`."""
+    return any(
+        place(pod) == place(victim) and int(pod["metadata"]["labels"][contract.LABEL_INCARNATION]) > incarnation
+        for pod in kubelet.pods.values()
+    )
+
+
+async def deaths(kubelet: FakeKubelet, count: int) -> list[float]:
+    """Kill workers one after another; seconds from the request that makes a pod Failed until its replacement is seen.
+
+    Both ways are part of it: the kubelet's PATCH, the watch that shows it to the operator, its plan, its writes, and
+    the watch that shows the replacement here.
+    """
+    found = []
+    for number in range(count):
+        living = sorted(
+            (
+                pod
+                for pod in kubelet.pods.values()
+                if phase(pod) == "Running" and pod["metadata"]["labels"][contract.LABEL_ROLE] == contract.ROLE_WORKER
+            ),
+            key=lambda pod: pod["metadata"]["name"],
+        )
+        victim = living[(number * 7919) % len(living)]
+        incarnation = int(victim["metadata"]["labels"][contract.LABEL_INCARNATION])
+        killed = time.perf_counter()
+        kubelet.kill("default", victim["metadata"]["name"], condition=PREEMPTED)
+        while not replaced(kubelet, victim, incarnation):
+            if time.perf_counter() - killed > 120:
+                raise SystemExit(f"{victim['metadata']['name']} was not replaced within 120 s")
+            await asyncio.sleep(0.001)  # what is measured is far longer
+        found.append(time.perf_counter() - killed)
+        await asyncio.sleep(0.2)
+    return found
+
+
+def row(what: str, value: str, goal: str = "") -> None:
+    """One line of the table."""
+    print(f"{what:<52}  {value:>14}  {goal}", flush=True)
+
+
+async def measure(jobs: int, kills: int, assets: str | None) -> None:
+    """The whole run."""
+    environ = {**os.environ, **({"KUBEBUILDER_ASSETS": assets} if assets else {})}
+    with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
+        key = Path(folder) / "key"
+        key.write_text(secrets.token_hex(32))
+        cluster = ClusterProcess(Path(folder) / "cluster", kubelet=False, environ=environ)
+        with cluster:
+            client = cluster.client()
+            await client.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", build_crd())
+            kubelet = FakeKubelet(client)
+            await kubelet.start()
+            log = (Path(folder) / "operator.log").open("wb")
+            operator = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "backstay_operator", "--kubeconfig", str(cluster.kubeconfig),
+                "--key-file", str(key), "--bind", "127.0.0.1", "--metrics-port", "0", "--die-with-parent",
+                stdout=log, stderr=log,
+            )  # fmt: skip
+            try:
+                await _tell(client, kubelet, psutil.Process(operator.pid), cluster.pid, jobs, kills)
+            finally:
+                operator.terminate()
+                await operator.wait()
+                log.close()
+                await kubelet.stop()
+                await client.close()
+
+
+async def _tell(
+    client: ApiClient, kubelet: FakeKubelet, operator: psutil.Process, server_pid: int | None, jobs: int, kills: int
+) -> None:
+    await client.create(JOBS_PATH, job_of("single"))
+    await wait_for(kubelet, 10, 60)
+    idle = operator.memory_info().rss
+    alone = await deaths(kubelet, kills)
+    row("1 job: pod dead -> replacement created, median", f"{statistics.median(alone) * 1e3:.0f} ms", "100 ms")
+    row("1 job: the slowest of " + str(len(alone)), f"{max(alone) * 1e3:.0f} ms")
+    started = time.perf_counter()
+    for number in range(jobs - 1):
+        await client.create(JOBS_PATH, job_of(f"job-{number}"))
+    row(f"{jobs} jobs submitted in", f"{time.perf_counter() - started:.1f} s")
+    await wait_for(kubelet, jobs * 10, 600)
+    total = time.perf_counter() - started
+    row(f"{jobs} jobs: all {jobs * 10} pods running after", f"{total:.1f} s", f"{jobs * 10 / total:.0f} pods/s")
+    many = await deaths(kubelet, kills)
+    row(f"{jobs} jobs: pod dead -> replacement created, median", f"{statistics.median(many) * 1e3:.0f} ms", "1000 ms")
+    row("the slowest of " + str(len(many)), f"{max(many) * 1e3:.0f} ms")
+    row("operator's memory, 1 job", f"{idle / 1e6:.0f} MB")
+    row(f"operator's memory, {jobs} jobs of 10 pods", f"{operator.memory_info().rss / 1e6:.0f} MB", "300 MB")
+    row("operator's CPU time in all", f"{sum(operator.cpu_times()[:2]):.1f} s")
+    if server_pid is not None:
+        tree = [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]
+        row("API server's CPU time in all", f"{sum(sum(process.cpu_times()[:2]) for process in tree):.1f} s")
+        row("API server's memory", f"{sum(process.memory_info().rss for process in tree) / 1e6:.0f} MB")
+
+
+def main() -> None:
+    """Parse arguments, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--deaths", type=int, default=30)
+    parser.add_argument("--assets", help="folder with kube-apiserver and etcd: measure on the real API server")
+    arguments = parser.parse_args()
+    print(f"{'what':<52}  {'measured':>14}  goal")
+    asyncio.run(measure(arguments.jobs, arguments.deaths, arguments.assets))
+
+
+if __name__ == "__main__":
+    main()
