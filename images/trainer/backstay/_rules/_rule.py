@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._tree import LeafSpec, TreeSpec
@@ -106,7 +107,6 @@ class Rule:
         groups: every parameter leaf in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
         programs: what updates groups; groups of equal program are updated alike.
-        optimizer: what was analysed.
         cache: for what its users compile and want to keep as long as the rule.
     """
 
@@ -116,7 +116,7 @@ class Rule:
     groups: tuple[Group, ...]
     shared: tuple[int, ...]
     programs: tuple[Program, ...]
-    optimizer: optax.GradientTransformation
+    _init: Flat  # parameters to states
     _advance: Flat
     _advance_inputs: tuple[int, ...]
     _split: Split
@@ -151,13 +151,10 @@ class Rule:
 
     def initial_state(self, params: Any, wanted: Sequence[int]) -> list[jax.Array]:
         """The given leaves of ``optimizer.init(params)``, the others not computed."""
-        indices = tuple(wanted)
-
-        def init(params: Any) -> list[Any]:
-            leaves = jax.tree_util.tree_leaves(self.optimizer.init(params))
-            return [leaves[index] for index in indices]
-
-        return list(jax.jit(init)(params)) if indices else []
+        part, used = Slicer(self._init).select(wanted)
+        leaves = jax.tree_util.tree_leaves(params)
+        # Not jitted: mostly zeros, and so nothing is compiled for each set of leaves.
+        return [jnp.asarray(value) for value in evaluate(part, [jnp.asarray(leaves[index]) for index in used])]
 
     def _refusal(self, group: Group, shards: int) -> str:
         one, other = self._split.pair(group.leaves)
@@ -182,14 +179,13 @@ def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
     """
     traced = trace(optimizer, tree)
     parts = split(traced)
-    return _Analysis(traced, parts, optimizer).rule()
+    return _Analysis(traced, parts).rule()
 
 
 class _Analysis:
-    def __init__(self, traced: Trace, parts: Split, optimizer: optax.GradientTransformation) -> None:
+    def __init__(self, traced: Trace, parts: Split) -> None:
         self.trace = traced
         self.parts = parts
-        self.optimizer = optimizer
         self.slicer = Slicer(traced.flat)
         self.expressions = Expressions()
         self.programs: list[Program] = []
@@ -206,7 +202,7 @@ class _Analysis:
             groups=tuple(groups),
             shared=self.parts.shared,
             programs=tuple(self.programs),
-            optimizer=self.optimizer,
+            _init=self.trace.init,
             _advance=advance,
             _advance_inputs=tuple(index - leaves for index in used),
             _split=self.parts,

@@ -50,13 +50,19 @@ def key_impl(spec: StateSpec) -> Any:
 
 @dataclass(frozen=True)
 class Trace:
-    """The update as a program: inputs are the gradients, the states, the parameters, each leaf by leaf; outputs are
-    the new parameters, then the new states."""
+    """The optimizer as two programs.
+
+    Attributes:
+        flat: an update. Inputs are the gradients, the states, the parameters, each leaf by leaf; outputs are the new
+            parameters, then the new states.
+        init: parameters to states.
+    """
 
     tree: TreeSpec
     states: tuple[StateSpec, ...]
     treedef: Any  # of the state
     flat: Flat
+    init: Flat
 
 
 def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
@@ -72,7 +78,7 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
             f"optax.adam(1e-3)"
         )
     shapes = tree.shapes()
-    state = _called("init", lambda: jax.eval_shape(optimizer.init, shapes))
+    init, state = _called("init", lambda: jax.make_jaxpr(optimizer.init, return_shape=True)(shapes))
 
     def step(gradients: Any, state: Any, params: Any) -> Any:
         updates, state = optimizer.update(gradients, state, params)
@@ -93,7 +99,7 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
         StateSpec(name, tuple(leaf.shape), leaf.dtype, bool(leaf.weak_type))
         for name, (_, leaf) in zip(names, paths, strict=True)
     )
-    return Trace(tree, specs, treedef, flatten(closed))
+    return Trace(tree, specs, treedef, flatten(closed), flatten(init))
 
 
 def _called(what: str, call: Any) -> Any:
@@ -104,9 +110,9 @@ def _called(what: str, call: Any) -> Any:
     except Exception as error:  # whatever the optimizer's own code raises
         first = str(error).strip().splitlines()[:1]
         raise OptimizerError(
-            f"optimizer.{what} cannot be traced over shapes: {type(error).__name__}: {''.join(first)}. The servers "
-            f"call `update(gradients, state, params)` inside jax.jit, with nothing else; an optimizer that needs the "
-            f"loss or decides in Python on values of arrays cannot run there."
+            f"optimizer.{what} fails on the shapes of these parameters: {type(error).__name__}: {''.join(first)}. It "
+            f"is called inside jax.jit, as `update(gradients, state, params)` and with nothing else: an optimizer that "
+            f"needs the loss, or that decides in Python on the values of arrays, cannot be used."
         ) from error
 
 

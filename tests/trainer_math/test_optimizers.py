@@ -1,0 +1,303 @@
+"""T4: through 1, 2 and 3 shards every optimizer of optax gives what the plain loop gives, or is refused beforehand.
+
+The plain loop here is written out with optax alone; it shares no code with what it checks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from backstay._engine import PARAMS, STATE, ShardEngine
+from backstay._kernels import enable_x64
+from backstay._partition import gather, partition, scatter
+from backstay._rules import analyse
+from backstay._tree import describe, leaf_names
+from backstay.errors import OptimizerError
+
+LR = 1e-2
+
+CUT = "leaves may be cut"  # every leaf is updated element by element
+WHOLE = "whole leaves"  # at least one leaf must stay whole; exact
+REFUSED = "refused on more than one shard"
+NEVER = "refused everywhere"  # wants more than gradients, state and parameters
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda leaf: "slow" if leaf.ndim > 1 else "fast", params)
+
+
+def schedule():
+    return optax.warmup_cosine_decay_schedule(0.0, LR, 10, 100)
+
+
+OPTIMIZERS = {
+    "sgd": (lambda: optax.sgd(LR), CUT),
+    "sgd-schedule": (lambda: optax.sgd(schedule()), CUT),
+    "momentum": (lambda: optax.sgd(LR, momentum=0.9), CUT),
+    "nesterov": (lambda: optax.sgd(LR, momentum=0.9, nesterov=True), CUT),
+    "adam": (lambda: optax.adam(LR), CUT),
+    "adam-nesterov": (lambda: optax.adam(LR, nesterov=True), CUT),
+    "adam-join-schedules": (
+        lambda: optax.adam(
+            optax.join_schedules([optax.constant_schedule(LR), optax.exponential_decay(LR, 5, 0.9)], [9])
+        ),
+        CUT,
+    ),
+    "adamw-masked": (lambda: optax.adamw(schedule(), weight_decay=0.1, mask=matrices), CUT),
+    "nadamw": (lambda: optax.nadamw(LR), CUT),
+    "amsgrad": (lambda: optax.amsgrad(LR), CUT),
+    "adamax": (lambda: optax.adamax(LR), CUT),
+    "adabelief": (lambda: optax.adabelief(LR), CUT),
+    "radam": (lambda: optax.radam(LR), CUT),
+    "yogi": (lambda: optax.yogi(LR), CUT),
+    "adan": (lambda: optax.adan(LR), CUT),
+    "adagrad": (lambda: optax.adagrad(LR), CUT),
+    "adadelta": (lambda: optax.adadelta(LR), CUT),
+    "rmsprop": (lambda: optax.rmsprop(LR, centered=True, momentum=0.9), CUT),
+    "rprop": (lambda: optax.rprop(LR), CUT),
+    "lion": (lambda: optax.lion(LR), CUT),
+    "signum": (lambda: optax.signum(LR), CUT),
+    "optimistic": (lambda: optax.optimistic_gradient_descent(LR), CUT),
+    "clip-elementwise": (lambda: optax.chain(optax.clip(0.5), optax.adam(LR)), CUT),
+    "zero-nans": (lambda: optax.chain(optax.zero_nans(), optax.sgd(LR)), WHOLE),
+    "nonnegative": (lambda: optax.chain(optax.sgd(LR), optax.keep_params_nonnegative()), CUT),
+    "ema": (lambda: optax.chain(optax.ema(0.9), optax.sgd(LR)), CUT),
+    "apply-every": (lambda: optax.chain(optax.apply_every(4), optax.sgd(LR)), CUT),
+    "multi-steps": (lambda: optax.MultiSteps(optax.adam(LR), 4).gradient_transformation(), CUT),
+    "multi-transform": (lambda: optax.multi_transform({"slow": optax.sgd(LR), "fast": optax.adam(LR)}, labels), CUT),
+    "masked-freeze": (lambda: optax.chain(optax.adam(LR), optax.masked(optax.set_to_zero(), matrices)), CUT),
+    "inject-hyperparams": (lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=schedule()), CUT),
+    "madgrad": (lambda: optax.contrib.madgrad(LR), CUT),
+    "ademamix": (lambda: optax.contrib.ademamix(LR), CUT),
+    "adopt": (lambda: optax.contrib.adopt(LR), CUT),
+    "acprop": (lambda: optax.contrib.acprop(LR), CUT),
+    "cocob": (optax.contrib.cocob, CUT),
+    "schedule-free": (lambda: optax.contrib.schedule_free_adamw(LR), CUT),
+    "lamb": (lambda: optax.lamb(LR), WHOLE),
+    "lars": (lambda: optax.lars(LR), WHOLE),
+    "fromage": (lambda: optax.fromage(LR), WHOLE),
+    "novograd": (lambda: optax.novograd(LR), WHOLE),
+    "sm3": (lambda: optax.sm3(LR), WHOLE),
+    "adafactor": (lambda: optax.adafactor(LR, min_dim_size_to_factor=4), WHOLE),
+    "adaptive-grad-clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(LR)), WHOLE),
+    "clip-by-block-rms": (lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(LR)), WHOLE),
+    "centralize": (lambda: optax.chain(optax.centralize(), optax.sgd(LR)), WHOLE),
+    "noisy-sgd": (lambda: optax.noisy_sgd(LR, key=jax.random.key(3)), WHOLE),
+    "muon": (lambda: optax.contrib.muon(LR), WHOLE),
+    "multi-steps-lamb": (lambda: optax.MultiSteps(optax.lamb(LR), 3).gradient_transformation(), WHOLE),
+    "clip-matrices-together": (
+        lambda: optax.chain(optax.masked(optax.clip_by_global_norm(0.5), matrices), optax.adam(LR)),
+        WHOLE,
+    ),
+    "clip-by-global-norm": (lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(LR)), REFUSED),
+    "apply-if-finite": (lambda: optax.apply_if_finite(optax.adam(LR), 3), REFUSED),
+    "normalize": (lambda: optax.chain(optax.contrib.normalize(), optax.sgd(LR)), REFUSED),
+    "flatten": (lambda: optax.flatten(optax.adam(LR)), REFUSED),
+    "prodigy": (optax.contrib.prodigy, REFUSED),
+    "dog": (lambda: optax.contrib.dog(LR), REFUSED),
+    "dadapt": (optax.contrib.dadapt_adamw, REFUSED),
+    "mechanic": (lambda: optax.contrib.mechanize(optax.adam(LR)), REFUSED),
+    "lbfgs-without-search": (lambda: optax.lbfgs(LR, linesearch=None), REFUSED),
+    "lbfgs": (optax.lbfgs, NEVER),
+    "reduce-on-plateau": (lambda: optax.chain(optax.sgd(LR), optax.contrib.reduce_on_plateau()), NEVER),
+    "polyak": (optax.polyak_sgd, NEVER),
+    "momo": (optax.contrib.momo, NEVER),
+}
+
+
+USABLE = sorted(name for name, (_, expected) in OPTIMIZERS.items() if expected != NEVER)
+USABLE_FLOAT32 = [
+    "adafactor",
+    "adam",
+    "adamw-masked",
+    "adaptive-grad-clip",
+    "apply-if-finite",
+    "clip-by-global-norm",
+    "clip-matrices-together",
+    "inject-hyperparams",
+    "lamb",
+    "lion",
+    "momentum",
+    "multi-steps",
+    "multi-transform",
+    "noisy-sgd",
+    "radam",
+    "rmsprop",
+    "schedule-free",
+    "sgd-schedule",
+]
+SHARDS = {CUT: (1, 2, 3), WHOLE: (1, 2, 3), REFUSED: (1,)}
+
+
+def make_params(name, dtype):
+    """Ranks 0 to 3, a leaf larger than a block, and an empty one where plain optax can take it.
+
+    384 elements, so that most blocks have one size and little is compiled; `test_partition` has the odd sizes.
+    """
+    rng = np.random.default_rng(7)
+    params = {
+        "conv": rng.normal(size=(3, 4, 6)),
+        "dense": {"bias": rng.normal(size=(24,)), "kernel": rng.normal(size=(7, 41))},
+        "scale": np.asarray(0.7),
+        "empty": np.zeros((0, 3)),
+    }
+    if name in ("sm3", "muon"):
+        del params["empty"], params["scale"]
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+
+
+def make_gradients(tree, steps):
+    rng = np.random.default_rng(11)
+    return [
+        [np.asarray(rng.normal(size=leaf.shape, scale=0.5), np.float64).astype(leaf.dtype) for leaf in tree.leaves]
+        for _ in range(steps)
+    ]
+
+
+def plain_step(optimizer):
+    @jax.jit
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def collect(tree, engines):
+    """The parameters that all shards hold together; every element is written."""
+    leaves = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in tree.leaves]
+    for engine in engines:
+        for index, block in enumerate(engine.blocks):
+            scatter(block, engine.block(index), leaves)
+    return leaves
+
+
+def blocks_of(engine, leaves):
+    return [gather(block, leaves) for block in engine.blocks]
+
+
+@pytest.fixture
+def quick_compiler():
+    """Most of the time here is XLA's. The float32 tests have its optimizations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("name", USABLE)
+def test_t4_float64_over_50_steps(name):
+    make, expected = OPTIMIZERS[name]
+    with enable_x64():
+        params = make_params(name, jnp.float64)
+        tree = describe(params)
+        gradients = make_gradients(tree, 50)
+        rule = analyse(make(), tree)
+        engines = {}
+        for shards in SHARDS[expected]:
+            parts = partition(tree, rule, shards, block_bytes=512)
+            engines[shards] = [ShardEngine(parts, shard, rule, params) for shard in range(shards)]
+        step = plain_step(make())
+        state = make().init(params)
+        for leaves in gradients:
+            params, state = step(params, state, tree.unflatten(leaves))
+            for group in engines.values():
+                for engine in group:
+                    engine.apply([blocks_of(engine, leaves)])
+        want = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+        assert all(np.isfinite(leaf).all() for leaf in want)
+        for group in engines.values():
+            for leaf, got, wanted in zip(tree.leaves, collect(tree, group), want, strict=True):
+                np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12, err_msg=f"{leaf}, {len(group)} shards")
+
+
+@pytest.mark.parametrize("name", USABLE_FLOAT32)
+def test_t4_float32_update_by_update_from_equal_state(name):
+    make, expected = OPTIMIZERS[name]
+    params = make_params(name, jnp.float32)
+    tree = describe(params)
+    rule = analyse(make(), tree)
+    shards = SHARDS[expected][-1]
+    parts = partition(tree, rule, shards, block_bytes=1024)
+    step = plain_step(make())
+    state = make().init(params)
+    for leaves in make_gradients(tree, 3):
+        read = reader(tree, params, state)
+        engines = [ShardEngine.restore(parts, shard, rule, read, version=0) for shard in range(shards)]
+        for engine in engines:
+            engine.apply([blocks_of(engine, leaves)])
+        params, state = step(params, state, tree.unflatten(leaves))
+        for leaf, got, want in zip(tree.leaves, collect(tree, engines), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6, err_msg=str(leaf))
+        arrays = reader(tree, params, state).arrays
+        for engine in engines:
+            for entry in engine.snapshot().entries:
+                want = arrays[entry.key][entry.start : entry.stop]
+                np.testing.assert_allclose(entry.value, want, rtol=2e-5, atol=2e-6, err_msg=entry.key)
+
+
+def reader(tree, params, state):
+    """`read` over whole trees in memory, named as checkpoints name them."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = leaf_names(path for path, _ in paths)
+    arrays = {PARAMS + leaf.path: value for leaf, value in zip(tree.leaves, jax.tree.leaves(params), strict=True)}
+    arrays |= {STATE + name: value for name, (_, value) in zip(names, paths, strict=True)}
+    for key, value in arrays.items():
+        typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        arrays[key] = np.array(jax.random.key_data(value) if typed else value).reshape(-1)
+
+    def read(key, start, stop):
+        return arrays[key][start:stop]
+
+    read.arrays = arrays
+    return read
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_what_is_exact_on_shards_and_what_is_refused(name):
+    make, expected = OPTIMIZERS[name]
+    tree = describe(make_params(name, jnp.float32))
+    if expected == NEVER:
+        with pytest.raises(OptimizerError, match=r"optimizer\.update fails .* needs the loss"):
+            analyse(make(), tree)
+        return
+    rule = analyse(make(), tree)
+    rule.check(1)
+    if expected == REFUSED:
+        with pytest.raises(OptimizerError, match=r"leaf conv depends on leaf dense\.\w+ .* `clip_norm=`"):
+            partition(tree, rule, 2)
+        return
+    rule.check(3)
+    filled = [group for group in rule.groups if any(tree.leaves[leaf].size for leaf in group.leaves)]
+    assert all(group.elementwise for group in filled) == (expected == CUT), [group.why for group in filled]
+    assert sorted(leaf for group in rule.groups for leaf in group.leaves) == list(range(len(tree.leaves)))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw-masked", "multi-steps", "lamb", "adafactor"])
+def test_t4_bfloat16_update_by_update(name):
+    """The optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its precision."""
+    make, _ = OPTIMIZERS[name]
+    params = make_params(name, jnp.bfloat16)
+    tree = describe(params)
+    rule = analyse(make(), tree)
+    parts = partition(tree, rule, 2, block_bytes=256)
+    step, state = plain_step(make()), make().init(params)
+    for leaves in make_gradients(tree, 3):
+        read = reader(tree, params, state)
+        engines = [ShardEngine.restore(parts, shard, rule, read, version=0) for shard in range(2)]
+        for engine in engines:
+            engine.apply([blocks_of(engine, leaves)])
+        params, state = step(params, state, tree.unflatten(leaves))
+        for leaf, got, want in zip(tree.leaves, collect(tree, engines), jax.tree.leaves(params), strict=True):
+            assert got.dtype == jnp.bfloat16
+            wide = got.astype(np.float32), np.asarray(want, np.float32)
+            np.testing.assert_allclose(*wide, rtol=2**-7, atol=1e-3, err_msg=str(leaf))
