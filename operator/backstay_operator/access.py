@@ -44,8 +44,15 @@ async def load(kubeconfig: str | None) -> Configuration:
 
 
 async def bearer(configuration: Configuration) -> str | None:
-    """The value of the Authorization header, or None where a client certificate, or nothing, proves who we are."""
-    value: str | None = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+    """The value of the Authorization header, or None where a client certificate, or nothing, proves who we are.
+
+    Raises:
+        AccessError: the token was to be read again, and cannot be.
+    """
+    try:
+        value: str | None = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+    except config.ConfigException as error:
+        raise AccessError(f"the service account's token cannot be read: {error}") from error
     if value is None:
         return None
     scheme, _, token = value.rpartition(" ")

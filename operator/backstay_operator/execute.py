@@ -103,6 +103,8 @@ class Executor:
             if not await self._write_status(key, job, plan.status, memory):
                 return Done(again=True)
             for death in plan.deaths:
+                memory.died[death.role, death.index] = str(death.cause)
+                self._metrics.pod_deaths.labels(death.role, str(death.cause)).inc()
                 uncharged = "" if death.charged else " (uncharged)"
                 log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
             for event in plan.events:
@@ -133,6 +135,10 @@ class Executor:
         for _, group in itertools.groupby(plan.actions, type):
             await asyncio.gather(*(one(action) for action in group))
         return Done(again=did, wait=min(waits, default=None))
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone, and what was to be tried again for it."""
+        self._backoffs.forget_where(lambda what: what[0] == key)
 
     async def _write_status(self, key: JobKey, job: Json, status: Json, memory: JobMemory) -> bool:
         patch = merge_patch({"status": job.get("status") or {}}, {"status": status})
@@ -186,9 +192,12 @@ class Executor:
     def _count_pod(self, action: act.CreatePod, memory: JobMemory) -> None:
         self._metrics.pods_created.labels(action.role).inc()
         ended = memory.ended.pop((action.role, action.index), None)
-        if action.cause is not None:
-            self._metrics.pods_replaced.labels(action.role, str(action.cause)).inc()
-            if ended is not None:
+        # A place that backs off is filled by a later plan, which no longer knows the cause.
+        died = memory.died.pop((action.role, action.index), None)
+        cause = died if action.cause is None else str(action.cause)
+        if cause is not None:
+            self._metrics.pods_replaced.labels(action.role, cause).inc()
+            if ended is not None and action.cause is not None:
                 self._metrics.replacement_seconds.observe(self._clock() - ended)
 
     async def _create(self, key: JobKey, resource: Resource, manifest: Mapping[str, Any], memory: JobMemory) -> bool:

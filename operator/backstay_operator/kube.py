@@ -181,7 +181,10 @@ class Kube:
         content: str = "application/json",
         accept: str = "application/json",
     ) -> Json:
-        client = await self._open()
+        try:
+            client = await self._open()
+        except access.AccessError as error:
+            raise errors.Unreachable(f"{what}: {error}") from error
         headers = {"Accept": accept, "User-Agent": access.USER_AGENT, "Content-Type": content}
         started = time.monotonic()
         code = 0
@@ -198,7 +201,7 @@ class Kube:
             )
             raw: bytes = await answer.read()  # type: ignore[no-untyped-call]
             code = answer.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, access.AccessError) as error:
             raise errors.Unreachable(f"{what}: no answer: {type(error).__name__}: {error}") from error
         finally:
             self._observe(verb, kind, code, time.monotonic() - started)

@@ -27,6 +27,7 @@ class JobMemory:
         uid: the job's.
         secret_ensured, progress, missing, refused, status_written: see `backstay_spec.observed.Observed`.
         told: the events sent, by (type, reason, message).
+        died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
     """
 
@@ -37,6 +38,7 @@ class JobMemory:
     refused: dict[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None
     told: dict[tuple[str, str, str], Told] = field(default_factory=dict)
+    died: dict[tuple[str, int], str] = field(default_factory=dict)
     ended: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def prune(self, job: str, incarnations: dict[str, int]) -> None:

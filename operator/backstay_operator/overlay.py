@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+
+#: No answer to a request comes later than this many seconds after the object's deletion was shown.
+_REST: Final = 120.0
 
 
 def version_of(metadata: Mapping[str, Any]) -> int:
@@ -58,7 +61,8 @@ class Overlay(Generic[K, T]):
         self._clock = clock
         self._index: Mapping[K, Iterable[Seen[T]]] = {} if index is None else index
         self._writes: dict[K, dict[str, _Write[T]]] = {}
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # known to be no more before the watch said so
+        self._buried: dict[str, float] = {}  # the watch said so, and when: an answer may come later still
 
     def attach(self, index: Mapping[K, Iterable[Seen[T]]]) -> None:
         """Read from another index from now on; nothing of a former watch is believed any more."""
@@ -85,7 +89,7 @@ class Overlay(Generic[K, T]):
 
     def wrote(self, key: K, seen: Seen[T]) -> None:
         """The API server answered a write with this."""
-        if seen.uid in self._gone:
+        if seen.uid in self._gone or seen.uid in self._buried:
             return
         shown = next((other for other in self._indexed(key) if other.uid == seen.uid), None)
         if shown is not None and shown.version >= seen.version:
@@ -106,6 +110,7 @@ class Overlay(Generic[K, T]):
         """The watch told of an object; what we wrote before that is of no more use."""
         if deleted:
             self._gone.discard(uid)
+            self._bury(uid)
             self._drop(key, uid)
             return
         write = self._writes.get(key, {}).get(uid)
@@ -138,6 +143,12 @@ class Overlay(Generic[K, T]):
             for seen in self.view(key):
                 if seen.uid not in listed and seen.version < version:
                     yield key, seen
+
+    def _bury(self, uid: str) -> None:
+        now = self._clock()
+        while self._buried and next(iter(self._buried.values())) < now - _REST:
+            del self._buried[next(iter(self._buried))]
+        self._buried[uid] = now
 
     def _indexed(self, key: K) -> Iterable[Seen[T]]:
         return self._index.get(key, ())

@@ -248,6 +248,7 @@ class Reconciler:
     def _forget(self, key: JobKey) -> None:
         self._memories.pop(key, None)
         self._parsed.pop(key, None)
+        self._executor.forget(key)
         self._metrics.forget_job(*key)
 
 

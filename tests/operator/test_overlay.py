@@ -76,6 +76,20 @@ def test_what_is_gone_stays_gone_whatever_late_event_speaks_of_it() -> None:
     assert values(overlay) == []
 
 
+def test_an_answer_that_comes_after_the_deletion_was_shown_raises_nothing_from_the_dead() -> None:
+    clock = Time()
+    overlay, _ = make(seen("a", 5), clock=clock)
+    overlay.shown(KEY, "a", 9, deleted=True)
+    overlay.attach({})
+    overlay.wrote(KEY, seen("a", 8))
+    assert values(overlay) == []
+    assert overlay.owed_since() is None
+    for number in range(50):  # what is remembered of the dead does not grow for ever
+        clock.now += 10.0
+        overlay.shown(KEY, f"b{number}", 10 + number, deleted=True)
+    assert len(overlay._buried) <= 14
+
+
 def test_a_write_that_was_deleted_again_does_not_linger() -> None:
     overlay, _ = make()
     overlay.wrote(KEY, seen("a", 5))

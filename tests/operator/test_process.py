@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc.aio
 import pytest
 import yaml
 from aiohttp import web
@@ -38,7 +39,9 @@ from backstay_operator.rights import (
     SERVICES,
     Resource,
 )
+from backstay_rpc import control_pb2, control_pb2_grpc
 from backstay_spec import contract
+from backstay_spec.token import token_for
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -192,14 +195,14 @@ class Api:
     def set_status(self, pod: str, status: Json) -> None:
         self.ask(lambda kube: kube.merge_patch(PODS, "default", pod, {"status": status}, "status"))
 
-    def run_pods(self, job: str) -> None:
+    def run_pods(self, job: str, server: str | None = None) -> None:
         for number, pod in enumerate(self.pods(job)):
             if pod["status"].get("phase") == "Pending":
                 self.set_status(
                     pod["metadata"]["name"],
                     {
                         "phase": "Running",
-                        "podIP": f"127.77.0.{number + 1}",
+                        "podIP": server if server and "-ps-" in pod["metadata"]["name"] else f"127.77.0.{number + 1}",
                         "conditions": [condition("True", "2026-01-01T00:00:05Z")],
                         "containerStatuses": [
                             container({"running": {"startedAt": "2026-01-01T00:00:01Z"}}, ready=True)
@@ -360,8 +363,8 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     operator = start()
     api.apply(make("story"))
     pods = running(api, "story", 3)
-    assert len(api.all(SERVICES)) == 1
-    assert len(api.all(NETWORK_POLICIES)) == 1
+    for resource in (SERVICES, NETWORK_POLICIES):
+        assert [one["metadata"]["labels"][contract.LABEL_JOB] for one in api.all(resource)] == ["story"]
     assert operator.get("/healthz") == (200, "ok\n")
     eventually(lambda: operator.get("/readyz") == (200, "ok: acting\n"))
 
@@ -400,7 +403,7 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     status, text = operator.get("/metrics")
     assert status == 200
     exported = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("backstay_")}
-    assert {name for name in exported if not name.endswith("_created")} <= metric_names()
+    assert exported <= metric_names()
     assert 'backstay_job_restarts{job="story",namespace="default",role="Worker"}' in text
     assert 'backstay_operator_jobs{phase="Running"} 1.0' in text
     uid = api.job("story")["metadata"]["uid"]
@@ -415,6 +418,69 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
 
 def counts(desired: int, ready: int, restarts: int) -> Json:
     return {"desired": desired, "ready": ready, "restarts": restarts, "disruptions": 0}
+
+
+class Shard(control_pb2_grpc.ControlServicer):
+    """A server's control service, which says what it is told to say to who has the token."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self.reply = control_pb2.ProgressReply(incarnation=1, term=1, step=41, loss=0.25, has_loss=True, world=2)
+        self.asked: list[control_pb2.ProgressRequest] = []
+
+    async def Progress(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if ("authorization", f"Bearer {self.token}") not in [tuple(pair) for pair in context.invocation_metadata()]:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        self.asked.append(request)
+        return self.reply
+
+
+def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replaced(
+    api: Api, start: Callable[..., Process], tmp_path: Path
+) -> None:
+    """O8: by the pod's address, with the job's token."""
+    address = f"127.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}.9"
+    operator = start()
+    api.apply(make("told"))
+    eventually(lambda: len(api.pods("told")) == 3)
+    shard = Shard(token_for((tmp_path / "key").read_bytes().strip(), api.job("told")["metadata"]["uid"]))
+
+    async def serve() -> grpc.aio.Server:
+        server = grpc.aio.server()
+        control_pb2_grpc.add_ControlServicer_to_server(shard, server)
+        server.add_insecure_port(f"{address}:{contract.PORT_CONTROL}")
+        await server.start()
+        return server
+
+    async def end(server: grpc.aio.Server) -> None:
+        await server.stop(None)
+
+    server = api.do(serve())
+    try:
+        # Not at once, as training that merely goes on changes a status every 10 s only.
+        shard.reply.stalled.add(rank=1, incarnation=1, reason="no gradient for 300 s")
+        shard.reply.contributed[1] = 1  # it has worked: its replacement does not back off
+        api.run_pods("told", address)
+        eventually(lambda: api.job("told")["status"]["incarnations"]["worker-1"] == 2)
+        status = api.job("told")["status"]
+        assert (status["step"], status["loss"], status["world"], status["term"]) == (41, 0.25, 2, 1)
+        asked = shard.asked[0]
+        assert (asked.shard, asked.expected_incarnation, asked.world) == (0, 1, 2)
+        assert asked.incarnations["worker-1"] == 1
+        eventually(lambda: 'backstay_job_step{job="told",namespace="default"} 41.0' in operator.get("/metrics")[1])
+
+        def stalled_and_alive() -> list[Json]:
+            named = [pod for pod in api.pods("told") if pod["metadata"]["name"].startswith("told-worker-1-1-")]
+            return [pod for pod in named if not pod["metadata"].get("deletionTimestamp")]
+
+        eventually(lambda: not stalled_and_alive())
+        wanted = 'backstay_operator_pods_replaced_total{cause="Stalled",role="worker"} 1.0'
+        eventually(lambda: wanted in operator.get("/metrics")[1])
+        assert "fault in the operator" not in operator.said()
+    finally:
+        api.do(end(server))
+    uid = api.job("told")["metadata"]["uid"]
+    api.ask(lambda kube: kube.delete(JOBS, "default", "told", uid=uid))
 
 
 def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Callable[..., Process]) -> None:
@@ -464,7 +530,7 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     for line in operator.said().splitlines():
         assert set(json.loads(line)) >= {"time", "level", "message"}
     finish(api)
-    eventually(lambda: not api.all(JOBS))
+    eventually(lambda: "rights" not in [job["metadata"]["name"] for job in api.all(JOBS)])
     operator.stop()
 
     used: dict[tuple[str, str], set[str]] = {}
@@ -498,7 +564,7 @@ def terminated(api: Api, job: str) -> list[Json]:
 
 
 def service_incarnation(api: Api) -> str:
-    (service,) = api.all(SERVICES)
+    (service,) = [one for one in api.all(SERVICES) if one["metadata"]["labels"][contract.LABEL_JOB] == "rights"]
     return str(service["spec"]["selector"][contract.LABEL_INCARNATION])
 
 

@@ -146,6 +146,27 @@ def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make
     assert value("backstay_job_restarts", {"namespace": "team", "job": "digits", "role": "Worker"}) == 1
 
 
+def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """O4: a rank that crashes before its first gradient backs off."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    crash(kube, of_role(kube, "worker")[1]["metadata"]["name"])
+    operator.show()
+    wait = operator.reconcile()
+    assert 0 < wait <= 2
+    value = operator.metrics.registry.get_sample_value
+    assert value("backstay_operator_pod_deaths_total", {"role": "worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) is None
+    operator.seconds += 3
+    operator.reconcile()
+    assert len(of_role(kube, "worker")) == 4
+    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_replacement_duration_seconds_count") == 0
+
+
 def test_an_operator_that_starts_anew_changes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
     """O5: no pod restarted, none doubled, no count lost."""
     kube.put(JOBS, "team", make_job())
