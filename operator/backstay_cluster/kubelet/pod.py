@@ -193,11 +193,11 @@ class PodWorker:
 
     async def _mount(self, volumes: Volumes) -> Mapping[str, Any] | None:
         delay, told = QUICK_RETRY_SECONDS, ""
-        self._dirty.set()
         while not self._stopping.is_set():
             try:
                 return await volumes.mount()
             except NotReadyError as error:
+                self._dirty.set()
                 if str(error) != told:
                     told = str(error)
                     self._node.events.tell(self._pod, "Pod", error.reason, told, warning=True)
@@ -300,11 +300,10 @@ class PodWorker:
             try:
                 answer = await self._node.client.patch(f"{self.api_path}/status", body)
                 self._newer(answer)
-                if self._status_is_ours(self._pod):
+                if self._dirty.is_set() or self._status_is_ours(self._pod):
                     delay = QUICK_RETRY_SECONDS
                     continue
-                # A container moved on meanwhile; or the server keeps another value than ours, which must not
-                # make a storm.
+                # The server keeps another value than ours: that must not make a storm.
             except ApiError as error:
                 if error.code == 409 and await self._refresh():
                     continue
