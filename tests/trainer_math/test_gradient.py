@@ -42,13 +42,18 @@ def test_loss_metrics_gradient_and_finite():
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_an_element_that_is_not_finite_is_seen(bad):
-    function = GradientFn(lambda params, batch: jnp.sum(params["w"] * batch), describe(PARAMS))
-    batch = np.ones((4, 3), np.float32)
-    assert function(PARAMS, batch).finite is True
-    batch[2, 1] = bad
-    assert function(PARAMS, batch).finite is False
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_element_that_is_not_finite_is_seen(dtype):
+    params = {"w": jnp.zeros((40, 33), dtype), "empty": jnp.zeros((0,), dtype), "c": jnp.zeros((), dtype)}
+    function = GradientFn(lambda params, batch: jnp.sum(params["w"] * batch) + params["c"], describe(params))
+    batch = np.full((40, 33), jnp.finfo(dtype).max).astype(dtype)
+    batch[::2] = -batch[::2]
+    assert function(params, batch).finite is True
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in (0, 7, 640, 1319):
+            broken = batch.copy()
+            broken.reshape(-1)[place] = bad
+            assert function(params, broken).finite is False
 
 
 def test_low_precision_parameters_have_gradients_of_their_dtype():
