@@ -76,7 +76,7 @@ class Evaluator:
             if self._heart.superseded is not None:
                 raise self._heart.superseded
             if news.failed:
-                raise JobFailed("JobFailed", news.failed)
+                raise JobFailed.told(news.failed)
             if self._stop.asked.is_set():
                 raise Stopped
             newest = (news.checkpoint, news.checkpoint_step)

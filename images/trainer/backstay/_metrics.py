@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
 
+from ._coordination import Outcome
+
 __all__ = ["HttpPort", "Metrics", "metric_names"]
 
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -67,6 +69,13 @@ class Metrics:
             Histogram, "step_seconds", "Parts of a worker's step.", (*_WHO, "part"), buckets=_SECONDS
         )
         self._bytes = self._family(Counter, "bytes", "Bytes of tensors on data streams.", (*_WHO, "direction"))
+        # Series that are there from the start can be added up and compared from the start.
+        for outcome in Outcome:
+            self.gradients(outcome.value)
+        for part in STEP_PARTS:
+            self.step(part)
+        for direction in ("sent", "received"):
+            self.bytes(direction)
         self.reconnects = self._counter("reconnects", "Times that a worker connected again after losing a server.")
 
     def gradients(self, outcome: str) -> Counter:

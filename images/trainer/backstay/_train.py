@@ -131,6 +131,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     stop = Stop()
     stop.install()
     metrics = Metrics(environment.job, environment.role, environment.index)
+    _share_compilations()
     plan = script.plan(environment.config.shards)
     _LOG.debug("planned after %.2f s", time.monotonic() - began)
     if environment.role != contract.ROLE_WORKER:
@@ -141,6 +142,20 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
         return Worker(environment, script, plan, metrics, stop).run()
     except Stopped:
         sys.exit(SIGTERM_EXIT)
+
+
+def _share_compilations() -> None:
+    """Where the environment names a cache of compilations, keep the short ones too: a replacement starts with them.
+
+    https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        import jax
+
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> NoReturn:

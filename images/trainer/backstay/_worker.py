@@ -299,7 +299,7 @@ class Worker:
         if self._heart.superseded is not None:
             raise self._heart.superseded
         if news.failed:
-            raise JobFailed(*_reason(news.failed))
+            raise JobFailed.told(news.failed)
         if self._stop.asked.is_set() and not news.done:
             raise Stopped
         if not news.done:
@@ -342,8 +342,3 @@ class Worker:
         self._control.leave("told to stop" if self._stop.asked.is_set() else "done")
         self._control.close()
         self._http.close()
-
-
-def _reason(failed: str) -> tuple[str, str]:
-    reason, colon, message = failed.partition(": ")
-    return (reason, message) if colon and reason.isalnum() else ("JobFailed", failed)

@@ -76,3 +76,9 @@ class JobFailed(BackstayError):  # noqa: N818
         super().__init__(f"{reason}: {message}")
         self.reason = reason
         self.message = message
+
+    @classmethod
+    def told(cls, text: str) -> JobFailed:
+        """From the text of another one, as it travels."""
+        reason, colon, message = text.partition(": ")
+        return cls(reason, message) if colon and reason.isalnum() else cls("JobFailed", text)

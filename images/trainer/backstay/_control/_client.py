@@ -106,7 +106,7 @@ class ControlClient:
             if not why:
                 failed = next((reply.failed for reply in replies if reply.failed), "")
                 if failed:
-                    raise JobFailed("JobFailed", failed)
+                    raise JobFailed.told(failed)
                 if len({reply.term for reply in replies}) == 1:
                     return replies
                 why = "the shards are in different terms"
@@ -269,7 +269,7 @@ class Heartbeats:
         with self._changed:
             news = self._news
             self._news = News(
-                done=news.done or reply.done,
+                done=news.done or (reply.done and shard == 0),  # who leads knows the last checkpoint too
                 failed=news.failed or reply.failed,
                 checkpoint=reply.checkpoint or news.checkpoint,
                 checkpoint_step=reply.checkpoint_step if reply.checkpoint else news.checkpoint_step,

@@ -1,0 +1,147 @@
+"""Whole jobs of real processes, each with the promise it holds. JAX's start is most of the time they take."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backstay._metrics import metric_names
+
+
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual["step"] == expected["step"]
+    for name, value in expected.items():
+        if name.isdigit():
+            np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
+    """T1, T3, T4: SIGKILL in the middle, a replacement of the next incarnation; float64; clipped over two shards."""
+    tiny = job(2, 2)
+    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "12"}
+    for shard in range(2):
+        tiny.server(shard)
+    stays = tiny.worker(0)
+    dies = tiny.worker(1, SLOW_FROM="4", SLOW="60")
+    tiny.wait_for(dies, "step 4/12")
+    dies.process.send_signal(signal.SIGKILL)
+    comes = tiny.worker(1, 1)
+    assert [pod.wait() for pod in (stays, comes, *tiny.pods[:2])] == [0, 0, 0, 0]
+    expected = tiny.reference()
+    assert_same(tiny.params(stays), expected)
+    assert_same(tiny.params(comes), expected)
+    words = tiny.pods[0].words()
+    assert words["result"] == "Succeeded"
+    assert words["step"] == 12
+    assert words["metrics"]["squares"] == pytest.approx(float(expected["squares"]), rel=1e-9)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_server_comes_back_from_the_newest_checkpoint(job, tmp_path: Path, shard: int) -> None:
+    """T3, T4, T7: the others go back with it, in a higher term; the result is that of the plain loop."""
+    tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "16", "SLOW": "0.15", "SLOW_FROM": "5"}
+    tiny.start_all()
+    tiny.wait_for(tiny.pods[0], "checkpoint of step 4")
+    tiny.wait_for(tiny.pods[2], "step 6/16")
+    tiny.pods[shard].process.send_signal(signal.SIGKILL)
+    tiny.pods[shard].wait()
+    tiny.server(shard, 1)
+    living = [pod for index, pod in enumerate(tiny.pods) if index != shard]
+    assert [pod.wait() for pod in living] == [0, 0, 0]
+    assert_same(tiny.params(tiny.pods[2]), tiny.reference(SLOW="0"))
+    leader = tiny.pods[3] if shard == 0 else tiny.pods[0]
+    assert leader.words()["result"] == "Succeeded"
+    assert "step-000000000016-term-00000002" in str(leader.words()["checkpoint"])
+
+
+def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
+    """T2: world 3, one backup, and rank 1 never starts."""
+    tiny = job(1, 3, backups=1, log_format="json")
+    tiny.server(0)
+    for rank in (0, 2):
+        tiny.worker(rank)
+    assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
+    lines = [json.loads(line) for line in tiny.pods[0].output().splitlines() if line.startswith("{")]
+    assert lines[0]["pod"] == "parameter-server-0"
+    assert [line["step"] for line in lines if "step" in line][-1] == 8
+
+
+def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path: Path) -> None:
+    """T3, T5, T7: `AlreadyComplete`; an evaluator sees the last version."""
+    tiny = job(
+        2,
+        2,
+        mode="Async",
+        max_staleness=1,
+        staleness_damping=True,
+        evaluator=True,
+        checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 5, "keep": 2},
+    )
+    tiny.environment = {"STEPS": "20"}
+    tiny.start_all()
+    tiny.start("evaluator", 0)
+    assert [pod.wait() for pod in tiny.pods] == [0] * 5
+    words = tiny.pods[0].words()
+    assert words["result"] == "Succeeded"
+    assert words["metrics"]["squares"] > 0
+    assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 2
+    again = tiny.server(0, 1)
+    assert again.wait() == 0
+    assert again.words()["result"] == "AlreadyComplete"
+    assert again.words()["checkpoint"] == words["checkpoint"]
+
+
+def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
+    """O7, T6: another tree of parameters names its leaf; a wrong token; an incarnation that was replaced."""
+    tiny = job(1, 3)
+    server = tiny.server(0)
+    tiny.worker(2, 1)
+    other = tiny.worker(0, WIDTH="17")
+    forged = tiny.worker(1, BACKSTAY_TOKEN="fedcba9876543210")
+    assert other.wait() == 1
+    said = str(other.words()["message"])
+    assert "dense.bias is float32[16] here and float32[17] at the caller" in said
+    assert "result" not in other.words()
+    assert forged.wait() == 1
+    assert "UNAUTHENTICATED" in str(forged.words()["message"])
+    old = tiny.worker(2, 0)
+    assert old.wait() == 1
+    assert "incarnation 1" in old.output()
+    # The metrics of a pod need no token.
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    assert [name for name in metric_names() if f"\n{name}{{" not in text] == ["backstay_evaluation"]
+    assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="parameter-server"} 0.0' in text
+    # Told to stop, a server without checkpoints just ends, and its worker leaves as well.
+    for pod in (server, tiny.pods[1]):
+        pod.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 143
+    assert tiny.pods[1].wait() == 143
+
+
+def test_gradients_that_are_not_finite_fail_the_job(job) -> None:
+    """The step and the rank are named; every pod ends."""
+    tiny = job(1, 1, max_non_finite=2)
+    tiny.environment = {"NAN_FROM": "3"}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [1, 1]
+    words = tiny.pods[0].words()
+    assert (words["result"], words["reason"]) == ("Failed", "NonFiniteGradients")
+    assert "rank 0 at step 4" in str(words["message"])
+    assert tiny.pods[1].words()["reason"] == "NonFiniteGradients"
+
+
+def test_a_script_that_raises_leaves_its_last_words(job) -> None:
+    """A worker's exception: its traceback in the log, its last line in the message, exit code 1."""
+    tiny = job(1, 1)
+    tiny.environment = {"RAISE_AT": "2"}
+    tiny.start_all()
+    assert tiny.pods[1].wait() == 1
+    assert "Traceback" in tiny.pods[1].output()
+    assert tiny.pods[1].words() == {"reason": "RuntimeError", "message": "RuntimeError: the data is\ngone"}

@@ -1,0 +1,75 @@
+"""The training script of these tests: a tiny model; faults by environment variables."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import backstay
+
+STEPS = int(os.environ.get("STEPS", "8"))
+CLIP = float(os.environ["CLIP"]) if "CLIP" in os.environ else None
+WIDTH = int(os.environ.get("WIDTH", "16"))
+NAN_FROM = int(os.environ.get("NAN_FROM", "-1"))
+RAISE_AT = int(os.environ.get("RAISE_AT", "-1"))
+SLOW_FROM = int(os.environ.get("SLOW_FROM", str(10**9)))
+SLOW = float(os.environ.get("SLOW", "0"))
+OPTIMIZER = optax.adam(1e-2)
+
+
+def init(key):
+    first, second = jax.random.split(key)
+    return {
+        "dense": {"kernel": jax.random.normal(first, (8, WIDTH)), "bias": jnp.zeros(WIDTH)},
+        "out": [jax.random.normal(second, (WIDTH, 3))],
+    }
+
+
+def loss(params, batch):
+    x, y, scale = batch
+    hidden = jnp.tanh(x @ params["dense"]["kernel"] + params["dense"]["bias"])
+    error = jnp.mean((hidden @ params["out"][0] - y) ** 2)
+    return error * scale, {"error": error}
+
+
+def batches(key):
+    if key.step == RAISE_AT:
+        raise RuntimeError("the data is\ngone")
+    if key.step >= SLOW_FROM:
+        time.sleep(SLOW)
+    x = key.rng.normal(size=(4, 8))
+    bad = 0 <= NAN_FROM <= key.step and key.rank == 0
+    return x, np.sin(x[:, :3]), np.asarray(np.nan if bad else 1.0)
+
+
+def evaluate(params):
+    return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
+
+
+def main() -> None:
+    arguments = {
+        "init": init,
+        "loss": loss,
+        "batches": batches,
+        "optimizer": OPTIMIZER,
+        "steps": STEPS,
+        "evaluate": evaluate,
+        "clip_norm": CLIP,
+    }
+    world = os.environ.get("WORLD")
+    if world is None:
+        result = backstay.train(**arguments, log_every=0)
+    else:
+        from backstay._local import train_local
+
+        result = train_local(**arguments, world=int(world))
+    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(result.params))}
+    np.savez(os.environ["OUT"], step=result.step, squares=result.metrics.get("squares", 0.0), **leaves)
+
+
+main()
