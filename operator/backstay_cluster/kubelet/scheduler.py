@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 NAME = "default-scheduler"
 SHARED = ("cpu", "memory", "ephemeral-storage")
 RETRY_SECONDS = 0.5
+PARALLEL = 8
 
 
 def why_not(
@@ -111,6 +112,7 @@ class Scheduler:
         self._taken: dict[Key, dict[str, Decimal]] = {}  # by pods that are bound and have not ended
         self._used: dict[str, Decimal] = {}
         self._wake = asyncio.Event()
+        self._limit = asyncio.Semaphore(PARALLEL)
 
     def see(self, key: Key, pod: Object | None) -> None:
         """A pod is new, changed, or gone."""
@@ -144,38 +146,52 @@ class Scheduler:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            failed = False
-            for key, pod in list(self._pods.items()):
-                if not (pod["spec"].get("schedulingGates") or []):
-                    failed |= not await self._place(key, pod)
+            waiting = [item for item in self._pods.items() if not (item[1]["spec"].get("schedulingGates") or [])]
+            failed = not all(await asyncio.gather(*(self._place(key, pod) for key, pod in waiting)))
             if failed:
                 await self._sleep(RETRY_SECONDS)
                 self._wake.set()
 
+    def _waits(self, key: Key, pod: Object) -> bool:
+        """Whether this very pod still waits to be bound, and not another one of its name."""
+        return key in self._pods and self._pods[key]["metadata"]["uid"] == pod["metadata"]["uid"]
+
     async def _place(self, key: Key, pod: Object) -> bool:
         """Bind, or say why not; False when the API server must be asked again."""
-        reason = why_not(pod, self._labels, self._allocatable, self._used)
         meta = pod["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
-        try:
-            if reason is not None:
-                await self._refuse(path, pod, reason)
+        async with self._limit:
+            if not self._waits(key, pod):
                 return True
-            binding = {
-                "apiVersion": "v1",
-                "kind": "Binding",
-                "metadata": {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]},
-                "target": {"apiVersion": "v1", "kind": "Node", "name": self._node},
-            }
-            await self._client.create(f"{path}/binding", binding)
-        except ApiError as error:
-            if error.code in (404, 409):  # gone, or bound meanwhile: the watch will say so
-                self._pods.pop(key, None)
+            reason = why_not(pod, self._labels, self._allocatable, self._used)
+            if reason is None:
+                self._take(key, pod)  # before the first wait: others are placed meanwhile
+            try:
+                if reason is not None:
+                    await self._refuse(path, pod, reason)
+                    return True
+                binding = {
+                    "apiVersion": "v1",
+                    "kind": "Binding",
+                    "metadata": {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]},
+                    "target": {"apiVersion": "v1", "kind": "Node", "name": self._node},
+                }
+                await self._client.create(f"{path}/binding", binding)
+            except ApiError as error:
+                if error.code == 409 and reason is not None:
+                    return True  # changed meanwhile: the watch will say so, and it is looked at again
+                if error.code not in (404, 409):
+                    logger.debug("pod %s not bound: %s", path, error)
+                    self._release(key)
+                    return False
+                # Gone, bound meanwhile, or another pod of this name: the watch says which, or has said so already.
+                if key in self._pods:
+                    self._release(key)
+                if self._waits(key, pod):
+                    del self._pods[key]
                 return True
-            logger.debug("pod %s not bound: %s", path, error)
-            return False
-        self._pods.pop(key, None)
-        self._take(key, pod)
+        if self._waits(key, pod):
+            del self._pods[key]
         self._events.tell(
             pod, "Pod", "Scheduled", f"Successfully assigned {meta['namespace']}/{meta['name']} to {self._node}"
         )
