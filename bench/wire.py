@@ -1,6 +1,6 @@
 """Push + update + pull of 64 MiB float32 as a share of what a raw TCP socket does one way, in the same run.
 
-    python bench/wire.py [--rounds 9]
+    python bench/wire.py [--rounds 15]
 
 Bytes both ways over time; the median of rounds taken in turns, because the machine may be busy with other things.
 """
@@ -94,8 +94,8 @@ def measure(rounds: int, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a case in each round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a case in each round")
     parser.add_argument("--role", choices=("server", "worker"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
