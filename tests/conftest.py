@@ -6,6 +6,7 @@ instead: there, a skipped test would be a check that nobody runs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -35,6 +36,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("BACKSTAY_REQUIRE_TOOLS") == "1":
         pytest.fail(f"{what}; BACKSTAY_REQUIRE_TOOLS=1 forbids to skip", pytrace=False)
     pytest.skip(what)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_default_loop() -> None:
+    """looptime's plug-in asks for the default event loop before each test, and would make one that nobody closes."""
+    asyncio.set_event_loop(None)
 
 
 @pytest.fixture(scope="session")

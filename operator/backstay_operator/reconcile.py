@@ -104,7 +104,9 @@ class Reconciler:
             memory = self._memory(key, job)
             spec = self._spec(key, job)
             if isinstance(spec, SpecErrors):
-                planned = refuse(ObjectMeta.model_validate(job["metadata"]), _status(job), str(spec), self._now())
+                metadata = ObjectMeta.model_validate(job["metadata"])
+                pods = self._cluster.objects(PODS, key)
+                planned = refuse(metadata, _status(job), str(spec), self._now(), pods)
             else:
                 typed = _typed(job, spec)
                 memory.prune(key[1], typed.status.incarnations)

@@ -252,6 +252,15 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be left out, the operator names the volume; give the source alone, such as "
         "persistentVolumeClaim: {claimName: ckpt}",
     ),
+    Rule(
+        at="spec.checkpoint.volume",
+        field="emptyDir",
+        reads=("emptyDir",),
+        cel="!has(self.emptyDir)",
+        holds=lambda volume: "emptyDir" not in volume,
+        message="must not be used: it is each pod's own and is deleted with the pod; use a volume that all servers "
+        "share, such as persistentVolumeClaim: {claimName: ckpt}",
+    ),
     *(
         Rule(
             at=f"{env}[].name",

@@ -71,6 +71,9 @@ class Volume(OpenModel):
     name: str | None = None
     """Not yours to set: the operator names the volume."""
 
+    empty_dir: Annotated[Free | None, Shape(OpenModel)] = None
+    """Not for checkpoints: it is each pod's own and is deleted with the pod."""
+
 
 class Container(OpenModel):
     """A container of a pod template (Container)."""

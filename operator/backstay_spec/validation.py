@@ -11,15 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from backstay_spec.contract import API_VERSION, CHECKPOINT_MOUNT, KIND
+from backstay_spec.contract import API_VERSION, KIND
 from backstay_spec.crd_check import Check, display, join, kind_of
 from backstay_spec.crd_schema import metadata_schema, openapi_schema, spec_schema, status_schema
 from backstay_spec.errors import SpecError, SpecErrors
 from backstay_spec.rules import CHANGES, RULES, Rule
-from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
 from backstay_spec.types import TrainingJob
 
-__all__ = ["SpecError", "SpecErrors", "check_update", "parse_job", "runtime_config"]
+__all__ = ["SpecError", "SpecErrors", "check_update", "parse_job"]
 
 _GENERATED = "xxxxx"  # an API server appends as many characters to generateName
 
@@ -141,31 +140,3 @@ def check_update(old: TrainingJob, new: TrainingJob) -> None:
     ]
     if errors:
         raise SpecErrors(errors)
-
-
-def runtime_config(job: TrainingJob) -> RuntimeConfig:
-    """What the pods of a job are told about it (`BACKSTAY_CONFIG`)."""
-    spec = job.spec
-    stored = spec.checkpoint
-    uri = CHECKPOINT_MOUNT if stored.volume is not None else stored.uri
-    checkpoint = None
-    if uri is not None:
-        checkpoint = CheckpointConfig(
-            uri=uri,
-            every_steps=stored.every_steps,
-            every_seconds=stored.every_seconds or None,
-            keep=stored.keep,
-        )
-    return RuntimeConfig(
-        shards=spec.parameter_servers.replicas,
-        workers=spec.workers.replicas,
-        mode=spec.update.mode,
-        backups=spec.update.backups,
-        max_non_finite=spec.update.max_non_finite,
-        max_staleness=spec.update.max_staleness,
-        staleness_damping=spec.update.staleness_damping,
-        stall_seconds=spec.workers.stall_seconds,
-        standbys=spec.parameter_servers.standbys,
-        evaluator=spec.evaluator is not None,
-        checkpoint=checkpoint,
-    )

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backstay_spec.errors import SpecError, SpecErrors
+from backstay_spec.manifests_pod import runtime_config
 from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
-from backstay_spec.validation import check_update, parse_job, runtime_config
+from backstay_spec.validation import check_update, parse_job
 
 GOOD: dict[str, Any] = {
     "apiVersion": "backstay.dev/v1alpha1",
@@ -187,6 +188,12 @@ BAD = [
         {},
         "spec.checkpoint.volume: is empty: must be the source of a volume, such as persistentVolumeClaim: "
         "{claimName: ckpt}",
+    ),
+    (
+        "spec/checkpoint/volume",
+        {"emptyDir": {}},
+        "spec.checkpoint.volume.emptyDir: must not be used: it is each pod's own and is deleted with the pod; "
+        "use a volume that all servers share, such as persistentVolumeClaim: {claimName: ckpt}",
     ),
     (
         "spec/checkpoint/volume/name",
@@ -429,7 +436,7 @@ def test_anything_is_read_or_refused(path: str, value: Any) -> None:
         str(refused).encode()
         return
     assert parse_job(read.to_dict()) == read
-    assert RuntimeConfig.model_validate_json(runtime_config(read).model_dump_json()) == runtime_config(read)
+    assert RuntimeConfig.model_validate_json(runtime_config(read.spec).model_dump_json()) == runtime_config(read.spec)
 
 
 @given(ANY)
@@ -460,7 +467,7 @@ def test_a_running_job_may_be_scaled_and_given_other_budgets_and_no_more() -> No
 
 
 def test_what_the_pods_are_told() -> None:
-    assert runtime_config(parse_job(GOOD)) == RuntimeConfig(
+    assert runtime_config(parse_job(GOOD).spec) == RuntimeConfig(
         shards=2,
         workers=5,
         mode="Sync",
@@ -470,5 +477,5 @@ def test_what_the_pods_are_told() -> None:
         checkpoint=CheckpointConfig(uri="/backstay/checkpoints", every_steps=200, every_seconds=60, keep=3),
     )
     job = with_field("spec/checkpoint", {"uri": "s3://b/f", "everySeconds": 0})
-    assert runtime_config(parse_job(job)).checkpoint == CheckpointConfig(uri="s3://b/f", keep=3)
-    assert runtime_config(parse_job(with_field("spec/checkpoint", {}))).checkpoint is None
+    assert runtime_config(parse_job(job).spec).checkpoint == CheckpointConfig(uri="s3://b/f", keep=3)
+    assert runtime_config(parse_job(with_field("spec/checkpoint", {})).spec).checkpoint is None
