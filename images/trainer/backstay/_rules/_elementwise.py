@@ -210,6 +210,8 @@ class Expressions:
                 raise NotElementwiseError(f"{primitive.name} combines it with an array that it shares")
             return self._plain(primitive, params, args, [shape])[0]
         kind = Kind.ALIGNED if Kind.ALIGNED in kinds else Kind.UNIFORM
+        if any(arg.kind is Kind.ALIGNED and arg.shape != shape for arg in args):
+            raise NotElementwiseError(f"{primitive.name} broadcasts it")  # a scalar leaf against an array
         numbers = tuple((arg.expression, None) for arg in args)
         key = (kind, primitive, of_params(dict(params)), numbers)
         return Value(self._intern(key, kind, "aligned", primitive, params, numbers), kind, shape)
