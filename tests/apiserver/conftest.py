@@ -125,6 +125,8 @@ class Embedded(Client):
         self.loop.close()
 
     def stop(self):
+        if self.loop.is_closed():
+            return
         try:
             self.run(self.server.stop())
         finally:
@@ -151,6 +153,20 @@ def embedded():
     server = Embedded()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def start():
+    """Start another embedded server, with options of its own."""
+    started = []
+
+    def one(**options):
+        started.append(Embedded(**options))
+        return started[-1]
+
+    yield one
+    for server in started:
+        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,6 @@ BUILTIN: Final[tuple[Resource, ...]] = (
     _r("apps", "v1", "replicasets", "ReplicaSet", "rs", cat="all", status=True, scale=True, generation=True),
     _r("apps", "v1", "statefulsets", "StatefulSet", "sts", cat="all", status=True, scale=True, generation=True),
     _r("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview", cluster=True, verbs=("create",)),
-    _r("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", cluster=True, verbs=("create",)),
     _r(
         "authorization.k8s.io",
         "v1",

@@ -7,6 +7,7 @@ import hmac
 import logging
 import random
 import ssl
+from collections.abc import Callable
 from typing import Any, Final
 
 import aiohttp
@@ -145,8 +146,14 @@ class ApiServer:
         for watch in list(self._watches):
             watch.stop()
         if self._runner is not None:
+            server = self._runner.server
+            open_ones = [c.transport for c in server.connections if c.transport is not None] if server else []
             await self._runner.cleanup()
             self._runner = None
+            for transport in open_ones:
+                transport.abort()  # not waiting for the other side's end of TLS, which may never come
+            await asyncio.sleep(0)  # the event loop closes sockets in its next round
+            await asyncio.sleep(0)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -282,8 +289,10 @@ class ApiServer:
                 raise
             # History that is gone is reported inside the watch, after its 200.
             watch.push(event("ERROR", encode(error.status())))
-            watch.overrun = True
-        stop = store.listen(resource.storage, target.namespace, watch.change)
+            watch.stop()
+        stop: Callable[[], object] = watch.stop
+        if not watch.overrun:
+            stop = store.listen(resource.storage, target.namespace, watch.change)
         self._watches.add(watch)
         try:
             return await self._stream(watch, http, call, lambda: bookmark(head, store.version, extra=extra), bookmarks)
@@ -322,9 +331,9 @@ class ApiServer:
             lines = await watch.take(min(end, next_mark) - loop.time())
             if lines:
                 await response.write(lines)
-            elif watch.overrun or loop.time() >= end:
+            if watch.overrun or loop.time() >= end:
                 break
-            elif loop.time() >= next_mark:
+            if loop.time() >= next_mark:
                 next_mark = loop.time() + _BOOKMARK_SECONDS
                 await response.write(mark())
         await response.write_eof()

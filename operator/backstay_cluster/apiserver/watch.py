@@ -75,13 +75,17 @@ class Watch:
 
     async def take(self, timeout: float) -> bytes:  # a deadline is the normal way out here
         """All lines there are, at least one, or nothing when none came in `timeout` seconds."""
-        if not self._lines:
+        if not self._lines and not self.overrun:
             self._wake.clear()
             try:
                 async with asyncio.timeout(max(0.0, timeout)):
                     await self._wake.wait()
             except TimeoutError:
                 return b""
+        return self.lines()
+
+    def lines(self) -> bytes:
+        """All lines that are waiting; they are taken."""
         found = b"".join(self._lines)
         self._lines.clear()
         self._wake.clear()

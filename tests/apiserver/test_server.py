@@ -1,0 +1,239 @@
+"""The server as a process sees it: ports, certificates, garbage on the wire, speed by counting, and its own data."""
+
+import asyncio
+import json
+import re
+import socket
+import ssl
+import threading
+from importlib import resources
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay_cluster.apiserver import ApiServer, quantity, typegen
+from backstay_cluster.apiserver.certs import make_certificate
+from backstay_cluster.apiserver.errors import ApiError, PlainNotFound
+from backstay_cluster.apiserver.handlers import Call
+from backstay_cluster.apiserver.protobuf import decode_protobuf
+from backstay_cluster.apiserver.request import locate
+from backstay_cluster.apiserver.tables import duration
+
+TOKEN = "a-token-for-tests"
+PODS = "/api/v1/namespaces/default/pods"
+CORE = "/api/v1/namespaces/default"
+
+
+def test_a_port_that_is_taken_is_an_error_that_leaves_nothing_open(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="address already in use"):
+        start(port=taken.getsockname()[1])
+
+
+def test_a_server_without_a_token_is_not_made():
+    with pytest.raises(ValueError, match="token"):
+        ApiServer(token="")
+
+
+def test_stopping_ends_the_watches_of_all_clients(start):
+    server = start()
+    opened, found = threading.Event(), []
+    reader = threading.Thread(target=lambda: found.append(server.watch(f"{PODS}?watch=1", opened=opened.set)))
+    reader.start()
+    assert opened.wait(30)
+    server.stop()
+    reader.join(30)
+    assert found == [[]]
+
+
+def test_without_tls_it_serves_plain_http(start):
+    server = start(tls=False)
+    assert server.url.startswith("http://")
+    assert server.get(PODS).status == 200
+
+
+def test_the_certificate_is_taken_by_the_strictest_client(embedded):
+    context = ssl.create_default_context(cadata=embedded.server.ca)
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    host, port = re.fullmatch(r"https://(.*):(\d+)", embedded.url).groups()
+    with socket.create_connection((host, int(port))) as plain, context.wrap_socket(plain, server_hostname=host) as tls:
+        assert ("IP Address", "127.0.0.1") in tls.getpeercert()["subjectAltName"]
+
+
+def test_a_certificate_of_another_server_is_not_taken(embedded):
+    context = ssl.create_default_context(cadata=make_certificate(["127.0.0.1"]).pem)
+    host, port = re.fullmatch(r"https://(.*):(\d+)", embedded.url).groups()
+    with socket.create_connection((host, int(port))) as plain, pytest.raises(ssl.SSLCertVerificationError):
+        context.wrap_socket(plain, server_hostname=host)
+
+
+def test_the_private_key_is_not_shown():
+    assert "PRIVATE" not in repr(make_certificate(["localhost"]))
+
+
+def test_the_table_of_built_in_types_is_fresh():
+    """Written anew by `python -m backstay_cluster.apiserver.typegen`."""
+    found = resources.files("backstay_cluster.apiserver").joinpath("data/types.json").read_text()
+    assert json.loads(found) == typegen.generate()
+
+
+FIELDS = """
+metadata name labels spec containers image ports env status conditions
+type rules data stringData group versions names schema openAPIV3Schema properties
+replicas template volumes ownerReferences uid selector finalizers clusterIP resources limits
+cpu op path value involvedObject deleteOptions target x
+"""
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(FIELDS.split()),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=14,
+)
+PATHS = st.sampled_from(
+    [
+        (PODS, ""),
+        (f"{CORE}/services", ""),
+        (f"{CORE}/secrets", ""),
+        (f"{CORE}/events", ""),
+        ("/api/v1/namespaces", ""),
+        ("/api/v1/nodes", ""),
+        ("/apis/apps/v1/namespaces/default/deployments", "/d/scale"),
+        ("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", ""),
+        (PODS, "/p/eviction"),
+        (PODS, "/p/binding"),
+        (PODS, "/p/status"),
+        (PODS, "/p"),
+    ]
+)
+PATCHES = st.sampled_from(
+    [
+        "application/json",
+        "application/merge-patch+json",
+        "application/json-patch+json",
+        "application/strategic-merge-patch+json",
+    ]
+)
+
+
+@given(PATHS, st.sampled_from(["POST", "PUT", "PATCH", "DELETE"]), PATCHES, JSON)
+def test_no_body_makes_the_server_fail(path, method, content_type, body):
+    """Every body of any shape is taken or refused with a status: nothing raises anything but the API's own errors."""
+    server = ApiServer(token=TOKEN, tls=False)
+    pod = {"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    server.api.create(server.api.registry.must("", "pods"), "default", pod)
+    server.api.create(server.api.registry.must("apps", "deployments"), "default", {"metadata": {"name": "d"}})
+    call = Call(method, "", {}, "", content_type, json.dumps(body).encode())
+    try:
+        target = locate(server.api.registry, "".join(path))
+        serve = server._subresources if server._subresources.serves(target) else server._handlers
+        serve.dispatch(target, call)
+    except ApiError as error:
+        assert 400 <= error.code < 500  # noqa: PT017
+        json.dumps(error.status())
+    except PlainNotFound:
+        pass
+    server._controllers.drain()
+
+
+@given(st.binary(max_size=40), st.sampled_from(["Namespace", "SelfSubjectAccessReview", "Secret", "Pod"]))
+def test_no_bytes_make_the_protobuf_reader_fail(body, kind):
+    for data in (body, b"k8s\x00" + body):
+        try:
+            decode_protobuf(data, kind)
+        except ApiError as error:
+            assert error.code in {400, 415}  # noqa: PT017
+
+
+@given(st.binary(max_size=60))
+def test_garbage_over_http_is_a_bad_request(body):
+    server = ApiServer(token=TOKEN, tls=False)
+    target = locate(server.api.registry, PODS)
+    with pytest.raises(ApiError) as caught:
+        server._handlers.dispatch(target, Call("POST", PODS, {}, "", "application/json", b"{" + body))
+    assert caught.value.code in {400, 422}
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["n", "u", "m", "", "k", "M", "G", "Ki", "Mi", "Gi", "e3", "E-1"]))
+def test_a_canonical_quantity_is_the_same_amount_and_stays_as_it_is(number, suffix):
+    text = f"{number}{suffix}"
+    canonical = quantity.canonical(text)
+    assert quantity.value(canonical) == quantity.value(text)
+    assert quantity.canonical(canonical) == canonical
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("0.5", "500m"),
+        ("1000m", "1"),
+        ("1024Mi", "1Gi"),
+        ("1500Mi", "1500Mi"),
+        ("0", "0"),
+        ("1e3", "1e3"),
+        ("1.5Gi", "1536Mi"),
+    ],
+)
+def test_canonical_quantities(text, canonical):
+    assert quantity.canonical(text) == canonical
+
+
+@pytest.mark.parametrize("text", ["", "x", "1Q", "1 Gi", "--1", "1.2.3"])
+def test_what_is_no_quantity(text):
+    with pytest.raises(ValueError, match="quantities must match"):
+        quantity.value(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (119, "119s"), (120, "2m"), (125, "2m5s"), (3599, "59m"), (3 * 3600 + 60, "3h1m"), (49 * 3600, "2d1h")],
+)
+def test_ages_are_written_as_kubectl_does(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_change_costs_only_the_watches_that_can_see_it(embedded):
+    """A thousand pods do not make it quadratic: what is counted is work, not time."""
+    api = embedded.server.api
+    maps = api.registry.must("", "configmaps")
+    called = {"default": 0, "kube-system": 0}
+
+    def count(space):
+        def listener(_):
+            called[space] += 1
+
+        return listener
+
+    def run():
+        stops = [api.store.listen(maps.storage, space, count(space)) for space in called]
+        encoded = set()
+        for at in range(1000):
+            api.create(maps, "default", {"metadata": {"name": f"m{at}"}})
+        for stored in api.select(maps, "default").items:
+            encoded.add(id(stored.body))
+            assert stored.body is stored.body, "an object is encoded once"
+        for stop in stops:
+            stop()
+        return len(encoded)
+
+    assert embedded.within(run) == 1000
+    assert called == {"default": 1000, "kube-system": 0}
+    assert len(embedded.get(f"{CORE}/configmaps").json["items"]) == 1000
+
+
+def test_starting_and_stopping_leaves_the_loop_clean():
+    async def life():
+        async with ApiServer(token=TOKEN) as server:
+            assert server.url.startswith("https://127.0.0.1:")
+        return [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+
+    loop = asyncio.new_event_loop()
+    try:
+        assert loop.run_until_complete(life()) == []
+    finally:
+        loop.close()
