@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from backstay_cluster.apiserver.cel import to_cel
 from backstay_spec.crd_check import Check
 from backstay_spec.crd_schema import openapi_schema, schema_of, spec_schema
 from backstay_spec.errors import SpecError
@@ -30,9 +31,9 @@ def program(expression: str) -> celpy.Runner:
 
 def cel(expression: str, value: Any, old: Any = None) -> bool:
     """What an API server makes of a rule."""
-    known = {"self": celpy.json_to_cel(value)}
+    known = {"self": to_cel(value, {})}
     if old is not None:
-        known["oldSelf"] = celpy.json_to_cel(old)
+        known["oldSelf"] = to_cel(old, {})
     return bool(program(expression).evaluate(known))
 
 

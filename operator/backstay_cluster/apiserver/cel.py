@@ -104,7 +104,26 @@ def compile_error(rule: str) -> str | None:
     return None
 
 
-def _convert(schema: Obj, value: Any) -> Any:
+@functools.cache
+def _comparable(name: str) -> Any:
+    """A container of cel-python in which, as CEL defines it, values of two types are unequal instead of an error: an
+    int-or-string field may change its type."""
+    base, boolean = getattr(_celpy().celtypes, name), _celpy().celtypes.BoolType
+
+    def equal(self: Any, other: Any) -> Any:
+        try:
+            return base.__eq__(self, other)
+        except TypeError:
+            return boolean(False)
+
+    def unequal(self: Any, other: Any) -> Any:
+        return boolean(not equal(self, other))
+
+    return type(name, (base,), {"__eq__": equal, "__ne__": unequal, "__hash__": base.__hash__})
+
+
+def to_cel(value: Any, schema: Obj) -> Any:
+    """A JSON value as rules see it (`self`, `oldSelf`), with property names escaped as `schema` says."""
     types = _celpy().celtypes
     if value is None:
         return None
@@ -118,13 +137,13 @@ def _convert(schema: Obj, value: Any) -> Any:
         return types.IntType(int(value))
     if isinstance(value, list):
         items = schema.get("items") or {}
-        return types.ListType([_convert(items, v) for v in value])
+        return _comparable("ListType")([to_cel(v, items) for v in value])
     properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     rest = additional if isinstance(additional, dict) else {}
     # Keys of a map are data; names of properties are identifiers and escaped.
-    return types.MapType(
+    return _comparable("MapType")(
         {
-            types.StringType(_escaped(k) if k in properties else k): _convert(properties.get(k, rest), v)
+            types.StringType(_escaped(k) if k in properties else k): to_cel(v, properties.get(k, rest))
             for k, v in value.items()
         }
     )
@@ -187,9 +206,9 @@ class Rules:
             if transition and old is None and not rule.get("optionalOldSelf"):
                 continue
             if activation is None:
-                activation = {"self": _convert(schema, value)}
+                activation = {"self": to_cel(value, schema)}
                 if old is not None:
-                    activation["oldSelf"] = _convert(schema, old)
+                    activation["oldSelf"] = to_cel(old, schema)
             cause = _evaluate(rule, activation, path)
             if cause is not None:
                 causes.append(cause)
