@@ -105,6 +105,12 @@ class Recorder:
             assert self.changed.wait_for(lambda: sum(k == kind for k, _ in self.events) >= count, WAIT), self.events
         return self.of(kind)
 
+    def wait_reported(self, gradient: GradientId, given_up: Callable[[], bool]) -> None:
+        """Until it was staged or lost, or nobody pushes it any more."""
+        with self.changed:
+            while not given_up() and not any(k in ("staged", "lost") and v == gradient for k, v in self.events):
+                self.changed.wait(0.05)
+
     def staged(self, shard: int, staged: Any) -> None:
         self.note("staged", staged.id)
         self.decide(shard, staged)

@@ -316,6 +316,12 @@ def test_a_failed_job_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Ma
     assert not shard.coordination.of("failed")
 
 
+def test_nobody_waits_for_a_peer_that_is_gone(make_shard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T8."""
+    monkeypatch.setattr("backstay._shard._runtime._ALIVE_SECONDS", 0.01)
+    assert make_shard((4,)).runtime.answer(None, 99, lambda: False) is None
+
+
 def test_closing_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
     """T8: for a version, and for a block of one."""
     shard = make_shard((4,))

@@ -522,6 +522,30 @@ def test_a_cut_connection_is_a_lost_peer(kit: SimpleNamespace, make_shard: Make,
     assert shard.coordination.of("lost") == []
 
 
+def test_cut_anywhere_a_gradient_counts_whole_or_not_at_all(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
+) -> None:
+    """T1, T3: connections cut at whatever point of an exchange; what was staged is applied once, the rest is lost."""
+    shard = make_shard((3 * BIG,), serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    for attempt in range(12):
+        client, into = dial(shard), shard.buffers()
+        push = push_of(kit, shard, 1.0, version=shard.runtime.version, attempt=attempt)
+        running = background(lambda c=client, p=push, i=into: c.exchange_all(p, 0, [i]))
+        if attempt % 2:
+            shard.coordination.wait_reported(push.id, running.done)
+        shard.server.disconnect(lambda hello: True)
+        client.cancel("cut")
+        # Refused: two before it are not decided yet.
+        with contextlib.suppress(PeerLost, Refused):
+            assert running.result(kit.wait).version > push.id.version
+    into = shard.buffers()
+    pulled = dial(shard).exchange_all(None, 1, [into])
+    assert values(shard, into) == [float(pulled.version)]
+    assert shard.engine.applied[: pulled.version] == [[1.0]] * pulled.version
+    assert not shard.coordination.of("failed")
+
+
 def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> None:
     """T8."""
     with socket.socket() as sock:  # bound and not listening: nobody else gets the port
