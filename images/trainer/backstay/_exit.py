@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -25,26 +26,55 @@ _LIMIT: Final = 4096
 
 
 class Stop:
-    """Set by SIGTERM; everything that waits looks at it."""
+    """Set by SIGTERM; everything that waits looks at it.
+
+    A thread hears of the signal, because the main thread may be inside a call that no signal handler can interrupt.
+    """
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self._wake: list[threading.Event] = []
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], None]] = []
 
-    def also(self, event: threading.Event) -> None:
-        """Set this event too."""
-        self._wake.append(event)
+    def then(self, what: Callable[[], None]) -> None:
+        """Call this, from another thread, when the signal has come; now if it has already."""
+        with self._lock:
+            self._then.append(what)
+            late = self.asked.is_set()
+        if late:
+            what()
 
     def install(self) -> None:
         """Take SIGTERM. Only the main thread can; elsewhere the process dies of it as usual."""
-        with contextlib.suppress(ValueError):
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        try:
             signal.signal(signal.SIGTERM, self._handle)
+            signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            ours.close()
+            theirs.close()
+            return
+        threading.Thread(target=self._listen, args=(ours, theirs), name="backstay-signals", daemon=True).start()
+
+    def ask(self) -> None:
+        """What SIGTERM does."""
+        with self._lock:
+            if self.asked.is_set():
+                return
+            self.asked.set()
+            then = list(self._then)
+        for what in then:
+            what()
+
+    def _listen(self, ours: socket.socket, theirs: socket.socket) -> None:
+        with ours, theirs:
+            while numbers := ours.recv(64):
+                if signal.SIGTERM in numbers:
+                    self.ask()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.asked.set()
-        for event in self._wake:
-            event.set()
+        """Only so that the process does not die; `_listen` does the rest."""
 
 
 def termination_message(fields: Mapping[str, Any]) -> bytes:

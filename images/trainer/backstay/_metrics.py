@@ -169,5 +169,10 @@ class HttpPort:
         self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        """Returns at once; the port is free within half a second."""
+
+        def close() -> None:
+            self._server.shutdown()
+            self._server.server_close()
+
+        threading.Thread(target=close, name="backstay-http-close", daemon=True).start()

@@ -69,7 +69,7 @@ class Server:
         self._peers = Peers()
         self._leaves = plan.leaves
         self._wake = threading.Event()
-        stop.also(self._wake)
+        stop.then(self._wake.set)
         self._ready = False
         self._term = 0
         self._world = config.workers

@@ -21,7 +21,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ._batch_key import BatchKey
-from ._control import ControlClient, Heartbeats
+from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats
 from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
 from ._environment import Environment
 from ._exit import Stop
@@ -79,6 +79,9 @@ class Worker:
         self._last: Gradient | None = None
         self._last_key: BatchKey | None = None
         self._compiled = False
+        self._moved = False  # a server that was joined is gone
+        self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
+        stop.then(lambda: self._silent(0, "this pod was told to stop"))
 
     def run(self) -> Result:
         """Work until the job is done.
@@ -98,14 +101,20 @@ class Worker:
     def _run(self) -> Result:
         pulled, params = self._start()
         self._heart.start()
-        while not (pulled.done or pulled.version >= self._script.steps):
-            if self._rank >= pulled.world:
-                pulled, params = self._wait_for_world(pulled, params)
-                continue
-            gradient, seconds, waited = self._compute(pulled, params)
-            del params  # its memory receives the next ones but one
-            pulled, params = self._exchange(pulled, gradient, seconds, waited)
-        return self._finish(pulled, params)
+        while True:
+            while not (pulled.done or pulled.version >= self._script.steps):
+                if self._stop.asked.is_set():
+                    raise Stopped
+                if self._rank >= pulled.world:
+                    pulled, params = self._wait_for_world(pulled, params)
+                    continue
+                gradient, seconds, waited = self._compute(pulled, params)
+                del params  # its memory receives the next ones but one
+                pulled, params = self._exchange(pulled, gradient, seconds, waited)
+            result = self._finish(pulled, params)
+            if result is not None:
+                return result
+            pulled, params = self._reconnect(PeerLost("a server was lost before the job was done"))
 
     # ---- A step ----
 
@@ -158,7 +167,7 @@ class Worker:
                 pulled, params = self._pull(Push(identity, info, blocks), 0)
             except (PeerLost, Refused) as error:
                 term = self._term
-                pulled, params = self._reconnect(error, 0)
+                pulled, params = self._reconnect(error)
                 if self._term == term and (
                     (self._sync and pulled.version == at.version)
                     or (not self._sync and self._key_step == key_step and not pulled.done)
@@ -200,7 +209,7 @@ class Worker:
         try:
             return self._pull(None, pulled.version + 1)
         except (PeerLost, Refused) as error:
-            return self._reconnect(error, 0)
+            return self._reconnect(error)
 
     # ---- Connections ----
 
@@ -218,9 +227,8 @@ class Worker:
             except (PeerLost, Refused) as error:
                 self._judge(error)
 
-    def _reconnect(self, error: Exception, min_version: int) -> tuple[Pulled, Sequence[Any]]:
+    def _reconnect(self, error: Exception) -> tuple[Pulled, Sequence[Any]]:
         """Join again, and again, until there are parameters."""
-        del min_version
         while True:
             self._judge(error)
             self._metrics.reconnects.inc()
@@ -249,6 +257,7 @@ class Worker:
             self._leaves, self._plan.partition.digest, self._script.steps, self._stop.asked.is_set
         )
         self._metrics.joins.inc()
+        self._moved = False
         self._term = self._heart.term = replies[0].term
         self._heart.expect([reply.incarnation for reply in replies])
         if not self._sync:
@@ -280,13 +289,15 @@ class Worker:
 
     def _silent(self, shard: int, why: str) -> None:
         """Heartbeats say that a server is gone: end the wait for it."""
+        self._moved = True
         streams = self._streams
         if streams is not None:
             streams.cancel(f"shard {shard}: {why}")
 
     # ---- The end ----
 
-    def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result:
+    def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
+        """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
         self._heart.activity = LEAVING
         tree = self._plan.partition.tree.unflatten(params)
         loss = None if self._last is None else self._last.loss
@@ -295,17 +306,19 @@ class Worker:
         if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
             metrics = self._evaluate(tree, pulled.version)
         self._heart.hurry(0.1)
-        news = self._heart.wait(lambda news: news.done or bool(news.failed) or self._stop.asked.is_set(), _END_SECONDS)
-        if self._heart.superseded is not None:
-            raise self._heart.superseded
-        if news.failed:
-            raise JobFailed.told(news.failed)
-        if self._stop.asked.is_set() and not news.done:
-            raise Stopped
-        if not news.done:
-            raise WaitedTooLong(
-                f"version {pulled.version} is the last, but the servers do not say that the job is done"
-            )
+        deadline = time.monotonic() + _END_SECONDS
+        while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
+            if self._heart.superseded is not None:
+                raise self._heart.superseded
+            if news.failed:
+                raise JobFailed.told(news.failed)
+            if self._stop.asked.is_set():
+                raise Stopped
+            if self._moved:
+                self._heart.hurry(HEARTBEAT_SECONDS)
+                return None
+            if time.monotonic() > deadline:
+                raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")
         return Result(
             params=tree,
             step=pulled.version,
@@ -320,16 +333,19 @@ class Worker:
         assert self._script.evaluate is not None
         metrics: dict[str, float] = {}
         error = ""
+        at = (self._term, step)
         try:
-            metrics = evaluation_of(self._script.evaluate, params)
+            if self._evaluation is None or self._evaluation[0] != at:
+                self._evaluation = at, evaluation_of(self._script.evaluate, params)
+            metrics = self._evaluation[1]
         except Exception as failure:  # noqa: BLE001  # the script's
             _LOG.exception("evaluate raised")
             error = f"{type(failure).__name__}: {failure}"
-        for _ in range(40):
+        for _ in range(40):  # 10 s; then a server is lost, and the evaluation is told to the next one
             try:
                 self._control.evaluated(self._term, step, metrics, error)
                 break
-            except PeerLost:
+            except (PeerLost, Refused):
                 if self._stop.asked.wait(0.25):
                     break
         return metrics

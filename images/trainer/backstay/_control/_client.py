@@ -240,8 +240,12 @@ class Heartbeats:
     def _run(self, shard: int) -> None:
         while True:
             self._beat(shard)
+            began = time.monotonic()
             with self._changed:
-                if self._closed or self._changed.wait_for(lambda: self._closed, self._interval):
+                # The interval may become shorter meanwhile.
+                while not self._closed and (left := began + self._interval - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                if self._closed:
                     return
 
     def _beat(self, shard: int) -> None:
