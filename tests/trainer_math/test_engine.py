@@ -147,10 +147,10 @@ def test_equal_blocks_share_one_executable():
 
 
 def test_compiling_changes_nothing():
-    for optimizer, counts in ((optax.adam(1e-2), [1, 2]), (optax.lamb(1e-2), [1])):
+    for optimizer, more in ((optax.adam(1e-2), True), (optax.lars(1e-2), False)):
         tree, _, _, (cold,) = make(optimizer, small())
         _, _, _, (warm,) = make(optimizer, small())
-        warm.compile(counts, weighted=len(counts) > 1, clipped=True)
+        warm.compile([1], weighted=more, clipped=more)
         assert warm.version == 0
         for engine in (cold, warm):
             apply([engine], [gradients_of(tree)])
@@ -364,7 +364,7 @@ def test_wrong_gradients_and_parameters_are_refused_before_anything_is_changed()
         ShardEngine(parts, 0, rule, {**small(), "a": np.zeros((7, 30), np.float32)})
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["float32", "bfloat16", "float16"])),

@@ -121,19 +121,14 @@ USABLE_FLOAT32 = [
     "adamw-masked",
     "adaptive-grad-clip",
     "apply-if-finite",
-    "clip-by-global-norm",
     "clip-matrices-together",
     "inject-hyperparams",
     "lamb",
-    "lion",
     "momentum",
     "multi-steps",
     "multi-transform",
     "noisy-sgd",
-    "radam",
-    "rmsprop",
     "schedule-free",
-    "sgd-schedule",
 ]
 SHARDS = {CUT: (1, 2, 3), WHOLE: (1, 2, 3), REFUSED: (1,)}
 
@@ -282,7 +277,7 @@ def test_what_is_exact_on_shards_and_what_is_refused(name):
     assert sorted(leaf for group in rule.groups for leaf in group.leaves) == list(range(len(tree.leaves)))
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "adamw-masked", "multi-steps", "lamb", "adafactor"])
+@pytest.mark.parametrize("name", ["momentum", "adamw-masked", "lamb"])
 def test_t4_bfloat16_update_by_update(name):
     """The optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its precision."""
     make, _ = OPTIMIZERS[name]
