@@ -395,7 +395,7 @@ def rules_of(mode: str) -> st.SearchStrategy[Rules]:
 
 
 @pytest.mark.parametrize("mode", ["Sync", "Async"])
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> None:
     """T1, T2, T3, T5 hold at every decision, and the job ends once the disturbances do (T8)."""

@@ -145,3 +145,21 @@ def test_a_script_that_raises_leaves_its_last_words(job) -> None:
     assert tiny.pods[1].wait() == 1
     assert "Traceback" in tiny.pods[1].output()
     assert tiny.pods[1].words() == {"reason": "RuntimeError", "message": "RuntimeError: the data is\ngone"}
+
+
+def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
+    """T3, T4, T7: SIGTERM to a worker, then to its server, which stores what there is; the next incarnations go on."""
+    tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
+    server = tiny.server(0)
+    worker = tiny.worker(0, SLOW_FROM="5", SLOW="0.5")
+    tiny.wait_for(worker, "step 6/12")
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.wait() == 143
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 143
+    assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 1
+    server, worker = tiny.server(0, 1), tiny.worker(0, 1)
+    assert [server.wait(), worker.wait()] == [0, 0]
+    assert "starting at step" in server.output()
+    assert_same(tiny.params(worker), tiny.reference())

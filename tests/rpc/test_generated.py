@@ -1,0 +1,50 @@
+"""What `control.proto` says is what the committed Python code does, and the roles' names are one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from backstay_rpc import AUTHORIZATION, bearer, control_pb2
+
+PACKAGE = Path(control_pb2.__file__).parent
+
+
+def test_generated_code_is_fresh(tmp_path: Path) -> None:
+    """Run `sh operator/backstay_rpc/generate.sh` after changing control.proto."""
+    (tmp_path / "backstay_rpc").mkdir()
+    shutil.copy(PACKAGE / "control.proto", tmp_path / "backstay_rpc")
+    subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "grpc_tools.protoc",
+            "-I",
+            ".",
+            "--python_out=.",
+            "--pyi_out=.",
+            "--grpc_python_out=.",
+            "backstay_rpc/control.proto",
+        ],
+        cwd=tmp_path,
+        check=True,
+    )
+    for name in ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py"):
+        assert (tmp_path / "backstay_rpc" / name).read_text() == (PACKAGE / name).read_text(), name
+
+
+def test_numbers_of_fields_are_used_once_and_never_skipped_silently() -> None:
+    """A number that is given up is to be reserved: renumbering would let old and new pods misread each other."""
+    for message in control_pb2.DESCRIPTOR.message_types_by_name.values():
+        if message.GetOptions().map_entry:
+            continue
+        numbers = sorted(field.number for field in message.fields)
+        assert numbers == list(range(1, len(numbers) + 1)), message.name
+
+
+def test_the_token_travels_as_a_bearer() -> None:
+    assert bearer("abc") == ((AUTHORIZATION, "Bearer abc"),)

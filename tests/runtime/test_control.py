@@ -1,0 +1,300 @@
+"""The control plane over real gRPC on loopback, with neither JAX nor data streams: O7, T3, T6."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers
+from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
+from backstay._metrics import HttpPort, Metrics
+from backstay.errors import PeerLost, Refused, Superseded
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import (
+    COMPILING,
+    GradientId,
+    GradientInfo,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    Leaf,
+    Peer,
+    ProgressReply,
+    ProgressRequest,
+    ShardMessage,
+    Staged,
+    Written,
+)
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+TOKEN = "0123456789abcdef"
+LEAVES = [Leaf(path="a.w", shape=[2, 3], dtype="float32"), Leaf(path="b", shape=[], dtype="bfloat16")]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class FakeHost:
+    """A server without a shard."""
+
+    def __init__(self, shard: int = 0, incarnation: int = 3) -> None:
+        self.shard, self.incarnation = shard, incarnation
+        self.leaves, self.digest = LEAVES, b"digest"
+        self.driving: Driving | None = None
+        self.fenced: list[dict[str, int]] = []
+        self.loading = ""
+        self.beats = 0
+
+    def not_ready(self) -> str:
+        return self.loading
+
+    def joined(self, peer: Peer) -> JoinReply:
+        return JoinReply(incarnation=self.incarnation, term=1, data_address="127.0.0.1:1")
+
+    def beat(self, request: object) -> HeartbeatReply:
+        self.beats += 1
+        return HeartbeatReply(term=1)
+
+    def left(self, peer: Peer) -> None: ...
+
+    def evaluated(self, request: object) -> bool:
+        return False
+
+    def progress(self, request: object) -> ProgressReply:
+        return ProgressReply(incarnation=self.incarnation)
+
+    def fence(self, incarnations: dict[str, int]) -> None:
+        self.fenced.append(dict(incarnations))
+
+
+class Recorder:
+    """A `ServerSink` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def __getattr__(self, name: str) -> Callable[[object], None]:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return self.heard.append
+
+    def kinds(self) -> list[str]:
+        return [type(message).__name__ for message in self.heard]
+
+
+class Silence:
+    """An `Observer` that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+class FakeStorage:
+    def write_manifest(self, order: WriteManifest) -> str:
+        return f"at-{order.version}"
+
+    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+        return CoordinatorState(term=above_term + 1, version=0, world=1), ""
+
+
+@pytest.fixture
+def host() -> FakeHost:
+    return FakeHost()
+
+
+@pytest.fixture
+def server(host: FakeHost) -> Iterator[ControlServer]:
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)
+    yield server
+    server.close()
+
+
+def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token: str = TOKEN) -> ControlClient:
+    return ControlClient([f"127.0.0.1:{server.port}"], token, Peer(role="worker", index=rank, incarnation=incarnation))
+
+
+def join(client: ControlClient, leaves: list[Leaf] = LEAVES, digest: bytes = b"digest") -> list[JoinReply]:
+    return client.join_all(leaves, digest, 10, lambda: False, seconds=0.0)
+
+
+def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
+    """O7: every method of the service, whatever is sent."""
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = ControlStub(channel)
+        for metadata in ((), bearer("wrong"), bearer(TOKEN + "x"), (("authorization", TOKEN),)):
+            for name, method in vars(stub).items():
+                request = iter([ShardMessage()]) if name == "Coordinate" else ProgressRequest()
+                with pytest.raises(grpc.RpcError) as refused:
+                    list(method(request, metadata=metadata, timeout=10))
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
+        raw = channel.unary_unary("/backstay.v1.Control/Join")
+        with pytest.raises(grpc.RpcError) as garbage:
+            raw(b"\xff\xff\xff", metadata=bearer(TOKEN), timeout=10)
+        assert garbage.value.code() is grpc.StatusCode.INTERNAL
+        assert stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=10).incarnation == 3
+
+
+def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
+    client = client_of(server)
+    for leaves, said in (
+        (
+            [Leaf(path="a.w", shape=[3, 2], dtype="float32"), LEAVES[1]],
+            r"a\.w is float32\[2,3\] here and float32\[3,2\]",
+        ),
+        (
+            [LEAVES[0], Leaf(path="b", shape=[], dtype="float32")],
+            r"b is bfloat16\[\] here and float32\[\] at the caller",
+        ),
+        ([LEAVES[0]], "b exists only here"),
+        ([*LEAVES, Leaf(path="c", shape=[1], dtype="int8")], "c exists only at the caller"),
+        ([Leaf(path="z", shape=[2, 3], dtype="float32"), LEAVES[1]], r"a\.w stands where the caller has z"),
+    ):
+        with pytest.raises(Refused, match=said) as refused:
+            join(client, leaves)
+        assert refused.value.code == "INVALID_ARGUMENT"
+    with pytest.raises(Refused, match="the optimizer must be the same"):
+        join(client, digest=b"other")
+    assert join(client)[0].incarnation == 3
+    client.close()
+
+
+def test_an_incarnation_that_was_replaced_is_told_to_stop(server: ControlServer, host: FakeHost) -> None:
+    """T6: on joining, on heartbeats, and when the operator says so."""
+    old, new = client_of(server, 4, 0), client_of(server, 4, 1)
+    join(old)
+    join(new)
+    assert host.fenced == [{"worker-4": 1}]
+    with pytest.raises(Superseded, match="replaced by incarnation 1"):
+        join(old)
+    with pytest.raises(Superseded):
+        old.beat(0, 3, 1, 0, COMPILING, 0.0)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        request = ProgressRequest(incarnations={"worker-4": 2, "nonsense": 9})
+        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=10)
+    assert host.fenced[-1] == {"worker-4": 2}
+    silent: list[str] = []
+    heart = Heartbeats(new, lambda shard, why: silent.append(why))
+    heart.start()
+    until(lambda: heart.superseded is not None)
+    heart.close()
+    assert silent
+    old.close()
+    new.close()
+
+
+def test_another_incarnation_of_the_server_means_joining_again(server: ControlServer, host: FakeHost) -> None:
+    client = client_of(server)
+    with pytest.raises(PeerLost, match="has incarnation 3, not 2: join again"):
+        client.beat(0, 2, 1, 0, COMPILING, 0.0)
+    host.loading = "shard 0 is still loading"
+    with pytest.raises(PeerLost, match="still loading"):
+        join(client)
+    client.close()
+
+
+def test_a_port_that_is_taken_is_named(server: ControlServer, host: FakeHost) -> None:
+    with pytest.raises(OSError, match=f"port {server.port}"):
+        ControlServer(host, Peers(), bind="127.0.0.1", port=server.port, token=TOKEN)
+    with pytest.raises(OSError, match=f"port {server.port}"):
+        HttpPort(Metrics("job", "worker", 0), lambda: True, bind="127.0.0.1", port=server.port)
+
+
+def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
+    """T1, T3: shard 1 tells again what it holds, and is told again what it missed; once each."""
+    rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    driving.start()
+    host.driving = driving
+    first = Recorder()
+    driving.attach(0, first, 0, 0)
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)
+    sink = Recorder()
+    peer = Peer(role="parameter-server", index=1)
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, sink, "Sync")
+    link.start()
+    until(lambda: sink.kinds() == ["Rollback"])
+    link.started(1, 0)
+
+    def staged(version: int) -> Staged:
+        gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
+        return Staged(id=gradient, info=GradientInfo(finite=True, examples=1))
+
+    link.staged(1, staged(0))
+    port = server.port
+    server.close()  # all links break
+    until(lambda: driving._sinks.keys() == {0})
+    driving.staged(0, staged(0))  # complete only when shard 1 says again that it holds it
+    assert "Commit" not in first.kinds()
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
+    until(lambda: "Commit" in sink.kinds())
+    link.applied(1, 1)
+    driving.applied(0, 1)
+    # Decided while the link is down: told when it is up again, and the files it wrote meanwhile are not forgotten.
+    link.staged(1, staged(1))
+    until(lambda: bool(driving._coordinator.open_gradients()))
+    server.close()
+    until(lambda: driving._sinks.keys() == {0})
+    link.written(1, Written(term=1, version=1))
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
+    until(lambda: len(driving._sinks) == 2)
+    driving.staged(0, staged(1))
+    until(lambda: [m.version for m in sink.heard if type(m).__name__ == "Commit"][-1:] == [1])
+    assert {m.version for m in sink.heard if type(m).__name__ == "Commit"} == {0, 1}
+    assert sink.kinds().count("Rollback") == 1
+    link.close()
+    driving.close()
+    server.close()
+
+
+def test_a_shard_may_answer_from_inside_a_call() -> None:
+    """Decisions keep their order, and nothing deadlocks, when a sink calls the coordinator back at once."""
+    rules = Rules(mode="Sync", shards=1, steps=50)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+
+    class Echo(Recorder):
+        def on_commit(self, commit: object) -> None:
+            self.heard.append(commit)
+            driving.applied(0, commit.version + 1)
+            push(commit.version + 1)
+
+    def push(version: int) -> None:
+        gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=1)
+        driving.staged(0, Staged(id=gradient, info=GradientInfo(finite=True)))
+
+    echo = Echo()
+    driving.attach(0, echo, 0, 0)
+    threads = [threading.Thread(target=push, args=(0,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    versions = [m.version for m in echo.heard if type(m).__name__ == "Commit"]
+    assert versions == list(range(50))
+    assert echo.kinds().count("Done") == 1
+
+
+def test_joining_is_bounded_and_can_be_stopped() -> None:
+    """T8."""
+    client = ControlClient(["127.0.0.1:1"], TOKEN, Peer(role="worker"))
+    with pytest.raises(PeerLost, match="could not join within 0 s: shard 0"):
+        join(client)
+    with pytest.raises(PeerLost, match="stopped while joining"):
+        client.join_all(LEAVES, b"", 1, lambda: True)
+    client.close()
+
+
+def test_an_older_request_of_join_names_the_shard(server: ControlServer) -> None:
+    request = JoinRequest(shard=7, leaves=LEAVES, partition_digest=b"digest")
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = ControlStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Join(request, metadata=bearer(TOKEN), timeout=10)
+    assert "this is shard 0, not shard 7" in refused.value.details()

@@ -1,0 +1,181 @@
+"""The small parts of a pod, without processes: batches ahead, the environment, arguments, last words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+
+import numpy as np
+import optax
+import pytest
+
+import backstay
+from backstay import BatchKey, errors
+from backstay._environment import Environment
+from backstay._exit import Stop, termination_message
+from backstay._logs import Reporter, configure
+from backstay._prefetch import Prefetcher
+from backstay._script import Script, evaluation_of
+from backstay_spec.runtime import RuntimeConfig
+
+
+def test_every_public_name_is_there() -> None:
+    for name in backstay.__all__:
+        assert getattr(backstay, name) is not None
+    assert set(backstay.__all__) <= set(dir(backstay))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = backstay.nothing
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), errors.BackstayError)
+    told = errors.JobFailed.told(str(errors.JobFailed("NonFiniteGradients", "rank 3: at step 4")))
+    assert (told.reason, told.message) == ("NonFiniteGradients", "rank 3: at step 4")
+
+
+def test_a_batch_key_is_all_that_its_randomness_depends_on() -> None:
+    """T4: the same key, the same numbers, in whichever world and process."""
+    first = BatchKey(step=3, rank=1, world=4, seed=7)
+    assert first.rng.normal() == BatchKey(step=3, rank=1, world=9, seed=7).rng.normal()
+    others = [BatchKey(step=3, rank=2, world=4, seed=7), BatchKey(step=4, rank=1, world=4, seed=7), BatchKey(3, 1, 4)]
+    values = {first.key.__array__ and float(np.asarray(first.rng.random()))} | {key.rng.random() for key in others}
+    assert len(values) == 4
+
+
+def test_batches_are_prepared_ahead_and_each_only_once() -> None:
+    made: list[int] = []
+    enough = threading.Event()
+
+    def batches(key: BatchKey) -> int:
+        made.append(key.step)
+        if key.step == 2:
+            enough.set()
+        return key.step * 10 + key.rank
+
+    batch = Prefetcher(batches, ahead=2)
+    assert batch.get(BatchKey(0, 1, 2), last=4) == 1
+    assert enough.wait(30)  # 1 and 2, without being asked
+    assert batch.get(BatchKey(1, 1, 2), last=4) == 11
+    assert batch.get(BatchKey(4, 1, 2), last=4) == 41  # a late worker jumps; nothing beyond the last one is prepared
+    assert batch.get(BatchKey(4, 0, 2), last=4) == 40
+    assert sorted(made).count(0) == 1
+    assert max(made) == 4
+    batch.close()
+
+
+def test_what_batches_raises_is_raised_for_its_own_step() -> None:
+    def batches(key: BatchKey) -> int:
+        if key.step == 1:
+            raise ValueError("no batch 1")
+        return key.step
+
+    batch = Prefetcher(batches)
+    assert batch.get(BatchKey(0, 0, 1)) == 0
+    with pytest.raises(ValueError, match="no batch 1"):
+        batch.get(BatchKey(1, 0, 1))
+    assert batch.get(BatchKey(2, 0, 1)) == 2
+    batch.close()
+
+
+def variables(**changes: str) -> dict[str, str]:
+    base = {
+        "BACKSTAY_ROLE": "worker",
+        "BACKSTAY_INDEX": "1",
+        "BACKSTAY_SERVERS": "a:1,b:2",
+        "BACKSTAY_TOKEN": "x",
+        "BACKSTAY_CONFIG": RuntimeConfig(shards=2, workers=3).model_dump_json(),
+    }
+    return {name: value for name, value in {**base, **changes}.items() if value != "-"}
+
+
+def test_the_environment_is_read_or_the_variable_named() -> None:
+    assert Environment.read({"PATH": "x"}) is None
+    found = Environment.read(variables())
+    assert found is not None
+    assert (found.name, found.servers, found.checkpoint_uri) == ("worker-1", ("a:1", "b:2"), None)
+    for changes, said in (
+        ({"BACKSTAY_INDEX": "-"}, "BACKSTAY_INDEX is not"),
+        ({"BACKSTAY_INDEX": "one"}, "BACKSTAY_INDEX is 'one'"),
+        ({"BACKSTAY_ROLE": "boss"}, "must be one of parameter-server, worker, evaluator"),
+        ({"BACKSTAY_SERVERS": "a:1"}, "names 1 servers, the job has 2 shards"),
+        ({"BACKSTAY_TOKEN": ""}, "BACKSTAY_TOKEN is empty"),
+        ({"BACKSTAY_CONFIG": '{"shards": 0}'}, "BACKSTAY_CONFIG is no runtime configuration: shards"),
+        ({"BACKSTAY_ROLE": "parameter-server", "BACKSTAY_INDEX": "2"}, "the job has shards 0 to 1"),
+    ):
+        with pytest.raises(errors.ConfigurationError, match=said):
+            Environment.read(variables(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"init": 3}, "init is int: must be a function"),
+        ({"optimizer": "adam"}, "optimizer is str: must be an optax.GradientTransformation"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": -1}, "steps is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+        ({"evaluate": 1}, "evaluate is int"),
+        ({"log_every": -1.0}, "log_every is -1.0"),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_would_be_right(changes: dict[str, object], said: str) -> None:
+    right = {"init": dict, "loss": max, "batches": min, "optimizer": optax.sgd(0.1), "steps": 1}
+    with pytest.raises(errors.ConfigurationError, match=said):
+        backstay.train(**{**right, **changes})
+    assert Script(**right).seed == 0
+
+
+def test_what_evaluate_returns_is_checked() -> None:
+    assert evaluation_of(lambda params: {"a": np.float32(2)}, None) == {"a": 2.0}
+    with pytest.raises(errors.ConfigurationError, match="'a': str"):
+        evaluation_of(lambda params: {"a": "b"}, None)
+    with pytest.raises(errors.ConfigurationError, match="returned list"):
+        evaluation_of(lambda params: [], None)
+
+
+def test_last_words_fit_into_kubernetes_limit() -> None:
+    words = json.loads(termination_message({"result": "Failed", "reason": "X", "message": "m" * 10_000}))
+    assert words["reason"] == "X"
+    assert 100 <= len(words["message"]) < 4096
+    many = termination_message({"result": "Succeeded", "step": 3, "metrics": {f"metric-{i}": 0.5 for i in range(1000)}})
+    assert len(many) <= 4096
+    assert json.loads(many) == {"result": "Succeeded", "step": 3}
+
+
+def test_sigterm_is_heard_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may be inside a call that no handler can interrupt."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop, heard = Stop(), threading.Event()
+    stop.then(heard.set)
+    stop.install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(30)
+        assert stop.asked.is_set()
+        late = threading.Event()
+        stop.then(late.set)
+        assert late.is_set()
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("backstay")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    try:
+        configure("json", "worker-3", "tiny")
+        reporter = Reporter(10.0, 100)
+        for now, step in ((0.0, 1), (9.0, 2), (10.0, 3)):
+            reporter.report(now, step, 0.25, 12.5)
+        lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+        assert [line["step"] for line in lines] == [1, 3]
+        assert lines[0]["message"] == "step 1/100  loss 0.25  12.5 examples/s"
+        assert (lines[0]["job"], lines[0]["pod"], lines[0]["loss"]) == ("tiny", "worker-3", 0.25)
+        configure("text", "", "")
+        reporter.report(11.0, 4, None, 1.0, force=True)
+        assert capsys.readouterr().err.endswith("step 4/100  1.0 examples/s\n")
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]
