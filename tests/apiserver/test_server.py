@@ -6,6 +6,7 @@ import re
 import socket
 import ssl
 import threading
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from backstay_cluster.apiserver import ApiServer, quantity, typegen
 from backstay_cluster.apiserver.certs import make_certificate
-from backstay_cluster.apiserver.errors import ApiError, PlainNotFound
+from backstay_cluster.apiserver.errors import ApiError
 from backstay_cluster.apiserver.handlers import Call
 from backstay_cluster.apiserver.protobuf import decode_protobuf
 from backstay_cluster.apiserver.request import locate
@@ -95,22 +96,73 @@ JSON = st.recursive(
     ),
     max_leaves=14,
 )
+CONTAINER = {
+    "name": "c",
+    "image": "i",
+    "env": [{"name": "E", "value": "1"}, {"name": "F", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+    "ports": [{"name": "p", "containerPort": 1}],
+    "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "resources": {"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "500m"}},
+    "readinessProbe": {"httpGet": {"port": 1}},
+}
+POD_SPEC = {
+    "containers": [CONTAINER],
+    "initContainers": [{"name": "i", "image": "i"}],
+    "volumes": [{"name": "v", "emptyDir": {}}, {"name": "w", "projected": {"sources": [{"secret": {"name": "s"}}]}}],
+    "tolerations": [{"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}],
+    "nodeSelector": {"a": "b"},
+}
+OWNER = {"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u", "controller": True}
+META = {"name": "n", "labels": {"a": "b"}, "annotations": {"a": "b"}, "finalizers": ["a/b"], "ownerReferences": [OWNER]}
+STATUS = {
+    "phase": "Running",
+    "conditions": [{"type": "Ready", "status": "True"}],
+    "containerStatuses": [{"name": "c", "ready": True, "state": {"terminated": {"exitCode": 1}}}],
+}
+RULES = [{"rule": "self.a > 1", "message": "m"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "default": 1}}, "x-kubernetes-validations": RULES}
+VERSION = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": SCHEMA}, "subresources": {}}
+DEFINITION = {"group": "g.io", "scope": "Namespaced", "names": {"plural": "ns", "kind": "N"}, "versions": [VERSION]}
+ABOUT = {"kind": "Pod", "name": "p", "namespace": "default"}
+# Where to send what: objects that would be taken as they are, before something in them is replaced.
 PATHS = st.sampled_from(
     [
-        (PODS, ""),
-        (f"{CORE}/services", ""),
-        (f"{CORE}/secrets", ""),
-        (f"{CORE}/events", ""),
-        ("/api/v1/namespaces", ""),
-        ("/api/v1/nodes", ""),
-        ("/apis/apps/v1/namespaces/default/deployments", "/d/scale"),
-        ("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", ""),
-        (PODS, "/p/eviction"),
-        (PODS, "/p/binding"),
-        (PODS, "/p/status"),
-        (PODS, "/p"),
+        (PODS, {"metadata": META, "spec": POD_SPEC, "status": STATUS}),
+        (f"{CORE}/services", {"metadata": META, "spec": {"ports": [{"port": 1}], "selector": {"a": "b"}}}),
+        (f"{CORE}/secrets", {"metadata": META, "data": {"k": "dg=="}, "stringData": {"l": "v"}, "type": "t"}),
+        (f"{CORE}/configmaps", {"metadata": META, "data": {"k": "v"}, "immutable": True}),
+        (f"{CORE}/events", {"metadata": META, "involvedObject": ABOUT, "source": {"component": "c"}, "count": 1}),
+        ("/api/v1/namespaces", {"metadata": META, "spec": {"finalizers": []}}),
+        ("/api/v1/nodes", {"metadata": META, "status": {"conditions": [], "addresses": []}}),
+        ("/apis/apps/v1/namespaces/default/deployments", {"metadata": META, "spec": {"template": {"spec": POD_SPEC}}}),
+        ("/apis/apps/v1/namespaces/default/deployments/d/scale", {"spec": {"replicas": 1}}),
+        (
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+            {"metadata": {"name": "ns.g.io"}, "spec": DEFINITION},
+        ),
+        (f"{PODS}/p/eviction", {"metadata": META, "deleteOptions": {"preconditions": {"uid": "u"}}}),
+        (f"{PODS}/p/binding", {"metadata": META, "target": {"name": "n"}}),
+        (f"{PODS}/p/status", {"metadata": {"name": "p"}, "status": STATUS}),
+        (f"{PODS}/p", {"metadata": {"name": "p"}, "spec": POD_SPEC, "status": STATUS}),
+        ("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"spec": {"resourceAttributes": {"verb": "get"}}}),
     ]
 )
+
+
+@st.composite
+def bodies(draw, valid):
+    """Any JSON, or a valid object with any JSON somewhere in it."""
+    if draw(st.integers(0, 4)) == 0:
+        return draw(JSON)
+    if isinstance(valid, dict) and valid and draw(st.integers(0, 4)):
+        key = draw(st.sampled_from(sorted(valid)))
+        return {**valid, key: draw(bodies(valid[key]))}
+    if isinstance(valid, list) and valid and draw(st.integers(0, 4)):
+        at = draw(st.integers(0, len(valid) - 1))
+        return [*valid[:at], draw(bodies(valid[at])), *valid[at + 1 :]]
+    return draw(JSON)
+
+
 PATCHES = st.sampled_from(
     [
         "application/json",
@@ -121,24 +173,42 @@ PATCHES = st.sampled_from(
 )
 
 
-@given(PATHS, st.sampled_from(["POST", "PUT", "PATCH", "DELETE"]), PATCHES, JSON)
-def test_no_body_makes_the_server_fail(path, method, content_type, body):
+@given(st.data(), PATHS, st.sampled_from(["POST", "POST", "PUT", "PATCH", "DELETE"]), PATCHES)
+def test_no_body_makes_the_server_fail(data, where, method, content_type):
     """Every body of any shape is taken or refused with a status: nothing raises anything but the API's own errors."""
+    path, valid = where
+    body = data.draw(bodies(valid))
     server = ApiServer(token=TOKEN, tls=False)
     pod = {"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
     server.api.create(server.api.registry.must("", "pods"), "default", pod)
     server.api.create(server.api.registry.must("apps", "deployments"), "default", {"metadata": {"name": "d"}})
     call = Call(method, "", {}, "", content_type, json.dumps(body).encode())
+    target = locate(server.api.registry, path)
+    serve = server._subresources if server._subresources.serves(target) else server._handlers
     try:
-        target = locate(server.api.registry, "".join(path))
-        serve = server._subresources if server._subresources.serves(target) else server._handlers
-        serve.dispatch(target, call)
+        answer = serve.dispatch(target, call)
     except ApiError as error:
         assert 400 <= error.code < 500  # noqa: PT017
         json.dumps(error.status())
-    except PlainNotFound:
-        pass
+    else:
+        json.loads(answer.body)
+        if "list" in target.resource.verbs:
+            table = Call("GET", "", {}, "application/json;as=Table;v=v1;g=meta.k8s.io")
+            json.loads(server._handlers.collection(replace(target, name="", subresource=""), table).body)
     server._controllers.drain()
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b"9" * 5000])
+def test_what_is_no_json_number_is_a_bad_request(embedded, number):
+    body = b'{"metadata":{"name":"n"},"data":{"a":' + number + b"}}"
+    assert embedded.post(f"{CORE}/configmaps", body).status == 400
+
+
+def test_a_body_that_is_nested_too_deeply_is_a_bad_request(embedded):
+    for depth in (300, 3000, 100_000):
+        body = b'{"metadata":' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+        assert embedded.post(PODS, body).status in {400, 422}
+        assert embedded.merge(f"{CORE}/serviceaccounts/default", body).status in {200, 400}
 
 
 @given(st.binary(max_size=40), st.sampled_from(["Namespace", "SelfSubjectAccessReview", "Secret", "Pod"]))

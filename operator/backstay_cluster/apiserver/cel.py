@@ -132,7 +132,7 @@ def to_cel(value: Any, schema: Obj) -> Any:
     if isinstance(value, str):
         return types.StringType(value)
     if isinstance(value, int | float):
-        if schema.get("type") == "number" or not float(value).is_integer():
+        if schema.get("type") == "number" or not float(value).is_integer() or not -(2**63) <= value < 2**63:
             return types.DoubleType(value)
         return types.IntType(int(value))
     if isinstance(value, list):

@@ -6,6 +6,7 @@ An object is stored once, without apiVersion and kind; events have two groups an
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Final
 
 from backstay_cluster.apiserver import types
@@ -36,6 +37,18 @@ _EVENT_FIELDS: Final = {
 }
 
 
+def _integer(text: str) -> int | float:
+    value = int(text)
+    return value if -(2**63) <= value < 2**63 else _finite(text)  # beyond 64 bits a number is a float
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"json parse error: {text[:20]} is no number that can be kept")
+    return value
+
+
 def parse_json(body: bytes) -> Any:
     """The JSON value of a body.
 
@@ -43,7 +56,7 @@ def parse_json(body: bytes) -> Any:
         ValueError: with the message of Go's decoder, followed by the start of the body.
     """
     try:
-        return json.loads(body)
+        return json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
         message = "unexpected end of JSON input"
         if error.pos < len(error.doc):

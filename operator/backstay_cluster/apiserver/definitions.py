@@ -47,7 +47,7 @@ class DefinitionStrategy(Strategy):
                 causes.append(required(name))
         causes += [required(f"spec.names.{n}") for n in ("plural", "kind") if not names.get(n)]
         wanted = f"{names.get('plural')}.{group}"
-        if obj["metadata"]["name"] != wanted:
+        if obj["metadata"].get("name", wanted) != wanted:
             text = 'must be spec.names.plural+"."+spec.group'
             causes.append(invalid_value("metadata.name", obj["metadata"]["name"], text))
         if spec.get("scope") and spec["scope"] not in {"Namespaced", "Cluster"}:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from backstay_cluster.apiserver import discovery, kinds, openapi, request
 from backstay_cluster.apiserver.certs import Certificate, make_certificate
+from backstay_cluster.apiserver.connections import Connections
 from backstay_cluster.apiserver.controllers import Controllers
 from backstay_cluster.apiserver.definitions import Definitions
 from backstay_cluster.apiserver.errors import (
@@ -77,6 +78,7 @@ class ApiServer:
         self._subresources = Subresources(self.api, self._handlers, token)
         self._openapi = openapi.OpenApi(self.api.registry, self._definitions.type_of)
         self._runner: web.ServerRunner | None = None
+        self._connections: Connections | None = None
         self._session: aiohttp.ClientSession | None = None
         self._watches: set[Watch] = set()
         self._stopping = False
@@ -128,8 +130,10 @@ class ApiServer:
             OSError: the port is taken, or the address is not this machine's.
         """
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10))
-        server = web.Server(self._serve, request_factory=self._request, handler_cancellation=True, access_log=None)
-        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        self._connections = Connections(
+            self._serve, request_factory=self._request, handler_cancellation=True, access_log=None
+        )
+        self._runner = web.ServerRunner(self._connections, shutdown_timeout=1.0)
         await self._runner.setup()
         context = self._certificate.server_context() if self._certificate else None
         site = web.TCPSite(self._runner, self._host, self._port, ssl_context=context, backlog=1024)
@@ -146,14 +150,11 @@ class ApiServer:
         for watch in list(self._watches):
             watch.stop()
         if self._runner is not None:
-            server = self._runner.server
-            open_ones = [c.transport for c in server.connections if c.transport is not None] if server else []
             await self._runner.cleanup()
             self._runner = None
-            for transport in open_ones:
-                transport.abort()  # not waiting for the other side's end of TLS, which may never come
-            await asyncio.sleep(0)  # the event loop closes sockets in its next round
-            await asyncio.sleep(0)
+        if self._connections is not None:
+            await self._connections.closed(1.0)
+            self._connections = None
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -182,6 +183,8 @@ class ApiServer:
         except web.HTTPRequestEntityTooLarge:
             text = f"Request entity too large: limit is {_BODY_LIMIT}"
             return _response(Answer(encode(ApiError(413, "RequestEntityTooLarge", text).status()), 413))
+        except RecursionError:
+            return _response(Answer(encode(bad_request("exceeded max depth").status()), 400))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:

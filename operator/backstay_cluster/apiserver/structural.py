@@ -108,7 +108,10 @@ def _fits(expected: str, value: Any) -> bool:
     if expected == "number":
         return found in {"number", "integer"}
     if expected == "integer":
-        return found == "integer" or (found == "number" and float(value).is_integer())
+        # Beyond 64 bits a number is a float to the real server, and beyond 2**53 a float is no integer to its schemas.
+        if found == "integer":
+            return bool(-(2**63) <= value < 2**63)
+        return bool(found == "number" and float(value).is_integer() and abs(value) <= 2**53)
     return found == expected
 
 

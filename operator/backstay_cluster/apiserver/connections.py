@@ -1,0 +1,36 @@
+"""The connections of the HTTP server, so that stopping it leaves none behind.
+
+aiohttp forgets a connection when its protocol is done with it, but under TLS the socket lives on until the other side
+has said goodbye, which it may never do. Whoever stops a server and then its event loop would leak that socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+
+class Connections(web.Server):
+    """A server that knows its open sockets."""
+
+    def __init__(self, handler: Any, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._sockets: dict[asyncio.Transport, Any] = {}
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        """aiohttp's notice of a new connection."""
+        super().connection_made(handler, transport)
+        self._sockets = {t: s for t, s in self._sockets.items() if s.fileno() != -1}
+        self._sockets[transport] = transport.get_extra_info("socket")
+
+    async def closed(self, seconds: float) -> None:
+        """Cut what is still open and wait until it is closed, at most `seconds`."""
+        for transport in self._sockets:
+            transport.abort()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while any(s.fileno() != -1 for s in self._sockets.values()) and loop.time() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        self._sockets.clear()
