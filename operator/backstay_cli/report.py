@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -35,6 +36,13 @@ def as_json(view: JobView, seconds: float) -> str:
     return json.dumps(summary(view, seconds), allow_nan=False)
 
 
+def shortened(place: str) -> str:
+    """A path relative to the current folder when it lies in it; anything else as it is."""
+    with contextlib.suppress(ValueError):
+        return str(Path(place).relative_to(Path.cwd()))
+    return place
+
+
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN."""
     return None if value is None or not math.isfinite(value) else value
@@ -56,7 +64,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     if view.checkpoint:
         yield f"  checkpoint {view.checkpoint}"
         yield f"    python -c 'import backstay; print(backstay.load(\"{view.checkpoint}\").step)'"
-    yield f"  logs of every pod in {logs}"
+    yield f"  logs of every pod in {shortened(str(logs))}"
     if view.phase == "Failed":
         yield from _failures(view, logs)
 
@@ -69,7 +77,8 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
             if ended is None or ended.get("exitCode") == 0:
                 continue
             log = logs / meta["namespace"] / meta["name"] / f"{container['name']}.log"
-            yield f"  {meta['name']} ended with exit code {ended.get('exitCode')} ({ended.get('reason', '')}): {log}"
+            how = f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})"
+            yield f"  {meta['name']} ended with {how}: {shortened(str(log))}"
             yield from tail(log)
 
 

@@ -67,13 +67,13 @@ def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | No
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    hint = f"kubectl --kubeconfig {_short(folder / 'backstay.kubeconfig')} get tj,pods    Ctrl-C stops"
+    hint = f"kubectl --kubeconfig {report.shortened(str(folder / 'backstay.kubeconfig'))} get tj,pods    Ctrl-C stops"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
     started = time.monotonic()
     try:
         view = asyncio.run(_interruptible(_run(job, folder, display)))
     except asyncio.CancelledError:
-        say(f"stopped; nothing is left running. Logs of every pod in {_short(folder / _LOGS)}")
+        say(f"stopped; nothing is left running. Logs of every pod in {report.shortened(str(folder / _LOGS))}")
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -82,7 +82,7 @@ def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | No
         print(f"error: the API server refused the job: {error}", file=sys.stderr)
         return BAD_INPUT
     seconds = time.monotonic() - started
-    for line in report.lines(view, seconds, _short(folder / _LOGS)):
+    for line in report.lines(view, seconds, folder / _LOGS):
         say(line)
     if as_json:
         print(report.as_json(view, seconds), flush=True)
@@ -167,10 +167,3 @@ def up(folder: Path, say: Callable[[str], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     return OK
-
-
-def _short(path: Path) -> Path:
-    """Relative to the current folder when it lies in it."""
-    with contextlib.suppress(ValueError):
-        return path.relative_to(Path.cwd())
-    return path

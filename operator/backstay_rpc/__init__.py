@@ -1,4 +1,4 @@
-"""The control channel between operator, servers and workers: generated messages, and how a call proves who it is from."""
+"""The control channel between operator, servers and workers: generated messages, and what proves who a call is from."""
 
 from __future__ import annotations
 

@@ -185,3 +185,26 @@ def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit:
     assert "resum" in "".join(cluster.log(pod["metadata"]["name"]).lower() for pod in cluster.pods(name)), (
         cluster.describe(name)
     )
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_t7_a_server_that_is_killed_comes_back_from_the_newest_checkpoint(
+    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
+) -> None:
+    """T4, T6, T7: one shard dies, the others go back with it in a higher term, and the result is the quiet run's."""
+    spec = {
+        "parameterServers": {"replicas": 2},
+        "workers": {"replicas": 2},
+        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 10},
+    }
+    name = submit(spec, env={"PAUSE": "0.03", "STEPS": "150"})
+    folder = tmp_path / "ckpt"
+    cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.json")))
+    cluster.kill(next(p["metadata"]["name"] for p in cluster.pods(name) if f"-ps-{shard}-" in p["metadata"]["name"]))
+    status = ended(cluster, name, "Succeeded")
+    assert status["roles"]["ParameterServer"]["restarts"] == 1
+    assert status["roles"]["Worker"]["restarts"] == 0, cluster.describe(name)
+    assert status["term"] == 2
+    stored = backstay.load(str(folder))
+    assert stored.step == 150
+    assert_close(stored.params, reference(2, monkeypatch, steps=150))
