@@ -37,6 +37,7 @@ tools:
 lock:  ## rewrites requirements.lock from pyproject.toml
 	$(PYTHON) -m venv .lock-venv && .lock-venv/bin/pip install --quiet uv
 	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --extra dev -o requirements.lock pyproject.toml requirements.build.in
+	PATH="$(CURDIR)/.lock-venv/bin:$(PATH)" sh images/locks/update.sh
 	rm -rf .lock-venv
 
 clean:
