@@ -93,12 +93,15 @@ class Job:
         self.histories: dict[int, list[Commit]] = {}
         self.completions: dict[tuple[int, int], list[int]] = {}  # (term, version) -> ranks in order of completion
         self.holders: dict[bytes, set[int]] = {}
+        self.zombies: list[tuple[GradientId, list[int]]] = []  # what pods that were replaced still send
         self.finished: Finished | None = None
         self.carry_out(self.coordinator.start(self.now))
 
     # The coordinator's end.
     def carry_out(self, decisions: list[object]) -> None:
         for decision in decisions:
+            if isinstance(decision, Send) and isinstance(decision.message, Reject):
+                self.holders.pop(key_of(decision.message.id), None)
             match decision:
                 case Send(None, message):
                     if isinstance(message, Commit):
@@ -229,6 +232,8 @@ class Job:
                 if message.id.term == term and known < len(holders) == self.rules.shards and not rejected:
                     self.completions.setdefault((term, message.id.version), []).append(message.id.rank)
                 self.carry_out(decisions)
+                of_rank = [s for s in coordinator.open_gradients() if s.id.rank == message.id.rank]
+                assert len(of_rank) <= 2, "what is open is bounded"
             case Norm():
                 self.carry_out(coordinator.norm(now, index, message))
             case Written():
@@ -293,13 +298,12 @@ class Job:
             self.random.shuffle(worker.to_push)
             return
         if worker.to_push:
-            self.push(worker, worker.to_push.pop())
+            self.push(worker.current, worker.to_push.pop())
             return
         self.look(worker)
 
-    def push(self, worker: Worker, index: int) -> None:
-        shard, gradient = self.shards[index], worker.current
-        assert gradient is not None
+    def push(self, gradient: GradientId, index: int) -> None:
+        shard = self.shards[index]
         key = key_of(gradient)
         stale = self.rules.mode == "Sync" and shard.version > gradient.version
         if gradient.term != shard.term or key in shard.used or key in shard.staged or key in shard.told or stale:
@@ -333,13 +337,22 @@ class Job:
             worker.to_push = [s.index for s in self.shards if not answered[s.index] and key not in s.staged]
 
     def disturb(self) -> None:
-        kind = self.random.randrange(6)
+        kind = self.random.choice([0, 1, 2, 3, 3, 3, 4, 5])
         shard = self.random.choice(self.shards)
         worker = self.random.choice(self.workers)
         if kind <= 2:
             worker.alive = False
-        elif kind == 3 and worker.current is not None:  # a stream broke before its end: nothing was staged there
-            shard.outbox.append(("lost", worker.current)) if key_of(worker.current) not in shard.staged else None
+            if worker.current is not None and self.random.random() < 0.5:
+                self.zombies.append((worker.current, worker.to_push or [shard.index]))
+        elif kind == 3 and worker.current is not None:  # a stream broke: the same gradient, as a new attempt
+            if key_of(worker.current) not in shard.staged and shard.connected:
+                shard.outbox.append(("lost", worker.current))
+            worker.attempt += 1
+            again = GradientId()
+            again.CopyFrom(worker.current)
+            again.attempt = worker.attempt
+            worker.current, worker.to_push = again, [s.index for s in self.shards]
+            self.random.shuffle(worker.to_push)
         elif kind == 4:  # the coordinate stream broke
             shard.connected = False
         elif shard.term:  # the server died
@@ -352,7 +365,13 @@ class Job:
             self.disturb()
             return
         shard = self.random.choice(self.shards)
-        if not shard.connected:
+        if self.zombies and roll > 0.97:
+            gradient, left = self.random.choice(self.zombies)
+            if left:
+                self.push(gradient, left.pop())
+            else:
+                self.zombies.remove((gradient, left))
+        elif not shard.connected:
             self.connect(shard)
         elif roll < 0.35:
             self.deliver_to_shard(shard)
@@ -360,6 +379,13 @@ class Job:
             self.deliver_to_coordinator(shard)
         else:
             self.act(self.random.choice(self.workers))
+
+    def drain(self) -> None:
+        """Deliver everything that is on its way."""
+        while any(shard.inbox or shard.outbox for shard in self.shards):
+            for shard in self.shards:
+                self.deliver_to_shard(shard)
+                self.deliver_to_coordinator(shard)
 
     @property
     def over(self) -> bool:
@@ -410,6 +436,8 @@ def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> 
             break
         job.step(chaos=False)
     assert job.over, "with everybody alive the job ends"
+    job.drain()
+    assert not [staged for shard in job.shards for staged in shard.staged.values()], "the fate of each is told"
     assert job.finished == Finished(rules.steps)
     surviving = job.surviving()
     assert [commit.version for commit in surviving] == list(range(rules.steps))
@@ -441,6 +469,29 @@ def staged(rank: int, version: int, *, attempt: int = 1, incarnation: int = 0, f
 
 def commits(decisions: list[object]) -> list[Commit]:
     return [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Commit)]
+
+
+def test_an_older_incarnation_is_refused_once_a_newer_one_joined() -> None:
+    rules = Rules(mode="Sync", shards=2, steps=10)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    job.joined(0, 0, 0)
+    job.staged(0, 0, staged(0, 0))
+    (given_up,) = [d.message for d in job.joined(1, 0, 1) if isinstance(d, Send)]
+    assert given_up.reason == RejectReason.OLD_INCARNATION
+    (refused,) = [d.message for d in job.staged(2, 1, staged(0, 0)) if isinstance(d, Send)]
+    assert refused.reason == RejectReason.OLD_INCARNATION
+    job.staged(3, 0, staged(0, 0, incarnation=1))
+    assert commits(job.staged(3, 1, staged(0, 0, incarnation=1)))
+
+
+def test_what_is_open_at_the_end_is_answered() -> None:
+    rules = Rules(mode="Async", shards=2, steps=1)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
+    job.staged(0, 0, staged(1, 0))
+    job.staged(0, 0, staged(0, 0))
+    decisions = job.staged(0, 1, staged(0, 0))
+    (late,) = [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Reject)]
+    assert (late.id.rank, late.reason) == (1, RejectReason.LATE)
 
 
 def test_non_finite_updates_move_the_version_and_then_fail_the_job() -> None:

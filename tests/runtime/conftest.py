@@ -18,6 +18,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
+LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}"}
+_REFERENCES: dict[str, dict[str, np.ndarray]] = {}
 SECONDS = 90.0
 """No test waits for longer for anything; it is a limit, not an expectation."""
 
@@ -75,8 +77,7 @@ class Job:
         servers = [f"127.0.0.1:{self._ports['parameter-server', shard][0]}" for shard in range(self.shards)]
         pod_environment = {
             **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}",
+            **LIBRARY,
             "BACKSTAY_JOB": "tiny",
             "BACKSTAY_ROLE": role,
             "BACKSTAY_INDEX": str(index),
@@ -103,6 +104,9 @@ class Job:
         self.pods.append(pod)
         return pod
 
+    def control_port(self, shard: int) -> int:
+        return self._ports["parameter-server", shard][0]
+
     def server(self, shard: int, incarnation: int = 0, **environment: str) -> Pod:
         return self.start("parameter-server", shard, incarnation, **environment)
 
@@ -115,26 +119,22 @@ class Job:
         for rank in range(self.workers):
             self.worker(rank)
 
-    def reference(self, **environment: str) -> dict[str, np.ndarray]:
-        """The parameters of the plain loop in one process (T4)."""
-        out = self.folder / "reference.npz"
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT)],
-            env={
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}",
-                "OUT": str(out),
-                "WORLD": str(self.workers),
-                **self.environment,
-                **environment,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, done.stdout.decode()
-        return dict(np.load(out))
+    def reference(self) -> dict[str, np.ndarray]:
+        """The parameters of the plain loop in one process (T4); computed once for each script."""
+        environment = {**self.environment, "WORLD": str(self.workers)}
+        key = json.dumps(environment, sort_keys=True)
+        if key not in _REFERENCES:
+            out = self.folder / "reference.npz"
+            done = subprocess.run(
+                [sys.executable, str(SCRIPT)],
+                env={**os.environ, **LIBRARY, **environment, "OUT": str(out)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+            )
+            assert done.returncode == 0, done.stdout.decode()
+            _REFERENCES[key] = dict(np.load(out))
+        return _REFERENCES[key]
 
     def params(self, pod: Pod) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / f"{pod.name}.npz"))
