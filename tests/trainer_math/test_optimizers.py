@@ -36,7 +36,7 @@ def labels(params):
 
 
 def schedule():
-    """Computed in float64 under x64. Several of optax's are float32 even then: their last bit depends on the compiler."""
+    """Computed in float64 under x64. Several of optax's are not, and their last bit is the compiler's."""
     return optax.cosine_decay_schedule(LR, 100)
 
 
