@@ -7,6 +7,7 @@ import time
 
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
 
+from . import _faults
 from ._checkpoint import load
 from ._control import ControlClient, Heartbeats
 from ._environment import Environment
@@ -107,6 +108,7 @@ class Evaluator:
         uri = f"{str(self._env.checkpoint_uri).rstrip('/')}/{checkpoint.rpartition('/')[2]}"
         error, metrics = "", {}
         self._heart.activity = TRAINING
+        _faults.reach("evaluate", step)
         began = time.monotonic()
         try:
             params = load(uri, like=self._plan.partition.tree.shapes()).params

@@ -28,6 +28,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 
+from . import _faults
 from ._checkpoint._store import CheckpointStore
 from ._control import ControlClient, ControlServer, Driving, Link, Peers
 from ._coordination import Coordinator, Intervals, Liveness, Rules
@@ -324,6 +325,7 @@ class Server:
     def on_commit(self, commit: Commit) -> None:
         self._commit_arrived[commit.version] = time.monotonic()
         self._world = commit.world
+        _faults.reach("commit", commit.version)
         self._runtime.on_commit(commit)
 
     def on_reject(self, reject: Reject) -> None:
@@ -347,6 +349,7 @@ class Server:
 
     def applied(self, version: int) -> None:
         """An update was applied; it was version - 1's."""
+        _faults.reach("applied", version)
         self._metrics.version.set(version)
         began = self._commit_arrived.pop(version - 1, None)
         if began is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from backstay_spec import contract
 
+from . import _faults
 from ._batch_key import BatchKey
 from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
@@ -128,6 +129,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     from ._metrics import Metrics
 
     configure(environment.config.log_format, environment.name, environment.job)
+    _faults.install(environment, os.environ)
     stop = Stop()
     stop.install()
     metrics = Metrics(environment.job, environment.role, environment.index)

@@ -20,6 +20,7 @@ from backstay_rpc.control_pb2 import (
     RejectReason,
 )
 
+from . import _faults
 from ._batch_key import BatchKey
 from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats
 from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
@@ -122,6 +123,7 @@ class Worker:
         step = pulled.version if self._sync else self._key_step
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed)
         self._heart.activity = TRAINING if self._compiled else COMPILING
+        _faults.reach("compute", step)
         began = time.monotonic()
         batch = self._batches.get(key, self._script.steps - 1 if self._sync else None)
         ready = time.monotonic()
@@ -152,6 +154,7 @@ class Worker:
         blocks = self._arrangement.gradient_blocks(gradient.leaves)
         assert self._last_key is not None
         key_step = self._last_key.step
+        _faults.reach("push", key_step)
         while True:
             self._attempt += 1
             identity = GradientId(

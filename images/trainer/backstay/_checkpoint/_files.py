@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import _faults
 from ..errors import CheckpointError
 
 
@@ -68,12 +69,14 @@ class PosixFolder:
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
+            _faults.disk()
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(fill, bytes):
                 temporary.write_bytes(fill)
             else:
                 fill(str(temporary))
             _fsync(temporary)
+            _faults.reach("rename")
             temporary.replace(self.path / name)
             _fsync(self.path)
         except Exception as error:
@@ -128,6 +131,7 @@ class RemoteFolder:
         import tempfile
 
         try:
+            _faults.disk()
             if isinstance(fill, bytes):
                 self._fs.pipe_file(self._at(name), fill)
                 return

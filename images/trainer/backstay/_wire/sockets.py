@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -20,11 +21,11 @@ __all__ = ["Address", "shut_down"]
 Address: TypeAlias = tuple[str, int]
 
 
-def shut_down(port: int, wanted: Callable[[Address], bool]) -> int:
-    """Shuts down the accepted TCP connections of this process whose own port is `port`.
+def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
+    """Shuts down the TCP connections of this process whose own port is `port`: those that a server accepted.
 
     Args:
-        port: the port that the server listens on.
+        port: the port that the server listens on; None for any, so those that this process opened too.
         wanted: decides by the address of the other end.
 
     Returns:
@@ -41,10 +42,14 @@ def shut_down(port: int, wanted: Callable[[Address], bool]) -> int:
             if not stat.S_ISSOCK(os.fstat(copy).st_mode):
                 continue
             with socket.socket(fileno=os.dup(copy)) as sock:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != port:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if port is not None and sock.getsockname()[1] != port:
                     continue
                 host, peer_port = sock.getpeername()[:2]
                 if wanted((host.removeprefix("::ffff:"), peer_port)):
+                    # A reset, once gRPC closes it: a peer whose data nobody reads any more would otherwise wait for room.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     sock.shutdown(socket.SHUT_RDWR)
                     count += 1
         except OSError:  # the listening socket has no peer; another may just have been closed

@@ -1,0 +1,146 @@
+"""Carries out a fault script in a pod's process. Everything it does is done to this process alone."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from ..errors import ConfigurationError
+from ._plan import ENV_FAULTS, Fault, parse
+
+if TYPE_CHECKING:
+    from backstay_rpc.control_pb2 import Frame
+
+    from .._environment import Environment
+
+__all__ = ["Injector", "disk", "install", "on_wire", "reach"]
+
+_LOG = logging.getLogger(__name__)
+
+# The helper's parent is the stopped process, as long as that lives: a number that was given anew is never signalled.
+_CONTINUE: Final = (
+    "import os,signal,sys,time; time.sleep(float(sys.argv[2])); pid = int(sys.argv[1]); "
+    "os.getppid() == pid and os.kill(pid, signal.SIGCONT)"
+)
+
+
+class Injector:
+    """The faults of one process. Thread-safe."""
+
+    def __init__(self, faults: tuple[Fault, ...], role: str, index: int, incarnation: int) -> None:
+        self._lock = threading.Lock()
+        self._waiting = [fault for fault in faults if fault.strikes(role, index, incarnation)]
+        self._step = -1
+        self._full_until = 0.0
+        self._corrupt = 0
+
+    def reach(self, point: str, step: int | None) -> None:
+        """The process is at `point` of `step`; without a step, of the highest one so far."""
+        with self._lock:
+            self._step = max(self._step, -1 if step is None else step)
+            at = self._step if step is None else step
+            due = [fault for fault in self._waiting if fault.point == point and fault.step <= at]
+            self._waiting = [fault for fault in self._waiting if fault not in due]
+        for fault in due:
+            # Words first: after some of these there are none.
+            print(f"fault injected at step {at}: {fault}", file=sys.stderr, flush=True)
+            self._strike(fault)
+
+    def disk(self) -> None:
+        """
+        Raises:
+            OSError: ENOSPC, while the disk is full.
+        """
+        if time.monotonic() < self._full_until:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
+
+    def on_wire(self, frame: Frame) -> Frame:
+        """What arrives when `frame` is sent: its announced size with one bit flipped, when that is due."""
+        kind = frame.WhichOneof("kind")
+        if not self._corrupt or kind not in ("push_begin", "params_begin"):
+            return frame
+        with self._lock:
+            if not self._corrupt:
+                return frame
+            self._corrupt -= 1
+        damaged = type(frame)()
+        damaged.CopyFrom(frame)
+        getattr(damaged, kind).bytes ^= 1 << 4
+        return damaged
+
+    def _strike(self, fault: Fault) -> None:
+        match fault.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                _stop(fault.seconds)
+            case "delay":
+                time.sleep(fault.seconds or 0.0)
+            case "hang":
+                threading.Event().wait()
+            case "cut":
+                from .._wire.sockets import shut_down
+
+                _LOG.info("%d connections were cut", shut_down(None, lambda _: True))
+            case "corrupt":
+                with self._lock:
+                    self._corrupt += 1
+            case "fill":
+                self._full_until = time.monotonic() + (fault.seconds or 0.0)
+            case "exit":
+                os._exit(fault.code or 0)
+
+
+def _stop(seconds: float | None) -> None:
+    """Stop all threads of this process; a helper lets it go on."""
+    if seconds is None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    # It inherits nothing that a dead parent's peers wait for, and does not outlive the pause.
+    with subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", _CONTINUE, str(os.getpid()), str(seconds)], stdin=subprocess.DEVNULL
+    ):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+_injector: Injector | None = None
+
+
+def install(environment: Environment, variables: Mapping[str, str]) -> None:
+    """Take the script that the pod's environment has, if any.
+
+    Raises:
+        ConfigurationError: it cannot be understood.
+    """
+    global _injector  # noqa: PLW0603  # one process, one pod
+    text = variables.get(ENV_FAULTS, "")
+    try:
+        faults = parse(text)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    _injector = Injector(faults, environment.role, environment.index, environment.incarnation) if faults else None
+
+
+def reach(point: str, step: int | None = None) -> None:
+    """See `Injector.reach`."""
+    if _injector is not None:
+        _injector.reach(point, step)
+
+
+def disk() -> None:
+    """See `Injector.disk`."""
+    if _injector is not None:
+        _injector.disk()
+
+
+def on_wire(frame: Frame) -> Frame:
+    """See `Injector.on_wire`."""
+    return frame if _injector is None else _injector.on_wire(frame)

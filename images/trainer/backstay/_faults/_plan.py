@@ -1,0 +1,166 @@
+"""The language of fault scripts, such as ``kill worker/1 @12; stop server/0 @30 5s``. Pure.
+
+One fault is ``ACTION ROLE/INDEX[#INCARNATION] @STEP [POINT] [DURATION | CODE]``; faults are separated by ``;`` or line
+ends. A fault that is misspelt must never be one that silently does not happen, so everything unknown is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from backstay_spec import contract
+
+__all__ = ["ENV_FAULTS", "POINTS", "Fault", "parse"]
+
+ENV_FAULTS: Final = "FAULT_INJECTION"
+"""Set by the user in the job's `env`; the prefix of our own variables is refused there."""
+
+_ROLES: Final = {
+    "worker": contract.ROLE_WORKER,
+    "server": contract.ROLE_SERVER,
+    "evaluator": contract.ROLE_EVALUATOR,
+}
+POINTS: Final = {
+    contract.ROLE_WORKER: ("compute", "push"),
+    contract.ROLE_SERVER: ("applied", "commit", "rename"),
+    contract.ROLE_EVALUATOR: ("evaluate",),
+}
+"""Where a fault can strike, by role; the first is the default."""
+
+# Whether an action takes a duration: never, always, or as it likes.
+_DURATION: Final = {
+    "kill": "no",
+    "stop": "may",
+    "delay": "must",
+    "hang": "no",
+    "cut": "no",
+    "corrupt": "no",
+    "fill": "must",
+    "exit": "no",
+}
+_SECONDS: Final = re.compile(r"(\d+(?:\.\d+)?)s")
+_LONGEST: Final = 86_400.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, once in each process that it names.
+
+    Attributes:
+        action: see docs/faults.md.
+        role: a value of `BACKSTAY_ROLE`.
+        index: shard or rank; None for every one.
+        incarnation: of the pod; None for every one.
+        step: the first step at which it may happen. A worker counts by its batches, a server by updates applied.
+        point: one of the role's `POINTS`.
+        seconds: how long it lasts; None where it has no end, or no duration.
+        code: the exit status of ``exit``.
+    """
+
+    action: str
+    role: str
+    index: int | None
+    incarnation: int | None
+    step: int
+    point: str
+    seconds: float | None = None
+    code: int | None = None
+
+    def strikes(self, role: str, index: int, incarnation: int) -> bool:
+        """Whether it is for that pod."""
+        return (
+            self.role == role
+            and self.index in (None, index)
+            # Pods of our own count from 1; what runs without an operator has no incarnation, which is 0.
+            and (self.incarnation is None or self.incarnation == max(1, incarnation))
+        )
+
+    def __str__(self) -> str:
+        short = next(name for name, role in _ROLES.items() if role == self.role)
+        index = "*" if self.index is None else str(self.index)
+        incarnation = "#*" if self.incarnation is None else "" if self.incarnation == 1 else f"#{self.incarnation}"
+        parts = [self.action, f"{short}/{index}{incarnation}", f"@{self.step}"]
+        if self.point != POINTS[self.role][0]:
+            parts.append(self.point)
+        if self.seconds is not None:
+            parts.append(f"{self.seconds:f}".rstrip("0").rstrip(".") + "s")
+        if self.code is not None:
+            parts.append(str(self.code))
+        return " ".join(parts)
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults of a script, in its order.
+
+    Raises:
+        ValueError: one of them cannot be understood; the message quotes it, and says what would be right.
+    """
+    return tuple(_one(clause) for line in text.splitlines() for clause in line.split(";") if clause.strip())
+
+
+def _one(clause: str) -> Fault:
+    words = iter(clause.split())
+    action = next(words)
+    if action not in _DURATION:
+        raise _wrong(clause, f"{action!r} is no action: must be one of {', '.join(_DURATION)}")
+    role, index, incarnation = _target(clause, next(words, ""))
+    step = next(words, "")
+    if not step.startswith("@") or (at := _whole(step[1:])) is None:
+        raise _wrong(clause, f"{step!r} is no step: must be such as @12")
+    point, seconds, code = _rest(clause, action, role, words)
+    if action == "fill" and role != contract.ROLE_SERVER:
+        raise _wrong(clause, "only servers write checkpoints: must be such as fill server/0 @25 10s")
+    if action == "corrupt" and role == contract.ROLE_EVALUATOR:
+        raise _wrong(clause, "an evaluator sends no tensors: must be a worker or a server")
+    return Fault(action, role, index, incarnation, at, point or POINTS[role][0], seconds, code)
+
+
+def _target(clause: str, text: str) -> tuple[str, int | None, int | None]:
+    name, slash, rest = text.partition("/")
+    if name not in _ROLES or not slash:
+        raise _wrong(clause, f"{text!r} is no pod: must be such as worker/1, server/0 or evaluator/0")
+    number, hash_, life = rest.partition("#")
+    index, incarnation = _whole(number), _whole(life) if hash_ else 1
+    if index is None and number != "*":
+        raise _wrong(clause, f"{number!r} is no index: must be 0 or more, or * for every one")
+    if (incarnation is None and life != "*") or incarnation == 0:
+        raise _wrong(clause, f"{life!r} is no incarnation: must be 1 or more, or * for every one")
+    return _ROLES[name], index, incarnation
+
+
+def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[str, float | None, int | None]:
+    point, seconds, code = "", None, None
+    for word in words:
+        if word in POINTS[role] and not point:
+            point = word
+        elif (found := _SECONDS.fullmatch(word)) and seconds is None and _DURATION[action] != "no":
+            seconds = float(found[1])
+            if not (math.isfinite(seconds) and 0 < seconds <= _LONGEST):
+                raise _wrong(clause, f"{word!r} is no duration: must be more than 0 s and at most a day")
+        elif action == "exit" and code is None and (code := _whole(word)) is not None and code <= 255:
+            continue
+        else:
+            raise _wrong(clause, f"{word!r} cannot stand here: {_allowed(action, role)}")
+    if _DURATION[action] == "must" and seconds is None:
+        raise _wrong(clause, f"for how long? {_allowed(action, role)}")
+    if action == "exit" and code is None:
+        raise _wrong(clause, f"with which status? {_allowed(action, role)}")
+    return point, seconds, code
+
+
+def _allowed(action: str, role: str) -> str:
+    more = {"must": " and a duration such as 3s", "may": ", and a duration such as 3s if it ends", "no": ""}
+    status = " and an exit status of 0 to 255" if action == "exit" else ""
+    return f"{action} takes one of {', '.join(POINTS[role])} (or none of them){more[_DURATION[action]]}{status}"
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
+
+
+def _wrong(clause: str, why: str) -> ValueError:
+    return ValueError(f"{ENV_FAULTS}: {clause.strip()!r}: {why}")

@@ -1,0 +1,88 @@
+"""The language of fault scripts: what is written is what is meant, and what is misspelt is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._faults import Fault, parse
+from backstay._faults._plan import _DURATION, _ROLES, POINTS
+from backstay_spec import contract
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    action = draw(st.sampled_from(sorted(_DURATION)))
+    roles = {"fill": ["server"], "corrupt": ["server", "worker"]}.get(action, sorted(_ROLES))
+    role = _ROLES[draw(st.sampled_from(roles))]
+    seconds = draw(st.integers(1, 86_400_000)) / 1000 if _DURATION[action] != "no" else None
+    if _DURATION[action] == "may" and draw(st.booleans()):
+        seconds = None
+    return Fault(
+        action=action,
+        role=role,
+        index=draw(st.none() | st.integers(0, 999)),
+        incarnation=draw(st.none() | st.integers(1, 99)),
+        step=draw(st.integers(0, 10**9 - 1)),
+        point=draw(st.sampled_from(POINTS[role])),
+        seconds=seconds,
+        code=draw(st.integers(0, 255)) if action == "exit" else None,
+    )
+
+
+@given(st.lists(faults()), st.sampled_from(["; ", ";", "\n", " ;\n; "]))
+def test_what_is_written_is_read_back(script: list[Fault], between: str) -> None:
+    assert parse(between.join(map(str, script))) == tuple(script)
+
+
+@given(st.text(alphabet="abcdefkilstopwrverny/@#;.*0123456789 \n", max_size=60))
+def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
+    """What is accepted says the same again in its own words; nothing else is raised."""
+    try:
+        found = parse(text)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert parse("; ".join(map(str, found))) == found
+    assert not refusal or refusal.startswith("FAULT_INJECTION: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kil worker/1 @12", "'kil' is no action: must be one of kill, stop"),
+        ("kill worker @12", "'worker' is no pod: must be such as worker/1"),
+        ("kill ps/1 @12", "'ps/1' is no pod"),
+        ("kill worker/-1 @12", "'-1' is no index"),
+        ("kill worker/1#0 @12", "'0' is no incarnation: must be 1 or more"),
+        ("kill worker/1 12", "'12' is no step: must be such as @12"),
+        ("kill worker/1", "'' is no step"),
+        ("kill worker/1 @12 applied", "'applied' cannot stand here: kill takes one of compute, push"),
+        ("kill worker/1 @12 3s", "'3s' cannot stand here"),
+        ("delay worker/1 @12", "for how long?"),
+        ("delay worker/1 @12 0s", "'0s' is no duration"),
+        ("stop server/0 @30 5", "'5' cannot stand here: stop takes"),
+        ("exit worker/1 @12", "with which status?"),
+        ("exit worker/1 @12 256", "'256' cannot stand here"),
+        ("fill worker/1 @12 3s", "only servers write checkpoints"),
+        ("corrupt evaluator/0 @12", "an evaluator sends no tensors"),
+        ("stop server/0 @1 5s; stop server/1 @1 5s 6s", "'stop server/1 @1 5s 6s': '6s' cannot stand here"),
+    ],
+)
+def test_a_mistake_is_refused_with_what_would_be_right(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match="FAULT_INJECTION") as caught:
+        parse(text)
+    assert says in str(caught.value)
+
+
+def test_a_fault_is_for_the_first_incarnation_unless_it_says_otherwise() -> None:
+    """O4: a replacement that dies of the same fault again would only spend the budget."""
+    (one,) = parse("kill worker/1 @12")
+    assert one.strikes(contract.ROLE_WORKER, 1, 1)
+    assert not one.strikes(contract.ROLE_WORKER, 1, 2)
+    assert not one.strikes(contract.ROLE_WORKER, 0, 1)
+    assert not one.strikes(contract.ROLE_SERVER, 1, 1)
+    (every,) = parse("kill worker/*#* @12")
+    assert every.strikes(contract.ROLE_WORKER, 7, 9)
