@@ -201,7 +201,8 @@ async def _apply_crd(api: Api) -> None:
     async with asyncio.timeout(START_SECONDS):
         while True:
             stored = await api.request("GET", f"{CRDS}/{crd['metadata']['name']}")
-            conditions = stored.get("status", {}).get("conditions", [])
+            # A real API server says null before its first look at the definition.
+            conditions = (stored.get("status") or {}).get("conditions") or []
             if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
                 return
             await asyncio.sleep(0.02)

@@ -235,7 +235,7 @@ class Executor:
             self._metrics.errors.labels(error.kind).inc()
             return
         memory.refused.pop(name, None)
-        memory.secret_ensured = True
+        memory.secret_at = self._now()
 
     async def _delete_pod(self, key: JobKey, action: act.DeletePod) -> None:
         try:

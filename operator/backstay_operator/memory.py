@@ -25,14 +25,15 @@ class JobMemory:
 
     Attributes:
         uid: the job's.
-        secret_ensured, progress, missing, refused, status_written: see `backstay_spec.observed.Observed`.
+        secret_at, witnessed, progress, missing, refused, status_written: see `backstay_spec.observed.Observed`.
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
     """
 
     uid: str
-    secret_ensured: bool = False
+    secret_at: datetime | None = None
+    witnessed: set[str] = field(default_factory=set)
     progress: Progress | None = None
     missing: set[str] = field(default_factory=set)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -49,5 +50,6 @@ class JobMemory:
             if role in names.ROLE_OF_LABEL and index.isdigit():
                 current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))
         self.missing &= current
+        self.witnessed &= current
         while len(self.told) > _MOST_EVENTS:
             del self.told[next(iter(self.told))]

@@ -147,13 +147,17 @@ class Reconciler:
 
     def _observed(self, key: JobKey, memory: JobMemory) -> Observed:
         pods = self._cluster.objects(PODS, key)
-        memory.missing -= {pod["metadata"]["name"] for pod in pods}
+        seen = {pod["metadata"]["name"] for pod in pods}
+        memory.missing -= seen
+        memory.witnessed |= seen
         return Observed(
             pods=pods,
             services=self._cluster.objects(SERVICES, key),
             network_policies=self._cluster.objects(NETWORK_POLICIES, key),
-            secret_ensured=memory.secret_ensured,
+            secret_ensured=memory.secret_at is not None,
+            secret_at=memory.secret_at,
             progress=memory.progress,
+            witnessed=frozenset(memory.witnessed),
             missing=frozenset(memory.missing),
             refused=dict(memory.refused),
             status_written=memory.status_written,

@@ -34,9 +34,6 @@ def wait_after(failures: int) -> timedelta:
 
 
 def backed_off(before: Backoff | None, now: datetime) -> Backoff:
-    """The record of one more such crash. Status times have whole seconds, so the wait is rounded up to one."""
+    """The record of one more such crash."""
     failures = (before.failures if before is not None else 0) + 1
-    until = now + wait_after(failures)
-    if until.microsecond:
-        until = until.replace(microsecond=0) + timedelta(seconds=1)
-    return Backoff(failures=failures, not_before=until)
+    return Backoff(failures=failures, not_before=now + wait_after(failures))

@@ -96,6 +96,7 @@ _WAITING: Final = {
     "PreStartHookError": Blocked.CONFIG,
     "PostStartHookError": Blocked.CONFIG,
 }
+_RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused")
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
 
@@ -122,10 +123,11 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a server left as its termination message.
+    """What a pod left as its termination message.
 
     Attributes:
-        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``.
+        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of any pod that the servers
+            will not have: its parameters are not theirs.
         reason, message: why it failed.
         step, checkpoint: what it reached, None or empty where it did not say.
         metrics: of the last evaluation, finite values only.
@@ -137,6 +139,11 @@ class Outcome:
     step: int | None = None
     checkpoint: str = ""
     metrics: Mapping[str, float] | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether this pod was refused in a way that its replacement would be too."""
+        return self.result == "Refused"
 
     @property
     def succeeded(self) -> bool:
@@ -154,7 +161,7 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def outcome_of(pod: Manifest) -> Outcome | None:
-    """The outcome that a server's pod tells, or None: it has not ended, or its message is not one of ours.
+    """The outcome that a pod tells, or None: it has not ended, or its message is not one of ours.
 
     ``Succeeded`` counts only with exit code 0: without it the message may be a log's last lines.
     """
@@ -165,9 +172,9 @@ def outcome_of(pod: Manifest) -> Outcome | None:
         said = json.loads(state.get("message") or "")
     except ValueError:
         return None
-    if not isinstance(said, dict) or said.get("result") not in ("Succeeded", "AlreadyComplete", "Failed"):
+    if not isinstance(said, dict) or said.get("result") not in _RESULTS:
         return None
-    if said["result"] != "Failed" and state.get("exitCode") != 0:
+    if said["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
         return None
     step, metrics = said.get("step"), said.get("metrics")
     return Outcome(

@@ -80,7 +80,9 @@ class Observed:
         pods, services, network_policies: raw manifests of every object in the job's namespace that carries the label
             ``backstay.dev/job=<its name>``, other owners' included; the planner leaves those alone.
         secret_ensured: this operator process created the job's Secret, or was told 409. Secrets are never read (O7).
+        secret_at: when it last did so.
         progress: the newest answers of the servers; None until there were any.
+        witnessed: names of pods that this process has seen: one of them that is missing did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; forgotten once a create succeeds.
         status_written: when this process last wrote the job's status; None when it did not. Paces what progress
@@ -91,7 +93,9 @@ class Observed:
     services: tuple[Manifest, ...] = ()
     network_policies: tuple[Manifest, ...] = ()
     secret_ensured: bool = False
+    secret_at: datetime | None = None
     progress: Progress | None = None
+    witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None

@@ -51,6 +51,8 @@ from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = ["plan", "refuse"]
 
+# How often a Secret is made that may have been deleted.
+SECRET_RETRY: Final = timedelta(seconds=10)
 _INVALID_SPEC: Final = "InvalidSpec"
 _INCARNATION_PATH: Final = "/spec/selector/" + contract.LABEL_INCARNATION.replace("~", "~0").replace("/", "~1")
 
@@ -71,7 +73,7 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
     draft.pods = own_pods(observed.pods, job.metadata.uid)
     record_seen(draft)
     if not draft.finished():
-        apply_outcome(draft)
+        apply_outcome(draft, observed.progress)
     if not draft.finished():
         _run(draft, job, observed, settings)
     if draft.finished():
@@ -138,7 +140,8 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
         _note_scale(draft, job)
         for role in ROLE_OF_LABEL.values():
             draft.desired[role] = sum(1 for slot in slots if ROLE_OF_LABEL[slot.role] == role)
-    _ensure_infrastructure(draft, job, observed, settings, services)
+    starved = any(h.obstacle.blocked is Blocked.CONFIG for h in judged.hindered)
+    _ensure_infrastructure(draft, job, observed, settings, services, starved=starved)
     for birth in judged.births:
         draft.actions.append(
             CreatePod(
@@ -173,9 +176,19 @@ def _cluster_ip(service: Manifest | None) -> str | None:
 
 
 def _ensure_infrastructure(
-    draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSettings, services: dict[str, Manifest]
+    draft: Draft,
+    job: TrainingJob,
+    observed: Observed,
+    settings: PlanSettings,
+    services: dict[str, Manifest],
+    *,
+    starved: bool,
 ) -> None:
-    """Create what is missing of Secret, NetworkPolicy and Services; what was refused is tried again in a while."""
+    """Create what is missing of Secret, NetworkPolicy and Services; what was refused is tried again in a while.
+
+    Nobody may look whether the Secret is still there (O7), so it is also made while a pod is `starved`: lacks a Secret
+    or a ConfigMap that it names.
+    """
     meta = job.metadata
 
     def due(name: str) -> bool:
@@ -185,7 +198,11 @@ def _ensure_infrastructure(
         draft.wake_at(refusal.at + REFUSED_RETRY)
         return False
 
-    if not observed.secret_ensured and due(names.secret_name(meta.name, meta.uid)):
+    secret_due = not observed.secret_ensured
+    if starved and observed.secret_at is not None:
+        secret_due = draft.now >= observed.secret_at + SECRET_RETRY
+        draft.wake_at(max(draft.now, observed.secret_at) + SECRET_RETRY)
+    if secret_due and due(names.secret_name(meta.name, meta.uid)):
         draft.actions.append(CreateSecret(manifests.secret(meta)))
     policy = names.network_policy_name(meta.name, meta.uid)
     if due(policy) and not any(

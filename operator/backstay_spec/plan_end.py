@@ -9,6 +9,7 @@ from backstay_spec import contract, status
 from backstay_spec.actions import DeleteJob, DeletePod
 from backstay_spec.causes import Outcome, outcome_of
 from backstay_spec.events import normal
+from backstay_spec.observed import Progress
 from backstay_spec.plan_draft import Draft, checkpoint_status
 from backstay_spec.plan_pods import PodView, gone_by
 from backstay_spec.plan_slots import newest_pod
@@ -18,19 +19,28 @@ from backstay_spec.types import RunPolicy, TrainingJob
 LEAVING: Final = timedelta(seconds=10)
 
 
-def apply_outcome(draft: Draft) -> None:
-    """End the job if a server has said how it ended: shard 0's success, or any server's failure."""
+def apply_outcome(draft: Draft, progress: Progress | None) -> None:
+    """End the job if a pod has said how it ended: shard 0's success, any server's failure, or, before the first update,
+    that a pod was refused for good: its parameters are not the others', and its replacement's would not be (O4).
+
+    Later the others train on, so a rank that is refused is one that crashes, with its back-off and its budget.
+    """
     succeeded: Outcome | None = None
+    step = progress.step if progress is not None and progress.step is not None else draft.old.step
+    trained = step is not None and step > 0
     for slot, pods in sorted(draft.pods.items()):
-        if slot.role != contract.ROLE_SERVER or not any(p.ended for p in pods):
+        if not any(p.ended for p in pods):
             continue
         pod = newest_pod(draft, slot)
         outcome = outcome_of(pod.raw) if pod is not None and pod.ended else None
         if outcome is None:
             continue
+        if trained if outcome.refused else slot.role != contract.ROLE_SERVER:
+            continue
         if not outcome.succeeded:
             said = outcome.message or "the training runtime gave no reason"
-            draft.fail(status.reason_or(outcome.reason, "TrainingFailed"), f"{slot.text}: {said}")
+            reason = "Refused" if outcome.refused else "TrainingFailed"
+            draft.fail(status.reason_or(outcome.reason, reason), f"{slot.text}: {said}")
             return
         if slot.index == 0:
             succeeded = outcome

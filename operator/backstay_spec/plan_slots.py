@@ -6,7 +6,8 @@ For each place the newest incarnation on record is the one that counts. Its pod 
   `notBefore`;
 - not seen, though on record: it was deleted behind our back, or the operator died between writing the status and
   creating it. A live GET tells; if it is not there it is dead, and the next incarnation takes its place, because a pod
-  that was force-deleted may still run somewhere. The condition PodsCreated tells the two apart for the counters;
+  that was force-deleted may still run somewhere. For the counters, what this operator has seen tells the two apart,
+  and after its restart the condition PodsCreated;
 - not seen because the API server refused it: the same incarnation is tried again.
 
 Standbys will be further pods of a place, of incarnations of their own; what then changes is which incarnation a
@@ -218,7 +219,8 @@ class Slots:
             else:
                 self.draft.wake_at(refusal.at + REFUSED_RETRY)
         elif name in self.observed.missing:
-            if not status.holds(self.draft.conditions, status.PODS_CREATED):
+            existed = status.holds(self.draft.conditions, status.PODS_CREATED) or name in self.observed.witnessed
+            if not existed:
                 # It may never have been: the operator can die between the status and the create.
                 self._bear(slot, None)
                 return

@@ -20,10 +20,12 @@ __all__ = [
     "Condition",
     "FiniteFloat",
     "Phase",
+    "PreciseTime",
     "Role",
     "RoleStatus",
     "Time",
     "TrainingJobStatus",
+    "format_precise_time",
     "format_time",
     "slot_key",
 ]
@@ -43,6 +45,16 @@ def format_time(value: datetime) -> str:
     return _whole_seconds(value).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _milliseconds(value: datetime) -> datetime:
+    aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    return aware.astimezone(UTC).replace(microsecond=aware.microsecond // 1000 * 1000)
+
+
+def format_precise_time(value: datetime) -> str:
+    """A time with milliseconds: ``2026-01-31T12:00:00.250Z``, which RFC 3339 and so `date-time` allow."""
+    return _milliseconds(value).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
 def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity, and a diverged loss must not stop a status from being written."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -53,6 +65,14 @@ Time: TypeAlias = Annotated[
     Field(strict=False),
     AfterValidator(_whole_seconds),
     PlainSerializer(format_time, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+# For the operator's own reckoning: rounded to whole seconds, the first back-off of 1 s would be anything up to 2 s.
+PreciseTime: TypeAlias = Annotated[
+    datetime,
+    Field(strict=False),
+    AfterValidator(_milliseconds),
+    PlainSerializer(format_precise_time, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
 FiniteFloat: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
@@ -125,7 +145,7 @@ class Backoff(StatusModel):
     failures: int = 0
     """Crashes in a row before the first gradient."""
 
-    not_before: Time | None = None
+    not_before: PreciseTime | None = None
     """The replacement is not created before this time."""
 
 

@@ -53,6 +53,9 @@ class Cluster:
         self.policies: dict[str, dict[str, Any]] = {}
         self.foreign: list[dict[str, Any]] = []
         self.secret_ensured = False
+        self.secret_at: datetime | None = None
+        self.witnessed: set[str] = set()
+        self.secrets = 0  # how often a Secret was asked for
         self.progress: Progress | None = None
         self.missing: set[str] = set()
         self.refused: dict[str, Refusal] = {}
@@ -84,6 +87,8 @@ class Cluster:
             services=tuple(copy.deepcopy(list(self.services.values()))),
             network_policies=tuple(self.policies.values()),
             secret_ensured=self.secret_ensured,
+            secret_at=self.secret_at,
+            witnessed=frozenset(self.witnessed),
             progress=self.progress,
             missing=frozenset(self.missing),
             refused=dict(self.refused),
@@ -91,6 +96,7 @@ class Cluster:
         )
 
     def plan(self) -> Plan:
+        self.witnessed |= set(self.pods)
         return plan(self.job, self.observed(), self.now, self.settings)
 
     def write_status(self, todo: Plan) -> None:
@@ -112,7 +118,8 @@ class Cluster:
             case CreateSecret():
                 if not self._refuses(action.manifest):
                     assert action.with_token("ab")["data"] == {"token": "YWI="}
-                    self.secret_ensured = True
+                    self.secret_ensured, self.secret_at = True, self.now
+                    self.secrets += 1
             case CreateNetworkPolicy():
                 self._create(self.policies, action.manifest)
             case CreateService():
@@ -290,7 +297,8 @@ class Cluster:
 
     def restart_operator(self) -> None:
         """All that an operator remembers is lost."""
-        self.secret_ensured = False
+        self.secret_ensured, self.secret_at = False, None
+        self.witnessed = set()
         self.missing = set()
         self.refused = {}
         self.progress = None
