@@ -66,20 +66,24 @@ class Leaf(_message.Message):
     def __init__(self, path: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "partition_digest", "steps")
+    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "partition_digest", "steps", "term", "version")
     PEER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     PARTITION_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
     leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
     partition_digest: bytes
     steps: int
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., partition_digest: _Optional[bytes] = ..., steps: _Optional[int] = ...) -> None: ...
+    term: int
+    version: int
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., partition_digest: _Optional[bytes] = ..., steps: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "coordinator_incarnation", "failed")
@@ -204,7 +208,7 @@ class Contribution(_message.Message):
     def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("term", "version", "contributions", "world", "skip", "clip_factor", "checkpoint", "final")
+    __slots__ = ("term", "version", "contributions", "world", "skip", "clip_factor", "checkpoint", "final", "offset")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +217,7 @@ class Commit(_message.Message):
     CLIP_FACTOR_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
@@ -221,27 +226,36 @@ class Commit(_message.Message):
     clip_factor: float
     checkpoint: bool
     final: bool
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: _Optional[bool] = ..., clip_factor: _Optional[float] = ..., checkpoint: _Optional[bool] = ..., final: _Optional[bool] = ...) -> None: ...
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: _Optional[bool] = ..., clip_factor: _Optional[float] = ..., checkpoint: _Optional[bool] = ..., final: _Optional[bool] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class NormRequest(_message.Message):
-    __slots__ = ("term", "version", "contributions")
+    __slots__ = ("term", "version", "contributions", "round", "replicate", "unclipped")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICATE_FIELD_NUMBER: _ClassVar[int]
+    UNCLIPPED_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+    round: int
+    replicate: bool
+    unclipped: bool
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., round: _Optional[int] = ..., replicate: _Optional[bool] = ..., unclipped: _Optional[bool] = ...) -> None: ...
 
 class Norm(_message.Message):
-    __slots__ = ("term", "version", "sum_of_squares")
+    __slots__ = ("term", "version", "sum_of_squares", "round")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     sum_of_squares: float
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., sum_of_squares: _Optional[float] = ...) -> None: ...
+    round: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., sum_of_squares: _Optional[float] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Reject(_message.Message):
     __slots__ = ("id", "reason", "next_key_step")
@@ -262,12 +276,16 @@ class Save(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("term", "version")
+    __slots__ = ("term", "version", "last", "prepared")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    last: Commit
+    prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")
@@ -352,16 +370,18 @@ class Settings(_message.Message):
     def __init__(self, world: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollback(_message.Message):
-    __slots__ = ("term", "version", "checkpoint", "world")
+    __slots__ = ("term", "version", "checkpoint", "world", "offset")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     checkpoint: str
     world: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ...) -> None: ...
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("version", "checkpoint", "failed", "reason")
@@ -559,7 +579,7 @@ class Hello(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., partition_digest: _Optional[bytes] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon")
+    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon", "received", "replica")
     PUSH_BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -567,6 +587,8 @@ class Frame(_message.Message):
     PARAMS_BEGIN_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     push_begin: PushBegin
     chunk: Chunk
     end: End
@@ -574,7 +596,63 @@ class Frame(_message.Message):
     params_begin: ParamsBegin
     refused: Refused
     abandon: Abandon
-    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ...) -> None: ...
+    received: Received
+    replica: Replica
+    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ...) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("state", "array", "whole", "mean", "commit", "held", "alive")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    state: ReplicaState
+    array: ReplicaArray
+    whole: bool
+    mean: ReplicaMean
+    commit: Commit
+    held: bool
+    alive: bool
+    def __init__(self, state: _Optional[_Union[ReplicaState, _Mapping]] = ..., array: _Optional[_Union[ReplicaArray, _Mapping]] = ..., whole: _Optional[bool] = ..., mean: _Optional[_Union[ReplicaMean, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., held: _Optional[bool] = ..., alive: _Optional[bool] = ...) -> None: ...
+
+class ReplicaState(_message.Message):
+    __slots__ = ("term", "version", "world", "last", "coordinator", "start")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    world: int
+    last: Commit
+    coordinator: str
+    start: Rollback
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., coordinator: _Optional[str] = ..., start: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+
+class ReplicaArray(_message.Message):
+    __slots__ = ("key", "start", "stop", "offset")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    start: int
+    stop: int
+    offset: int
+    def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class ReplicaMean(_message.Message):
+    __slots__ = ("version", "contributions")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
 
 class PushBegin(_message.Message):
     __slots__ = ("id", "info", "bytes", "whole")
@@ -612,8 +690,14 @@ class Abandon(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Received(_message.Message):
+    __slots__ = ("moved_on",)
+    MOVED_ON_FIELD_NUMBER: _ClassVar[int]
+    moved_on: bool
+    def __init__(self, moved_on: _Optional[bool] = ...) -> None: ...
+
 class ParamsBegin(_message.Message):
-    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole")
+    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole", "offset")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -622,6 +706,7 @@ class ParamsBegin(_message.Message):
     NEXT_KEY_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -630,7 +715,8 @@ class ParamsBegin(_message.Message):
     next_key_step: int
     done: bool
     whole: bool
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ..., whole: _Optional[bool] = ...) -> None: ...
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ..., whole: _Optional[bool] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "message")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -249,15 +250,18 @@ def stream(kit: SimpleNamespace, stack: ExitStack) -> Callable[..., ClientStream
 
 
 def test_a_stream_that_ends_without_the_mark_counts_for_nothing(
-    kit: SimpleNamespace, make_shard: Make, stream: Make
+    kit: SimpleNamespace, make_shard: Make, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T1: even when every byte is there."""
     shard = make_shard((BIG,), serve=True)
+    begun, begin = threading.Event(), shard.runtime.begin
+    monkeypatch.setattr(shard.runtime, "begin", lambda *a: (begin(*a), begun.set())[0])
     end = stream(shard)
     end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=shard.layout.nbytes)))
     data = np.zeros(shard.layout.nbytes, np.uint8)
     for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
         end.write(frame, data[start:stop])
+    assert begun.wait(kit.wait)  # else cancelling may drop even the beginning
     end.close()
     assert shard.coordination.wait_for("lost") == [kit.gid(0)]
     assert shard.coordination.of("staged") == []
@@ -447,7 +451,7 @@ def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, d
 
 
 def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_shard: Make, stream: Make) -> None:
-    """T1, T2: the answer comes between two chunks; what follows until `Abandon` is dropped."""
+    """T1, T2: it says so between two chunks; what follows until `Abandon` is dropped, and then comes the answer."""
     shard = make_shard((BIG,), serve=True)
     end = stream(shard)
     data = np.zeros(shard.layout.nbytes, np.uint8)
@@ -459,13 +463,14 @@ def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_
     shard.coordination.wait_for("applied")
     frame, (_, start, stop) = spans[1]
     end.write(frame, data[start:stop])
+    assert end.read()[0].received.moved_on
+    frame, (_, start, stop) = spans[2]
+    end.write(frame, data[start:stop])
+    end.write(frames.ABANDON)
     answer, _ = end.read()
     assert (answer.params_begin.version, answer.params_begin.outcome) == (1, kit.reasons.LATE)
     while end.read()[0].WhichOneof("kind") == "chunk":
         pass
-    frame, (_, start, stop) = spans[2]
-    end.write(frame, data[start:stop])
-    end.write(frames.ABANDON)
     end.write(frames.pull(1))
     assert end.read()[0].params_begin.version == 1
     assert shard.coordination.of("lost") == [kit.gid(0)]
@@ -485,6 +490,31 @@ def test_cancel_ends_a_wait(kit: SimpleNamespace, make_shard: Make, dial: Make, 
         waiting.result(kit.wait)
     with pytest.raises(PeerLost, match="no heartbeat"):
         client.exchange_all(None, 0, [shard.buffers()])
+
+
+def test_cancel_ends_a_push_to_a_server_that_is_stopped(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
+) -> None:
+    """T8: nothing tells a client that its peer was stopped; its write must end when the watchdog says so."""
+    shard = make_shard((5 * BIG,))
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("stopping_server.py")), kit.token],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        shard.server = SimpleNamespace(port=int(process.stdout.readline()))
+        client = dial(shard)
+        waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        client.cancel("no heartbeat for 10 s")
+        with pytest.raises(PeerLost, match="no heartbeat"):
+            waiting.result(kit.wait)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_closing_the_server_ends_idle_waiting_and_stuck_streams(

@@ -18,9 +18,10 @@ class Published:
     version before it computes the next, and only streams that are still sending hold on to it.
     """
 
-    def __init__(self, version: int, world: int, blocks: int) -> None:
+    def __init__(self, version: int, world: int, blocks: int, offset: int = 0) -> None:
         self.version = version
         self.world = world
+        self.offset = offset
         self._blocks: list[np.ndarray | None] = [None] * blocks
         self._changed = threading.Condition()
         self._stopped: Refusal | None = None

@@ -110,6 +110,7 @@ class ShardRuntime:
         self._engine: Engine | None = None
         self._version = 0  # of the newest update that has begun
         self._world = 0
+        self._offset = 0  # of batches, in that world
         self._published: Published | None = None
         self._commits: dict[int, Commit] = {}
         self._norms: dict[int, NormRequest] = {}
@@ -122,7 +123,7 @@ class ShardRuntime:
 
     # ---- Life ----
 
-    def reset(self, term: int, engine: Engine, world: int) -> None:
+    def reset(self, term: int, engine: Engine, world: int, offset: int = 0) -> None:
         """Starts, or starts again: from `engine.version` in a new term. Returns at once.
 
         Everything of the term before is dropped: gradients, decisions, waiting streams. Decisions of the new term may
@@ -137,7 +138,7 @@ class ShardRuntime:
             for gradient in self._gradients:
                 if gradient.complete:
                     self._gradients.give(self._gradients.remove(gradient))
-            self._term, self._engine, self._world = term, engine, world
+            self._term, self._engine, self._world, self._offset = term, engine, world, offset
             self._version = engine.version
             self._published = None
             self._commits.clear()
@@ -282,6 +283,7 @@ class ShardRuntime:
                 term=self._term,
                 version=published.version,
                 world=published.world,
+                offset=published.offset,
                 block=published.block,
                 outcome=outcome,
                 next_key_step=next_key_step,
@@ -360,7 +362,7 @@ class ShardRuntime:
                 if engine is not None:
                     if self._fresh:
                         self._fresh = False
-                        return lambda: self._fill(engine, Published(version, self._world, len(self._sizes)), term)
+                        return lambda: self._fill(engine, Published(version, self._world, len(self._sizes), self._offset), term)
                     if version in self._saves:
                         self._saves.discard(version)
                         return lambda: self._save(engine, term, version)
@@ -396,7 +398,7 @@ class ShardRuntime:
             # Streams of pushes that come too late see it now; nobody may take the old version any more, and its
             # memory may be used for the new one.
             self._version = commit.version + 1
-            self._world = commit.world
+            self._world, self._offset = commit.world, commit.offset
             self._published = None
         if commit.skip:
             engine.skip()
@@ -409,7 +411,7 @@ class ShardRuntime:
                 clip_factor=commit.clip_factor,
             )
         try:
-            self._fill(engine, Published(commit.version + 1, commit.world, len(self._sizes)), commit.term)
+            self._fill(engine, Published(commit.version + 1, commit.world, len(self._sizes), commit.offset), commit.term)
         finally:
             # Not before: the engine reads the gradients until the last block is computed.
             with self._changed:

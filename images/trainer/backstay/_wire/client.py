@@ -1,8 +1,8 @@
 """The worker's side of data streams: gradients out, parameters in, all shards at the same time. Knows no transport.
 
-A large push is written by a thread of its own while the caller reads, so that the server may answer before the push
-is complete, and so that two ends that write at the same time never wait for each other. A small one is one frame,
-written by the caller itself, which saves the hand-over.
+A stream is used by one thread, which writes a push and then reads the answer; on the way it reads, window by window,
+whether the rest is still wanted. Writing and reading at the same time would be simpler, and Arrow says that it may be
+done; but when the connection breaks while one thread writes, the other one's read never returns (ADR 8).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Pus
 
 from ..errors import PeerLost, Refused, Superseded
 from . import frames
-from .frames import WHOLE_BYTES, Cover, Span, kind_of
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
 from .seam import Bytes, DataClient, FrameStream, GradientPush, LayoutLike, Mode, Pulled, Refusal, block_nbytes
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
@@ -37,7 +37,7 @@ class CancellableStream(FrameStream, Protocol):
 
 
 class _Thread:
-    """A thread that runs one thing at a time for its owner: starting one for each push would cost more."""
+    """A thread that runs one thing at a time for its owner: starting one for each exchange would cost more."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
@@ -59,7 +59,7 @@ class _Thread:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits for the future
                 future.set_exception(error)
-            del work, future, item  # what it held must not live until the next push
+            del work, future, item  # what it held must not live until the next exchange
 
 
 class StreamClient:
@@ -78,9 +78,6 @@ class StreamClient:
         self._total = sum(sizes)
         self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
         self._end = frames.end_of(self._total)
-        self._writer: _Thread | None = None
-        self._answered = False
-        self._closed = False
 
     @property
     def shard(self) -> int:
@@ -90,32 +87,16 @@ class StreamClient:
         """See `DataClient.exchange`."""
         if [block.nbytes for block in into] != list(self._sizes):
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
-        self._answered = False
         begun = time.perf_counter()
-        writing: Future[object] | None = None
-        if push is None:
-            self._stream.write(frames.pull(min_version))
-        else:
-            data = [np.asarray(block).reshape(-1).view(np.uint8) for block in push.blocks]
-            if [block.nbytes for block in data] != list(self._sizes):
-                raise ValueError(f"shard {self._shard}: the gradient's blocks do not have the partition's sizes")
-            whole = self._total <= WHOLE_BYTES
-            begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total, whole=whole))
-            if whole:
-                self._stream.write(begin, frames.joined(data))
-            else:
-                if self._writer is None:
-                    self._writer = _Thread(f"backstay-push-{self._shard}")
-                writing = self._writer.submit(lambda: self._push(begin, data))
         try:
+            if push is None:
+                self._stream.write(frames.pull(min_version))
+            else:
+                self._push(push)
             pulled = self._receive(into, begun)
         except BaseException:
-            self._stream.cancel("an exchange failed")  # so that the writer ends too, and nothing is left half read
-            if writing is not None:
-                writing.exception()
+            self._stream.cancel("an exchange failed")  # nothing is left half read
             raise
-        if writing is not None:
-            self._wait_written(writing)
         if push is None and pulled.version < min_version and not pulled.done:
             raise self._nonsense(f"version {pulled.version} for a pull of at least {min_version}")
         return pulled
@@ -124,33 +105,44 @@ class StreamClient:
         self._stream.cancel(f"shard {self._shard}: {why}")
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._writer is not None:
-            self._stream.cancel("the stream was closed")
-            self._writer.stop()
         self._stream.close()
 
-    def _push(self, begin: Frame, data: Sequence[Bytes]) -> None:
+    def _push(self, push: GradientPush) -> None:
+        data = [np.asarray(block).reshape(-1).view(np.uint8) for block in push.blocks]
+        if [block.nbytes for block in data] != list(self._sizes):
+            raise ValueError(f"shard {self._shard}: the gradient's blocks do not have the partition's sizes")
+        whole = self._total <= WHOLE_BYTES
+        begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total, whole=whole))
+        if whole:
+            self._stream.write(begin, frames.joined(data))
+            return
         self._stream.write(begin)
+        sent, told = 0, 0
         for frame, (block, start, stop) in self._chunks:
-            if self._answered:
-                self._stream.write(frames.ABANDON)
-                return
+            if sent + stop - start > told + 2 * WINDOW_BYTES:
+                told += WINDOW_BYTES
+                if not self._wanted():
+                    self._stream.write(frames.ABANDON)
+                    return
             self._stream.write(frame, data[block][start:stop])
+            sent += stop - start
         self._stream.write(self._end)
 
-    def _wait_written(self, writing: Future[object]) -> None:
-        error = writing.exception()
-        if error is not None:
-            raise error
+    def _wanted(self) -> bool:
+        """Whether the server wants the rest of the push; waits until it has received another window of it."""
+        frame, _ = self._read()
+        kind = kind_of(frame)
+        if kind == "refused":
+            raise self._refused(frame)
+        if kind != "received":
+            raise self._nonsense(f"a frame {kind!r} inside a push")
+        return not frame.received.moved_on
 
     def _receive(self, into: Sequence[Bytes], begun: float) -> Pulled:
         frame, body = self._read()
+        while (kind := kind_of(frame)) == "received":  # what it told of the last windows
+            frame, body = self._read()
         answer_seconds = time.perf_counter() - begun
-        self._answered = True
-        kind = kind_of(frame)
         if kind == "refused":
             raise self._refused(frame)
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
@@ -182,6 +174,7 @@ class StreamClient:
             term=begin.term,
             version=begin.version,
             world=begin.world,
+            offset=begin.offset,
             outcome=begin.outcome,
             next_key_step=begin.next_key_step,
             done=begin.done,

@@ -25,10 +25,11 @@ from google.protobuf.message import DecodeError
 
 from backstay_rpc.control_pb2 import Frame, Hello
 
+from .. import _faults
 from ..errors import PeerLost, Refused
 from .frames import decode
 from .seam import Bytes, FrameStream, Refusal
-from .sockets import Address, shut_down
+from .sockets import Address, Connection, connections, reset
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
 
@@ -42,6 +43,9 @@ _CHANNEL: Final = [
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.enable_http_proxy", 0),
 ]
+
+
+_CONNECTING: Final = threading.Lock()
 
 
 class PortTaken(OSError):  # noqa: N818  # it is what happened
@@ -90,20 +94,29 @@ class ClientStream:
         self._address = address
         self._why: str | None = None
         self._lock = threading.Lock()
+        # Held by whoever reads, writes or closes: Arrow hangs for ever when an end of the stream is seen by one thread
+        # while another one writes.
+        self._busy = threading.Lock()
         try:
             self._client = fl.FlightClient(f"grpc://{address}", generic_options=_CHANNEL)
             options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + token.encode())])
-            self._writer, self._reader = self._client.do_exchange(
-                fl.FlightDescriptor.for_command(hello.SerializeToString()), options
-            )
-            self._writer.begin(_SCHEMA)
+            with _CONNECTING:  # so that the connection that appears meanwhile is this one's
+                before = connections()
+                self._writer, self._reader = self._client.do_exchange(
+                    fl.FlightDescriptor.for_command(hello.SerializeToString()), options
+                )
+                self._writer.begin(_SCHEMA)
+                port = int(address.rpartition(":")[2])
+                self._own: set[Connection] = {c for c in connections() - before if c[1][1] == port}
         except _ARROW_ERRORS as error:
             raise self._lost(error) from error
 
     def read(self) -> tuple[Frame, Bytes | None]:
         """As `FrameStream.read`, but never None: the end of a stream that the client did not end is `PeerLost`."""
         try:
-            return _received(self._reader.read_chunk())
+            with self._busy:
+                chunk = self._reader.read_chunk()
+            return _received(chunk)
         except StopIteration:
             raise self._lost(None) from None
         except Refusal as refusal:
@@ -112,11 +125,13 @@ class ClientStream:
             raise self._lost(error) from error
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+        frame = _faults.on_wire(frame)
         try:
-            if body is None:
-                self._writer.write_metadata(frame.SerializeToString())
-            else:
-                self._writer.write_with_metadata(_batch(body), frame.SerializeToString())
+            with self._busy:
+                if body is None:
+                    self._writer.write_metadata(frame.SerializeToString())
+                else:
+                    self._writer.write_with_metadata(_batch(body), frame.SerializeToString())
         except _ARROW_ERRORS as error:
             raise self._lost(error) from error
 
@@ -129,13 +144,16 @@ class ClientStream:
                 return
             self._why = why
         self._reader.cancel()
+        # A write to a peer that is stopped, or a node that is gone, outlives its call.
+        reset(self._own.__contains__)
 
     def close(self) -> None:
         self.cancel("the stream was closed")
         # Cancelled, so neither waits for the server.
-        for end in (self._writer, self._client):
-            with contextlib.suppress(*_ARROW_ERRORS):
-                end.close()
+        with self._busy:
+            for end in (self._writer, self._client):
+                with contextlib.suppress(*_ARROW_ERRORS):
+                    end.close()
 
     def _lost(self, error: BaseException | None) -> PeerLost | Refused:
         if self._why is not None:
@@ -171,6 +189,7 @@ class _ServerStream:
             raise Refusal("INVALID_ARGUMENT", f"what came is no frame: {_why(error)}") from error
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+        frame = _faults.on_wire(frame)
         try:
             if body is None:
                 self._writer.write_metadata(frame.SerializeToString())
@@ -264,7 +283,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         """Cuts the connections of the streams whose hello is `wanted`; returns how many there were."""
         with self._lock:
             addresses = {address for hello, address in self._streams.values() if wanted(hello)}
-        return shut_down(self.bound, addresses.__contains__) if addresses else 0
+        return reset(lambda c: c[0][1] == self.bound and c[1] in addresses) if addresses else 0
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stops listening, cuts every connection, and waits for the streams' threads.
@@ -283,7 +302,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         stopping.start()
         with self._idle:
             for _ in range(max(1, int(timeout / 0.05))):
-                shut_down(self.bound, lambda _: True)
+                reset(lambda c: c[0][1] == self.bound)
                 if self._idle.wait_for(lambda: not self._streams, 0.05):
                     break
         stopping.join(timeout)

@@ -20,6 +20,7 @@ from backstay_rpc.control_pb2 import (
     ParamsBegin,
     Pull,
     PushBegin,
+    Received,
 )
 from backstay_rpc.control_pb2 import Refused as RefusedFrame
 
@@ -30,6 +31,7 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
     "WHOLE_BYTES",
+    "WINDOW_BYTES",
     "Cover",
     "Span",
     "chunks",
@@ -48,9 +50,12 @@ HEADER_BYTES: Final = 64 << 10
 """The most that is accepted as the header of a frame."""
 
 WHOLE_BYTES: Final = 16 << 10
-"""A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one. It fits into
-any flow-control window, hence its sender may write it before it reads. Larger pushes are written by a thread of their
-own while the sender reads."""
+"""A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one."""
+
+WINDOW_BYTES: Final = 4 << 20
+"""The server tells after each so many bytes of a push that they arrived, or that it wants no more; the client is never
+more than two windows ahead of what it was told. So a late push stops soon, and the two ends never write much at the
+same time: a server writes nothing else before the client has written everything."""
 
 Span: TypeAlias = tuple[int, int, int]
 """Bytes ``start:stop`` of a block: (block, start, stop)."""
@@ -167,6 +172,8 @@ class Cover:
 
 # Building a frame costs a few microseconds, and there are hundreds in a step: those that stay the same are made once.
 ABANDON: Final = Frame(abandon=Abandon())
+RECEIVED: Final = Frame(received=Received())
+MOVED_ON: Final = Frame(received=Received(moved_on=True))
 
 
 def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, Span]]:

@@ -110,7 +110,7 @@ work to another thread and returns."""
 class FrameStream(Protocol):
     """One end of a data stream: frames with an optional body, in order, both ways at once.
 
-    One thread may read while another writes. Neither knows what the frames mean.
+    Used by one thread at a time. It does not know what the frames mean.
     """
 
     def read(self) -> tuple[Frame, Bytes | None] | None:
@@ -158,7 +158,7 @@ class Answer:
     Attributes:
         block: waits for a block of this version, whatever is applied meanwhile. Raises `Refusal` when the shard
             stops first.
-        outcome, next_key_step, done: as in `Pulled`.
+        outcome, next_key_step, done, offset: as in `Pulled`.
     """
 
     term: int
@@ -168,6 +168,7 @@ class Answer:
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
+    offset: int = 0
 
 
 class ShardPort(Protocol):
@@ -235,6 +236,7 @@ class Pulled:
         done: the job has ended.
         answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
             of the call received the parameters.
+        offset: `BatchKey.offset` of that world.
     """
 
     term: int
@@ -244,6 +246,7 @@ class Pulled:
     next_key_step: int = 0
     done: bool = False
     answer_seconds: float = 0.0
+    offset: int = 0
 
 
 class DataClient(Protocol):

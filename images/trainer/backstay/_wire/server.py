@@ -1,8 +1,8 @@
 """The server's side of data streams: frames in, gradients to the shard, parameters out. Knows no transport.
 
-One thread serves one stream, so frames are handled strictly in order. It reads a push to its end before it answers,
-unless the shard has moved on: then it answers between two chunks and drops the rest. That cannot deadlock with a client
-that writes at the same time, because a client with more than one frame to write reads while it writes.
+One thread serves one stream, so frames are handled strictly in order. It reads a push to its end before it answers.
+When the shard has moved on it says so between two chunks, and drops what is on its way. So the two ends never both
+write parameters and gradients, which would deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
 
 from ..errors import PeerLost
 from . import frames
-from .frames import WHOLE_BYTES, Cover, Span, kind_of
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
 from .seam import Answer, FrameStream, Incoming, Refusal, ShardPort
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class StreamServer:
                     whole = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
-                if whole is None:
+                if whole is None or (not whole and not self._skip_rest(stream)):
                     return False
                 answer = self._shard.answer(incoming, 0, stream.alive)
                 if answer is None:
                     return False
                 self._send(stream, answer)
-                return whole or self._skip_rest(stream)
+                return True
             case _:
                 raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
         if answer is None:
@@ -95,7 +95,11 @@ class StreamServer:
             return True
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
-        while not self._shard.moved_on(incoming):
+        told = 0
+        while True:
+            if self._shard.moved_on(incoming):
+                stream.write(frames.MOVED_ON)
+                return False
             item = stream.read()
             if item is None:
                 return None
@@ -104,18 +108,20 @@ class StreamServer:
             if kind == "chunk" and body is not None:
                 block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
                 np.copyto(blocks[block][start:stop], body)
+                while self._total - cover.missing >= told + WINDOW_BYTES:
+                    told += WINDOW_BYTES
+                    stream.write(frames.RECEIVED)
             elif kind == "end" and body is None:
                 cover.end(frame.end.bytes)
                 self._shard.complete(incoming)
                 return True
             elif kind == "abandon" and body is None:
-                raise Refusal("INVALID_ARGUMENT", "a push was abandoned that was not answered yet")
+                raise Refusal("INVALID_ARGUMENT", "a push was abandoned that is still wanted")
             else:
                 raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come inside a push")
-        return False
 
     def _skip_rest(self, stream: FrameStream) -> bool:
-        """Drops what remains of a push that was answered early. The sender stops after the chunk it is writing."""
+        """Drops what is on its way of a push that nobody wants any more. False: the stream ended."""
         remaining = self._total + frames.MAX_CHUNK_BYTES
         while remaining > 0:
             item = stream.read()
@@ -125,7 +131,7 @@ class StreamServer:
             if kind_of(frame) in ("abandon", "end"):
                 return True
             remaining -= frames.HEADER_BYTES if body is None else max(1, body.nbytes)
-        raise Refusal("INVALID_ARGUMENT", "a push that was answered already goes on beyond its end")
+        raise Refusal("INVALID_ARGUMENT", "a push that nobody wants any more goes on beyond its end")
 
     def _send(self, stream: FrameStream, answer: Answer) -> None:
         whole = self._total <= WHOLE_BYTES
@@ -134,6 +140,7 @@ class StreamServer:
                 term=answer.term,
                 version=answer.version,
                 world=answer.world,
+                offset=answer.offset,
                 bytes=self._total,
                 outcome=answer.outcome,
                 next_key_step=answer.next_key_step,

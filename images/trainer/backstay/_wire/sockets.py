@@ -1,8 +1,8 @@
-"""Ends connections of a gRPC server from outside.
+"""Ends TCP connections of gRPC from outside.
 
-Arrow Flight's server can neither end a call nor stop while one is open: a handler that waits for the next frame of an
-idle client, or writes to a stopped one, would wait for ever (T8), and a fenced pod would stay connected (T6). But the
-sockets are this process's own: shutting one down ends every call on it at once, both ways.
+gRPC and Arrow Flight leave waits without an end (T8). A Flight server can neither end a call nor stop while one is open.
+A client's write to a peer that is stopped does not return, not even when the call is cancelled. And a pod that was fenced
+would stay connected (T6). But the sockets are this process's own: resetting one ends every call on it at once, both ways.
 """
 
 from __future__ import annotations
@@ -12,49 +12,52 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-__all__ = ["Address", "shut_down"]
+__all__ = ["Address", "Connection", "connections", "reset"]
 
 Address: TypeAlias = tuple[str, int]
+Connection: TypeAlias = tuple[Address, Address]
+"""(own address, the other end's)."""
+
+# Closing sends a reset. Without it a peer whose data nobody reads any more waits for room that never comes.
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
-def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
-    """Shuts down the TCP connections of this process whose own port is `port`: those that a server accepted.
+def connections() -> set[Connection]:
+    """All TCP connections of this process."""
+    return {connection for _, connection in _sockets()}
 
-    Args:
-        port: the port that the server listens on; None for any, so those that this process opened too.
-        wanted: decides by the address of the other end.
 
-    Returns:
-        How many there were.
-    """
+def reset(wanted: Callable[[Connection], bool]) -> int:
+    """Shuts down the TCP connections of this process that are `wanted`; returns how many there were."""
     count = 0
+    for sock, connection in _sockets():
+        if wanted(connection):
+            with contextlib.suppress(OSError):  # it was just closed
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                sock.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _sockets() -> Iterator[tuple[socket.socket, Connection]]:
+    """Every connected TCP socket of this process, as a duplicate that is closed afterwards."""
     for entry in list(Path("/dev/fd").iterdir()):  # Linux and macOS
         try:
             # A duplicate stays the same socket whatever happens to the number meanwhile.
             copy = os.dup(int(entry.name))
         except (OSError, ValueError):
             continue
-        try:
-            if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(copy)) as sock:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if port is not None and sock.getsockname()[1] != port:
-                    continue
-                host, peer_port = sock.getpeername()[:2]
-                if wanted((host.removeprefix("::ffff:"), peer_port)):
-                    # A reset, once gRPC closes it: a peer whose data nobody reads any more would otherwise wait for room.
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    sock.shutdown(socket.SHUT_RDWR)
-                    count += 1
-        except OSError:  # the listening socket has no peer; another may just have been closed
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+            os.close(copy)
             continue
-        finally:
-            with contextlib.suppress(OSError):
-                os.close(copy)
-    return count
+        with contextlib.suppress(OSError), socket.socket(fileno=copy) as sock:  # a listening socket has no peer
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock, (_address(sock.getsockname()), _address(sock.getpeername()))
+
+
+def _address(name: tuple[str, int]) -> Address:
+    return name[0].removeprefix("::ffff:"), name[1]

@@ -1,0 +1,20 @@
+"""A server that is stopped (SIGSTOP) in the middle of a push: run as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from backstay._wire.flight import Listener
+
+
+def serve(hello: Any, stream: Any) -> None:
+    stream.read()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+listener = Listener("127.0.0.1", 0, sys.argv[1], serve)
+print(listener.bound, flush=True)
+sys.stdin.read()
