@@ -1,8 +1,9 @@
 """Ends TCP connections of gRPC from outside.
 
-gRPC and Arrow Flight leave waits without an end (T8). A Flight server can neither end a call nor stop while one is open.
-A client's write to a peer that is stopped does not return, not even when the call is cancelled. And a pod that was fenced
-would stay connected (T6). But the sockets are this process's own: resetting one ends every call on it at once, both ways.
+gRPC and Arrow Flight leave waits without an end (T8). A Flight server can neither end a call nor stop while one is
+open. A client's write to a peer that is stopped does not return, not even when the call is cancelled. And a pod that
+was fenced would stay connected (T6). But the sockets are this process's own: resetting one ends every call on it at
+once, both ways.
 """
 
 from __future__ import annotations
