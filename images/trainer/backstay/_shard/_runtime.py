@@ -362,7 +362,9 @@ class ShardRuntime:
                 if engine is not None:
                     if self._fresh:
                         self._fresh = False
-                        return lambda: self._fill(engine, Published(version, self._world, len(self._sizes), self._offset), term)
+                        return lambda: self._fill(
+                            engine, Published(version, self._world, len(self._sizes), self._offset), term
+                        )
                     if version in self._saves:
                         self._saves.discard(version)
                         return lambda: self._save(engine, term, version)
@@ -411,7 +413,9 @@ class ShardRuntime:
                 clip_factor=commit.clip_factor,
             )
         try:
-            self._fill(engine, Published(commit.version + 1, commit.world, len(self._sizes), commit.offset), commit.term)
+            self._fill(
+                engine, Published(commit.version + 1, commit.world, len(self._sizes), commit.offset), commit.term
+            )
         finally:
             # Not before: the engine reads the gradients until the last block is computed.
             with self._changed:
