@@ -528,16 +528,16 @@ def test_the_world_grows_to_joined_ranks_and_shrinks_at_once() -> None:
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
     for rank in (0, 1, 3):
         job.joined(0, rank, 0)
-    job.wish(4, Intervals())
+    job.wish(0, 4, Intervals())
     job.staged(0, 0, staged(0, 0))
     assert commits(job.staged(0, 0, staged(1, 0)))[0].world == 2
     job.joined(0, 2, 0)
     job.staged(0, 0, staged(0, 1))
     assert commits(job.staged(0, 0, staged(1, 1)))[0].world == 4
-    job.wish(1, Intervals())
-    for rank in range(3):
-        job.staged(0, 0, staged(rank, 2))
-    assert commits(job.staged(0, 0, staged(3, 2)))[0].world == 1
+    job.wish(0, 1, Intervals())
+    for rank in (1, 2, 3):  # they leave: the update is of those that stay
+        assert not commits(job.staged(0, 0, staged(rank, 2)))
+    assert commits(job.staged(0, 0, staged(0, 2)))[0].world == 1
     (answer,) = [d for d in job.staged(0, 0, staged(1, 3)) if isinstance(d, Send)]
     assert answer.message.reason == RejectReason.NOT_IN_WORLD
 

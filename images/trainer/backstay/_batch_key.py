@@ -23,12 +23,22 @@ class BatchKey:
         rank: this worker's index, ``0 <= rank < world``.
         world: the number of ranks in force.
         seed: the job's seed.
+        offset: 0 until the world changes; then what keeps `number` from being given twice. It may be negative.
     """
 
     step: int
     rank: int
     world: int
     seed: int = 0
+    offset: int = 0
+
+    @property
+    def number(self) -> int:
+        """Which batch of all that ranks draw: ``offset + step * world + rank``, 0 or more.
+
+        No two batches of a job have the same number, even when the world changes. In Sync mode no number is left out.
+        """
+        return self.offset + self.step * self.world + self.rank
 
     @cached_property
     def rng(self) -> np.random.Generator:

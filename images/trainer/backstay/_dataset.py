@@ -59,8 +59,7 @@ class Batches:
 
     def indices(self, key: BatchKey) -> NDArray[np.int64]:
         """Which samples make this batch: int64, of shape ``(batch_size,)``."""
-        number = key.step * key.world + key.rank
-        epoch, place = divmod(number, self.batches_per_epoch)
+        epoch, place = divmod(key.number, self.batches_per_epoch)
         order = self._order(key.seed if self._seed is None else self._seed, epoch)
         return order[place * self._batch_size : (place + 1) * self._batch_size]
 
@@ -79,11 +78,12 @@ def from_dataset(
 ) -> Batches:
     """Make `batches` of a data set, shuffled anew each epoch by (seed, epoch), each sample once an epoch over ranks.
 
-    The ranks of one step take neighbouring places of the epoch's order: rank r of step t has place ``t * world + r``.
+    The ranks of one step take neighbouring places of the epoch's order: rank r of step t has place ``t * world + r``,
+    and after a change of the world goes on where that left off (`BatchKey.number`).
     The last ``len(source) % batch_size`` samples of an epoch's order are left out of that epoch, so that every batch
     has the same shape. In Sync mode without backups and with a constant world each other sample is used exactly once an
-    epoch. With backups a late gradient's samples are not used. When the world changes, places are counted anew with
-    the new world, so samples of the epoch in which that happens may be used twice or not at all.
+    epoch. With backups a late gradient's samples are not used. When the world shrinks, the samples that the leaving
+    ranks had for that step are not used; in Async mode places are left out at each change. None is used twice an epoch.
 
     Args:
         source: anything with ``len`` and ``[]`` that gives one sample (an array, a list, a Grain source), or a dict or

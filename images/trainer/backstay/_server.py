@@ -311,11 +311,11 @@ class Server:
                 raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {rollback.version}")
         else:
             engine = ShardEngine(plan.partition, self.shard, plan.rule, self._script.initial())
-        quorum = quorum_of(config.backups, rollback.world) if config.mode == "Sync" else 1
+        quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
         engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
         self._term, self._world = rollback.term, rollback.world
         self._metrics.term.set(rollback.term)
-        self._runtime.reset(rollback.term, engine, rollback.world)
+        self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)
         if self._link is not None:
             self._link.started(rollback.term, rollback.version)
         self._ready = True

@@ -164,7 +164,6 @@ class ManifestStorage:
         except ValueError as error:
             raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
         state.term = term
-        state.world = min(state.world, self._world())
         return state, f"{self._store.uri.rstrip('/')}/{manifest.name}"
 
 

@@ -121,7 +121,7 @@ class Worker:
 
     def _compute(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Gradient, float, float]:
         step = pulled.version if self._sync else self._key_step
-        key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed)
+        key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
         _faults.reach("compute", step)
         began = time.monotonic()

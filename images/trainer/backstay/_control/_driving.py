@@ -157,8 +157,7 @@ class Driving:
 
     def wish(self, world: int, intervals: Intervals | None) -> None:
         """What the operator wishes."""
-        with self._lock:
-            self._coordinator.wish(world, intervals)
+        self._do(lambda now: self._coordinator.wish(now, world, intervals))
 
     def state(self) -> CoordinatorState:
         """A copy of what is decided."""

@@ -42,7 +42,7 @@ from ._decisions import (
 from ._ledger import Ledger, identity
 from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
-from ._world import next_world
+from ._world import change_world, next_world
 
 __all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Coordinator"]
 
@@ -88,7 +88,9 @@ class _Ending:
 
 
 def _start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
-    return Rollback(term=state.term, version=state.version, checkpoint=checkpoint, world=state.world)
+    return Rollback(
+        term=state.term, version=state.version, checkpoint=checkpoint, world=state.world, offset=state.offset
+    )
 
 
 class Coordinator:
@@ -278,11 +280,14 @@ class Coordinator:
             self._ending.evaluated = True
         return self._end_if_over(now)
 
-    def wish(self, world: int, intervals: Intervals | None = None) -> None:
+    def wish(self, now: float, world: int, intervals: Intervals | None = None) -> list[Decision]:
         """What the operator wishes now; a world of 0 is no wish, and neither are no intervals."""
         if intervals is not None:
             self.schedule.intervals = intervals
+        smaller = 0 < world < self.wished_world
         self.wished_world = world or self.wished_world
+        # The ranks that stay may have handed in all that the update needs now.
+        return self._advance(now) if smaller else []
 
     def save(self, now: float) -> list[Decision]:
         """Write what there is, now: a server was told to stop."""
@@ -373,7 +378,7 @@ class Coordinator:
         while not self.over and self.finished is None:
             complete = self._ledger.complete
             if self.rules.mode == "Sync":
-                chosen = _sync.choose(self.state, self.rules, complete)
+                chosen = _sync.choose(self.state, self.rules, complete, self.wished_world)
             else:
                 chosen = _async.choose(self.state, self.rules, complete)
             if chosen is None:
@@ -396,7 +401,7 @@ class Coordinator:
             self._used[identity(gradient)] = version
         self._ledger.forget(contribution.id for contribution in chosen)
         state.version = version + 1
-        state.world = next_world(state.world, self.wished_world, self._joined)
+        change_world(state, next_world(state.world, self.wished_world, self._joined), self.rules.mode)
         state.non_finite_run = state.non_finite_run + 1 if skip else 0
         final = state.version >= self.rules.steps
         checkpoint = self.rules.stores and (final or self.schedule.due(now, state.version))
@@ -405,6 +410,7 @@ class Coordinator:
             version=version,
             contributions=chosen,
             world=state.world,
+            offset=state.offset,
             skip=skip,
             clip_factor=1.0,
             checkpoint=checkpoint,

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 Mode: TypeAlias = Literal["Sync", "Async"]
 
-__all__ = ["CoordinatorState", "Rules"]
+__all__ = ["CoordinatorState", "Rules", "World"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,18 @@ class Rules:
     evaluates: bool = False
 
 
+@dataclass(frozen=True)
+class World:
+    """From `version` on, `world` ranks are in force, and `BatchKey.offset` is `offset`.
+
+    The update that made `version` is the mean over ranks of the smaller of this world and the one before it.
+    """
+
+    version: int
+    world: int
+    offset: int = 0
+
+
 @dataclass
 class CoordinatorState:
     """The history so far.
@@ -48,6 +60,7 @@ class CoordinatorState:
         key_steps: by rank, the next `BatchKey.step`: in Async mode the number of its gradients that were used.
         non_finite_run: how many of the newest updates in a row had a gradient that was not finite.
         redone: updates lost by going back to checkpoints, which were made again.
+        worlds: every world of this history, oldest first; the last one is in force.
     """
 
     term: int
@@ -56,6 +69,16 @@ class CoordinatorState:
     key_steps: dict[int, int] = field(default_factory=dict)
     non_finite_run: int = 0
     redone: int = 0
+    worlds: tuple[World, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.worlds:
+            self.worlds = (World(self.version, self.world),)
+
+    @property
+    def offset(self) -> int:
+        """`BatchKey.offset` of the world in force."""
+        return self.worlds[-1].offset
 
     def copy(self) -> CoordinatorState:
         """A copy that shares nothing."""
@@ -70,6 +93,7 @@ class CoordinatorState:
             "keySteps": {str(rank): step for rank, step in sorted(self.key_steps.items())},
             "nonFiniteRun": self.non_finite_run,
             "redone": self.redone,
+            "worlds": [{"version": w.version, "world": w.world, "offset": w.offset} for w in self.worlds],
         }
 
     @classmethod
@@ -80,13 +104,20 @@ class CoordinatorState:
             ValueError: a field is missing or is not what `to_json` writes.
         """
         try:
-            return cls(
+            state = cls(
                 term=int(data["term"]),
                 version=int(data["version"]),
                 world=int(data["world"]),
                 key_steps={int(rank): int(step) for rank, step in dict(data["keySteps"]).items()},
                 non_finite_run=int(data["nonFiniteRun"]),
                 redone=int(data["redone"]),
+                worlds=tuple(
+                    World(version=int(one["version"]), world=int(one["world"]), offset=int(one["offset"]))
+                    for one in data["worlds"]
+                ),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a coordinator's state: {error!r}") from error
+        if state.worlds[-1].world != state.world:
+            raise ValueError(f"not a coordinator's state: worlds ends with {state.worlds[-1].world}, not {state.world}")
+        return state

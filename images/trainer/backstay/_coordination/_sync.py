@@ -8,6 +8,7 @@ from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Sta
 from backstay_spec.quorum import quorum_of
 
 from ._state import CoordinatorState, Rules
+from ._world import effective_world
 
 __all__ = ["choose", "judge"]
 
@@ -22,14 +23,19 @@ def judge(state: CoordinatorState, gradient: GradientId) -> RejectReason:
     return RejectReason.REJECT_UNSPECIFIED
 
 
-def choose(state: CoordinatorState, rules: Rules, complete: Sequence[Staged]) -> tuple[Contribution, ...] | None:
+def choose(
+    state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+) -> tuple[Contribution, ...] | None:
     """The set of the next update in order of rank, or None while there are fewer than `quorum`.
 
     Args:
         complete: complete gradients of distinct ranks of the world, all of `state.version`, first come first.
+        wished_world: where it is smaller than the world in force, only the ranks that stay make the update.
     """
-    quorum = quorum_of(rules.backups, state.world)
-    if len(complete) < quorum:
+    world = effective_world(state.world, wished_world)
+    staying = [staged.id for staged in complete if staged.id.rank < world]
+    quorum = quorum_of(rules.backups, world)
+    if len(staying) < quorum:
         return None
-    chosen = sorted((staged.id for staged in complete[:quorum]), key=lambda gradient: gradient.rank)
+    chosen = sorted(staying[:quorum], key=lambda gradient: gradient.rank)
     return tuple(Contribution(id=gradient, weight=1.0) for gradient in chosen)

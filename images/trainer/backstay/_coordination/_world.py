@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-__all__ = ["next_world"]
+from ._state import CoordinatorState, Mode, World
+
+__all__ = ["change_world", "effective_world", "next_world"]
+
+
+def effective_world(world: int, wished: int) -> int:
+    """How many ranks make the update of this version: those that are to leave are not waited for any more.
+
+    So a job that is scaled down to the ranks that live is free, whichever of those that leave are dead. Their batches
+    are still those of the world in force, which changes with the commit.
+    """
+    return min(world, wished)
 
 
 def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
@@ -19,3 +30,23 @@ def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
     while run < wished and run in joined:
         run += 1
     return max(world, run)
+
+
+def change_world(state: CoordinatorState, world: int, mode: Mode) -> None:
+    """Put `world` in force from `state.version` on, and record it; the same world changes nothing.
+
+    `BatchKey.number` is ``offset + step * world + rank``. The new offset makes it go on above every number that the old
+    world has given. In Sync mode that is exact, because all ranks are at the same step. In Async mode each is at a step
+    of its own, so it begins above the highest number that the fastest rank can have drawn.
+    """
+    old = state.worlds[-1]
+    if world == state.world:
+        return
+    if mode == "Sync":
+        offset = old.offset + state.version * (old.world - world)
+    else:
+        fastest = max(state.key_steps.get(rank, 0) for rank in range(old.world))
+        slowest = min(state.key_steps.get(rank, 0) for rank in range(world))
+        offset = old.offset + (fastest + 1) * old.world - slowest * world
+    state.world = world
+    state.worlds = (*state.worlds, World(version=state.version, world=world, offset=offset))

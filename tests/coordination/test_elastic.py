@@ -1,0 +1,175 @@
+"""Workers that come and go by wish: the world changes by commit, nobody waits for those that leave, no batch twice."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backstay import BatchKey, from_dataset
+from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._coordination._decisions import Send
+from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Rollback, Staged
+from backstay_spec.quorum import quorum_of
+
+
+def staged(rank: int, version: int, key_step: int | None = None, attempt: int = 1) -> Staged:
+    key_step = version if key_step is None else key_step
+    gradient = GradientId(term=1, version=version, rank=rank, key_step=key_step, attempt=attempt)
+    return Staged(id=gradient, info=GradientInfo(finite=True, examples=1))
+
+
+def commits(decisions: list[object]) -> list[Commit]:
+    return [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Commit)]
+
+
+def job_of(world: int, **rules: object) -> Coordinator:
+    made = Rules(**{"mode": "Sync", "shards": 1, "steps": 1000, **rules})  # type: ignore[arg-type]
+    return Coordinator(made, CoordinatorState(term=1, version=0, world=world))
+
+
+def test_scaling_down_to_the_ranks_that_live_frees_a_job_whose_others_are_dead() -> None:
+    """T1, T8: 0 and 1 have handed in, 2 and 3 never will; the smaller world needs no update of the larger one."""
+    job = job_of(4)
+    job.staged(0, 0, staged(0, 0))
+    job.staged(0, 0, staged(1, 0))
+    (commit,) = commits(job.wish(1.0, 2))
+    assert [c.id.rank for c in commit.contributions] == [0, 1]
+    assert commit.world == 2
+    assert [(w.version, w.world) for w in job.state.worlds] == [(0, 4), (1, 2)]
+
+
+def test_the_ranks_that_stay_make_the_update_whoever_was_first() -> None:
+    """T1: what is in the history says which ranks an update is of: the smaller of the worlds around it."""
+    job = job_of(4, backups=1)
+    job.staged(0, 0, staged(3, 0))
+    job.staged(0, 0, staged(2, 0))
+    assert commits(job.wish(0.0, 2)) == []
+    (commit,) = commits(job.staged(0, 0, staged(1, 0)))
+    assert [c.id.rank for c in commit.contributions] == [1]
+
+
+def test_a_wish_that_is_taken_back_changes_nothing() -> None:
+    job = job_of(3)
+    job.staged(0, 0, staged(0, 0))
+    assert job.wish(0.0, 2) == []
+    assert job.wish(0.0, 3) == []
+    assert commits(job.staged(0, 0, staged(1, 0))) == []
+    (commit,) = commits(job.staged(0, 0, staged(2, 0)))
+    assert commit.world == 3
+    assert len(job.state.worlds) == 1
+
+
+def test_where_a_shard_starts_it_is_told_the_world_and_its_offset() -> None:
+    """A replaced server answers with the same batch numbers as the one before it."""
+    job = job_of(4)
+    job.wish(0.0, 2)
+    for rank in (0, 1):
+        job.staged(0, 0, staged(rank, 0))
+    saved = CoordinatorState.from_json(job.state.to_json())
+    saved.term = 2
+    (told,) = (d.message for d in job.restart(0.0, saved, "uri") if isinstance(d, Send))
+    assert told == Rollback(term=2, version=1, checkpoint="uri", world=2, offset=2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), world=st.integers(1, 5), backups=st.sampled_from([0, 1, "50%"]))
+def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
+    seed: int, world: int, backups: int | str
+) -> None:
+    """T1: Sync. Every rank draws its batch for every version; the numbers are those of one row after another."""
+    random = Random(seed)
+    job = job_of(world, backups=backups)
+    at = CoordinatorState(term=1, version=0, world=world)  # what workers were told with the version
+    offset, drawn = 0, []
+    wished = world
+    for _ in range(25):
+        version = job.state.version
+        drawn += [BatchKey(step=version, rank=r, world=at.world, offset=offset).number for r in range(at.world)]
+        decided: list[Commit] = []
+        ranks = list(range(at.world))
+        random.shuffle(ranks)
+        dead: list[int] = []
+        while not decided:
+            if random.random() < 0.15:
+                wished = random.randint(1, 6)
+                decided = commits(job.wish(0.0, wished))
+            elif random.random() < 0.3:
+                job.joined(0.0, random.randrange(6), 0)
+            elif ranks:
+                rank = ranks.pop()
+                if rank < min(at.world, wished) or random.random() < 0.7:  # those that leave may be dead
+                    decided = commits(job.staged(0.0, 0, staged(rank, version)))
+                else:
+                    dead.append(rank)
+            else:  # those that died as they were to leave are wanted again
+                assert dead, "nobody is left to wait for"
+                ranks, dead = dead, []
+        (commit,) = decided
+        used = [c.id.rank for c in commit.contributions]
+        smaller = min(at.world, wished)
+        assert len(used) == quorum_of(backups, smaller)
+        assert max(used) < smaller
+        assert commit.world <= max(wished, at.world)
+        if wished < at.world:
+            assert commit.world == wished
+        at.world, offset = commit.world, commit.offset
+    assert sorted(drawn) == list(range(len(drawn))), "each number once, none left out"
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), world=st.integers(1, 4))
+def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world: int) -> None:
+    """Each rank has one gradient under way, drawn in the world that was in force when it began."""
+    random = Random(seed)
+    job = job_of(world, mode="Async")
+    for rank in range(5):
+        job.joined(0.0, rank, 0)
+    told = (world, 0)
+    under_way: dict[int, tuple[int, int]] = {}
+    numbers: list[int] = []
+    for _ in range(120):
+        if random.random() < 0.1:
+            job.wish(0.0, random.randint(1, 5))
+        rank = random.randrange(told[0])
+        key_step = job.state.key_steps.get(rank, 0)
+        if rank not in under_way:
+            key = BatchKey(step=key_step, rank=rank, world=told[0], offset=told[1])
+            assert key.number >= 0
+            under_way[rank] = (key_step, key.number)
+            continue
+        key_step, number = under_way.pop(rank)
+        for commit in commits(job.staged(0.0, 0, staged(rank, job.state.version, key_step))):
+            numbers.append(number)
+            told = (commit.world, commit.offset)
+        under_way = {r: drawn for r, drawn in under_way.items() if r < told[0]}
+    assert len(numbers) == len(set(numbers))
+
+
+def test_a_sample_is_used_at_most_once_an_epoch_when_the_world_changes() -> None:
+    """2 -> 4 -> 1 in the middle of an epoch: every sample of it exactly once."""
+    batches = from_dataset(np.arange(60), batch_size=2, seed=5)
+    job, seen = job_of(2), []
+    for rank in range(4):
+        job.joined(0.0, rank, 0)
+    world, offset = 2, 0
+    for wished in [2, 2, 4, 4, 4, 1, 1, 1, 1]:
+        version = job.state.version
+        decided = commits(job.wish(0.0, wished))
+        for rank in range(world):
+            key = BatchKey(step=version, rank=rank, world=world, offset=offset)
+            seen += batches(key).tolist()
+            decided += commits(job.staged(0.0, 0, staged(rank, version)))
+        (commit,) = decided
+        world, offset = commit.world, commit.offset
+    assert len(seen) == len(set(seen)) == 2 * (2 + 2 + 2 + 4 + 4 + 4 + 1 + 1 + 1)
+
+
+def test_a_history_that_does_not_end_with_its_world_is_refused() -> None:
+    """T7: a manifest that contradicts itself."""
+    data = CoordinatorState(term=1, version=4, world=3).to_json()
+    with pytest.raises(ValueError, match="worlds ends with 3, not 2"):
+        CoordinatorState.from_json({**data, "world": 2})
