@@ -29,7 +29,7 @@ from .. import _faults
 from ..errors import PeerLost, Refused
 from .frames import decode
 from .seam import Bytes, FrameStream, Refusal
-from .sockets import Address, Connection, connections, reset
+from .sockets import Address, Connection, connections, reset, shut_down
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
 
@@ -283,7 +283,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         """Cuts the connections of the streams whose hello is `wanted`; returns how many there were."""
         with self._lock:
             addresses = {address for hello, address in self._streams.values() if wanted(hello)}
-        return reset(lambda c: c[0][1] == self.bound and c[1] in addresses) if addresses else 0
+        return shut_down(self.bound, addresses.__contains__) if addresses else 0
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stops listening, cuts every connection, and waits for the streams' threads.
@@ -302,7 +302,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         stopping.start()
         with self._idle:
             for _ in range(max(1, int(timeout / 0.05))):
-                reset(lambda c: c[0][1] == self.bound)
+                shut_down(self.bound, lambda _: True)
                 if self._idle.wait_for(lambda: not self._streams, 0.05):
                     break
         stopping.join(timeout)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-__all__ = ["Address", "Connection", "connections", "reset"]
+__all__ = ["Address", "Connection", "connections", "reset", "shut_down"]
 
 Address: TypeAlias = tuple[str, int]
 Connection: TypeAlias = tuple[Address, Address]
@@ -42,6 +42,11 @@ def reset(wanted: Callable[[Connection], bool]) -> int:
                 sock.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
+    """`reset` by the address of the other end, of the connections whose own port is `port` (None: of all)."""
+    return reset(lambda connection: port in (None, connection[0][1]) and wanted(connection[1]))
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Connection]]:
