@@ -1,0 +1,270 @@
+"""What the benchmarks of whole jobs share: an embedded cluster, jobs of the witness, and hands to kill things with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+
+from backstay_cli.kube import JOBS, Api, ApiError
+from backstay_cli.session import start_session
+from backstay_spec import contract
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+NAMESPACE = "default"
+_UNAVAILABLE = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+def row(what: str, value: str, goal: str = "") -> None:
+    """One line of a table."""
+    print(f"{what:<66}  {value:>16}  {goal}".rstrip(), flush=True)
+
+
+@dataclass
+class Cluster:
+    """An embedded cluster with the operator."""
+
+    folder: Path
+    kubeconfig: Path
+    api: Api
+    operators: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+    async def try_request(self, method: str, path: str, body: Any = None, **parameters: str) -> Any:
+        """The answer, or None when the API server is away or refuses."""
+        try:
+            return await self.api.request(method, path, body, **parameters)
+        except (ApiError, *_UNAVAILABLE):
+            return None
+
+    def part(self, module: str) -> psutil.Process | None:
+        """The running process of ``backstay_operator`` or ``backstay_cluster``."""
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
+        return None
+
+    async def start_operator(self) -> None:
+        """Another one after the one that was killed."""
+        with (self.folder / "operator.log").open("ab") as log:
+            self.operators.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "backstay_operator", "--kubeconfig", str(self.kubeconfig),
+                    "--key-file", str(self.folder / "operator.key"), "--bind", "127.0.0.1", "--metrics-port", "0",
+                    "--die-with-parent", stdout=log, stderr=log, start_new_session=True,
+                )
+            )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
+    """A cluster in a folder that is deleted at the end, or in `keep`."""
+    with contextlib.ExitStack() as files:
+        folder = Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
+        async with start_session(folder) as session:
+            made = Cluster(folder, session.kubeconfig, session.api)
+            try:
+                yield made
+            finally:
+                if stopped := made.part("backstay_cluster"):
+                    stopped.send_signal(signal.SIGCONT)
+                for operator in made.operators:
+                    with contextlib.suppress(ProcessLookupError):
+                        operator.terminate()
+                    await operator.wait()
+
+
+@dataclass
+class Update:
+    """One update, as the coordinator's log told it."""
+
+    at: float
+    step: int
+    pod: str
+
+
+class Job:
+    """A job of the witness."""
+
+    def __init__(
+        self,
+        on: Cluster,
+        name: str,
+        *,
+        steps: int,
+        workers: int,
+        servers: int = 1,
+        backups: int = 0,
+        mode: str = "Sync",
+        standbys: int = 0,
+        pause: float = 0.1,
+        every_steps: int = 20,
+        env: dict[str, str] | None = None,
+        stall_seconds: int = 300,
+    ) -> None:
+        self.cluster, self.name = on, name
+        self.steps, self.workers, self.servers, self.backups, self.mode = steps, workers, servers, backups, mode
+        self.checkpoints = on.folder / "checkpoints" / name
+        self.timeline = on.folder / "timelines" / name
+        self.timeline.mkdir(parents=True)
+        variables = {
+            "STEPS": str(steps),
+            "WORLD": str(workers),
+            "BACKUPS": str(backups),
+            "MODE": mode,
+            "PAUSE": str(pause),
+            "TIMELINE": str(self.timeline),
+            "JAX_PLATFORMS": "cpu",
+            **(env or {}),
+        }
+        update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {})
+        self.spec = {
+            "image": "backstay.dev/trainer:local",
+            "command": ["python", "witness.py"],
+            "workingDir": str(SCRIPTS),
+            "env": [{"name": key, "value": value} for key, value in variables.items()],
+            "parameterServers": {"replicas": servers, "maxRestarts": 10_000, "standbys": standbys},
+            "workers": {"replicas": workers, "maxRestarts": 10_000, "stallSeconds": stall_seconds},
+            "update": update,
+            "checkpoint": {"uri": str(self.checkpoints), "everySteps": every_steps},
+        }
+        self._path = f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}"
+        self.status: dict[str, Any] = {}
+
+    async def submit(self) -> None:
+        meta = {"name": self.name}
+        body = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": self.spec}
+        await self.cluster.api.request("POST", self._path, body)
+
+    async def look(self) -> dict[str, Any]:
+        """The status, or the last that was seen while the API server is away."""
+        found = await self.cluster.try_request("GET", f"{self._path}/{self.name}")
+        if found is not None:
+            self.status = found.get("status") or {}
+        return self.status
+
+    async def wait(self, what: str, holds: Callable[[], Any], seconds: float = 180) -> Any:
+        """Wait until `holds` gives something true."""
+        deadline = time.monotonic() + seconds
+        while not (found := holds()):
+            if (await self.look()).get("phase") == "Failed" or time.monotonic() > deadline:
+                raise SystemExit(f"{self.name}: waited in vain until {what}\n{self.describe()}")
+            await asyncio.sleep(0.05)
+        return found
+
+    async def wait_for_end(self, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while (await self.look()).get("phase") not in {"Succeeded", "Failed"}:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} did not end within {seconds:.0f} s\n{self.describe()}")
+            await asyncio.sleep(0.25)
+        if self.status["phase"] == "Failed":
+            raise SystemExit(f"{self.name} failed\n{self.describe()}")
+        return self.status
+
+    def describe(self) -> str:
+        """What a person wants to see of a job that did not do what it should."""
+        lines = [json.dumps(self.status, indent=1)]
+        for log in sorted((self.cluster.folder / "pods" / NAMESPACE).glob(f"{self.name}-*/trainer.log")):
+            lines.append(f"--- {log.parent.name}\n{log.read_text(errors='replace')[-1200:]}")
+        return "\n".join(lines)
+
+    async def delete(self) -> None:
+        await self.cluster.try_request("DELETE", f"{self._path}/{self.name}", propagationPolicy="Background")
+        deadline = time.monotonic() + 60
+        while await self.cluster.api.pods_of(NAMESPACE, self.name) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    def marks(self, pod: str) -> list[tuple[float, str]]:
+        """What a pod told of itself."""
+        path = self.timeline / pod
+        lines = path.read_text().splitlines() if path.exists() else []
+        # A killed process may leave half a line.
+        return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
+
+    def pods(self, place: str) -> list[str]:
+        """Those that ever ran at a place, such as ``worker-1``, in order of incarnation."""
+        found = [path.name for path in self.timeline.iterdir() if f"-{place}-" in path.name]
+        return sorted(found, key=lambda name: min(at for at, _ in self.marks(name)))
+
+    def updates(self) -> list[Update]:
+        """Every update that was decided, in order of time; those that were lost and redone are there twice."""
+        found = [
+            Update(at, int(what.split()[1]), pod)
+            for pod in self.pods("ps-0")
+            for at, what in self.marks(pod)
+            if what.startswith("step ") and what.split()[1].isdigit()
+        ]
+        return sorted(found, key=lambda update: update.at)
+
+    def processes(self) -> dict[str, int]:
+        """The running processes of this job's pods."""
+        found: dict[str, int] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                pairs = (entry / "environ").read_bytes().split(b"\0")
+                if f"{contract.ENV_JOB}={self.name}".encode() in pairs and f"TIMELINE={self.timeline}".encode() in pairs:
+                    name = next(pair for pair in pairs if pair.startswith(contract.ENV_POD_NAME.encode()))
+                    pod = name.partition(b"=")[2].decode()
+                    # A fault's helper shares its parent's environment; the pod's process is the older one.
+                    found[pod] = min(int(entry.name), found.get(pod, 1 << 30))
+        return found
+
+    def newest(self, place: str) -> str | None:
+        """The living pod of a place with the highest incarnation."""
+        living = [pod for pod in self.processes() if f"-{place}-" in pod]
+        return max(living, key=incarnation_of, default=None)
+
+    def signal(self, pod: str, number: signal.Signals) -> bool:
+        """Whether it was there."""
+        pid = self.processes().get(pod)
+        if pid is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+        return False
+
+
+def incarnation_of(pod: str) -> int:
+    """The incarnation in a pod's name: ``<job>-worker-3-<incarnation>-<hash>``."""
+    return int(pod.rsplit("-", 2)[1])
+
+
+def gaps(updates: Sequence[Update], begin: float, end: float) -> float:
+    """The longest time without an update that overlaps an interval, in seconds."""
+    times = [update.at for update in updates]
+    return max((b - a for a, b in zip(times, times[1:], strict=False) if b > begin and a < end), default=0.0)
+
+
+def seconds_per_step(updates: Sequence[Update]) -> float:
+    """From the first update to the last, redone ones not counted twice."""
+    return (updates[-1].at - updates[0].at) / max(1, updates[-1].step - updates[0].step)
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+def stored(job: Job) -> tuple[int, dict[str, np.ndarray]]:
+    """The job's last checkpoint."""
+    import backstay
+
+    checkpoint = backstay.load(str(job.checkpoints))
+    return checkpoint.step, {key: np.asarray(value) for key, value in checkpoint.params.items()}

@@ -1,0 +1,187 @@
+"""How long it takes to recover, on the embedded cluster with real processes, all in one run.
+
+1. kill -9 of a worker -> its replacement's first applied gradient, by its parts, with JAX's persistent compilation
+   cache shared between incarnations and without.
+2. Updates while workers are killed one after another, with a backup: the longest time without an update around each
+   death, beside that of the quiet time before it.
+3. kill -9 of a server -> next update, and updates redone; with ``--standbys 1`` also with a standby.
+
+    python bench/recovery.py [--kills 5] [--standbys 0|1] [--only worker,backup,server]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+from typing import Any
+
+from _cluster import NAMESPACE, Cluster, Job, cluster, gaps, incarnation_of, median, row
+
+SETTLE_SECONDS = 3.0
+PARTS = (
+    "the pod is seen Failed",
+    "its replacement is created",
+    "its process is started",
+    "Python has started",
+    "imports are done",
+    "joined, parameters pulled",
+    "first gradient applied",
+)
+
+
+async def death(job: Job, place: str) -> dict[str, float]:
+    """Kill a worker; when each part of its replacement's way was reached, in seconds since the kill."""
+    victim = job.newest(place)
+    assert victim is not None
+    killed = time.time()
+    job.signal(victim, signal.SIGKILL)
+    seen: dict[str, float] = {}
+    successor = ""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for pod in await job.cluster.api.pods_of(NAMESPACE, job.name):
+            name = pod["metadata"]["name"]
+            if name == victim and pod["status"].get("phase") == "Failed":
+                seen.setdefault(PARTS[0], time.time() - killed)
+            if f"-{place}-" in name and incarnation_of(name) > incarnation_of(victim):
+                seen.setdefault(PARTS[1], time.time() - killed)
+                successor = name
+        marks = dict((what.split()[0], at) for at, what in reversed(job.marks(successor))) if successor else {}
+        if "step" in marks:
+            for part, mark in zip(PARTS[2:], ("process", "python", "imports", "joined", "step"), strict=True):
+                seen[part] = marks[mark] - killed
+            # The pod may be deleted between two looks.
+            seen.setdefault(PARTS[0], seen[PARTS[1]])
+            return seen
+        await asyncio.sleep(0.02)
+    raise SystemExit(f"{victim} was not replaced within 120 s\n{job.describe()}")
+
+
+async def begin(job: Job) -> None:
+    """Submit, and wait until it has trained for a moment."""
+    await job.submit()
+    await job.wait("it trains", lambda: len(job.updates()) >= 10)
+    await asyncio.sleep(SETTLE_SECONDS)
+
+
+async def workers(on: Cluster, kills: int) -> None:
+    """Without backups, so that the next update needs the replacement."""
+    for cache in (False, True):
+        name = "cached" if cache else "uncached"
+        env = {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")} if cache else {}
+        job = Job(on, name, steps=4000, workers=2, pause=0.05, env=env)
+        await begin(job)
+        found = []
+        for _ in range(kills):
+            found.append(await death(job, "worker-1"))
+            await asyncio.sleep(1.0)
+        await job.delete()
+        total = [f[PARTS[-1]] for f in found]
+        with_cache = "with" if cache else "without"
+        row(f"worker killed -> first gradient applied, {with_cache} compilation cache", f"{median(total):.2f} s", "6 s")
+        row("  the slowest of " + str(kills), f"{max(total):.2f} s")
+        before = [0.0] * kills
+        for part in PARTS:
+            at = [f[part] for f in found]
+            row(f"  + until {part}", f"{median([a - b for a, b in zip(at, before, strict=True)]):.2f} s")
+            before = at
+
+
+async def backup(on: Cluster, kills: int) -> None:
+    """T2: with a backup nothing waits for the dead one."""
+    job = Job(on, "backup", steps=4000, workers=4, backups=1, servers=2, pause=0.1)
+    await begin(job)
+    began = time.time() - SETTLE_SECONDS
+    await asyncio.sleep(5.0)
+    quiet = gaps(job.updates(), began, time.time())
+    around = []
+    for number in range(kills):
+        victim = job.newest(f"worker-{number % job.workers}")
+        assert victim is not None
+        killed = time.time()
+        job.signal(victim, signal.SIGKILL)
+        place = f"worker-{number % job.workers}"
+        await job.wait(
+            "it is replaced and computes",
+            lambda place=place, old=victim: any(
+                incarnation_of(pod) > incarnation_of(old) and any(w.startswith("step") for _, w in job.marks(pod))
+                for pod in job.pods(place)
+            ),
+        )
+        await asyncio.sleep(1.0)
+        around.append((gaps(job.updates(), killed, killed + 1.0), gaps(job.updates(), killed, time.time())))
+    await job.delete()
+    row("4 workers, 1 backup, step 0.1 s: longest gap while quiet", f"{quiet:.2f} s")
+    row("  longest gap within 1 s of a death, median", f"{median([a for a, _ in around]):.2f} s", "as while quiet")
+    row("  until the replacement computes (its start takes CPU), worst", f"{max(b for _, b in around):.2f} s")
+
+
+async def server(on: Cluster, kills: int, standbys: int) -> None:
+    """kill -9 of each shard in turn."""
+    job = Job(on, f"server-{standbys}", steps=4000, workers=2, servers=2, pause=0.1, standbys=standbys, every_steps=20)
+    await begin(job)
+    found: dict[int, list[tuple[float, int]]] = {0: [], 1: []}
+    for number in range(kills * 2):
+        shard = number % 2
+        active = _active(job, shard)
+        before = job.updates()[-1].step
+        killed = time.time()
+        job.signal(active, signal.SIGKILL)
+        await job.wait(
+            "there is a new update",
+            lambda killed=killed: any(update.at > killed + 0.3 for update in job.updates()),
+        )
+        after = next(update for update in job.updates() if update.at > killed + 0.3)
+        found[shard].append((after.at - killed, max(0, before + 1 - after.step)))
+        await job.wait("it goes on", lambda before=before: job.updates()[-1].step > before + 25)
+        await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # a new standby is to be filled
+    await job.delete()
+    with_standby = "with a standby" if standbys else "without a standby, checkpoint every 20 updates"
+    for shard, deaths in found.items():
+        what = "server 0 (coordinator)" if shard == 0 else "server 1"
+        goal = "3 s" if standbys else ""
+        row(f"{what} killed -> next update, {with_standby}", f"{median([a for a, _ in deaths]):.2f} s", goal)
+        row("  the slowest of " + str(len(deaths)), f"{max(a for a, _ in deaths):.2f} s")
+        redone = f"{sum(b for _, b in deaths) / len(deaths):.1f}"
+        row("  updates redone, mean", redone, "0" if standbys else "at most 20")
+
+
+def _active(job: Job, shard: int) -> str:
+    """The serving pod of a shard: with standbys there are two, and only the serving one of shard 0 decides."""
+    place = f"ps-{shard}"
+    living = [pod for pod in job.processes() if f"-{place}-" in pod]
+    if not living:
+        raise SystemExit(f"no server of shard {shard} is running")
+    return min(living, key=incarnation_of)  # the standby is the younger one
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    """The whole run."""
+    async with cluster(arguments.keep) as on:
+        for what in arguments.only.split(","):
+            match what:
+                case "worker":
+                    await workers(on, arguments.kills)
+                case "backup":
+                    await backup(on, arguments.kills)
+                case "server":
+                    for standbys in range(arguments.standbys + 1):
+                        await server(on, max(1, arguments.kills // 2), standbys)
+                case _:
+                    raise SystemExit(f"--only {what}: must be some of worker,backup,server")
+
+
+def main() -> None:
+    """Parse arguments, measure."""
+    parser: Any = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--standbys", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--only", default="worker,backup,server")
+    parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A training script that bears witness: its parameters say which gradients were applied, and how often.
+
+Besides a small regression there is a parameter `count` with a place for each (row, rank), the row being the step of
+the batch's key. A gradient adds exactly 1 to its own place and nothing elsewhere, so the last checkpoint tells, without
+trusting any counter of the runtime: 2 is a gradient that was applied twice, a row without its quorum an update that was
+lost. The rest is trained by Adam, whose state must survive too for the bits to be those of a quiet run.
+
+The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when).
+"""
+
+import os
+import time
+from pathlib import Path
+
+
+def mark(what: str, at: float | None = None) -> None:
+    """One line in this pod's file of TIMELINE."""
+    if folder := os.environ.get("TIMELINE"):
+        with (Path(folder) / os.environ.get("BACKSTAY_POD_NAME", "alone")).open("a") as file:
+            file.write(f"{time.time() if at is None else at:.6f} {what}\n")
+
+
+def process_began() -> float:
+    """When the kernel started this process, as `time.time` counts."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+mark("process", process_began())
+mark("python")
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import backstay
+
+mark("imports")
+
+STEPS = int(os.environ["STEPS"])
+WORLD = int(os.environ["WORLD"])
+QUORUM = max(1, WORLD - int(os.environ.get("BACKUPS", "0"))) if os.environ.get("MODE", "Sync") == "Sync" else 1
+PAUSE = float(os.environ.get("PAUSE", "0"))
+WIDTH = 48
+
+
+class Timeline(logging.Handler):
+    """Each line of progress as a mark; with `log_every=0` there is one for each update."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark(f"step {record.__dict__['fields']['step']}", record.created)
+
+
+progress = logging.getLogger("backstay.progress")
+progress.addHandler(Timeline())
+progress.propagate = False  # a line an update is too much for people
+
+
+def init(key):
+    return {
+        "w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5,
+        "b": jnp.zeros(WIDTH),
+        "count": jnp.zeros((STEPS, WORLD)),
+    }
+
+
+def loss(params, batch):
+    x, y, place = batch
+    value = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+    # The mean over the quorum makes 1 of it, and SGD's rate of 1 adds that.
+    return value - QUORUM * params["count"][place[0, 0], place[0, 1]]
+
+
+first = True
+
+
+def batches(key):
+    global first
+    if first:
+        first = False
+        mark("joined")
+    if PAUSE:
+        time.sleep(PAUSE)
+    x = key.rng.normal(size=(8, WIDTH)).astype(np.float32)
+    return x, np.roll(x, 1, axis=1) * 0.5, np.full((8, 2), (key.step, key.rank), np.int32)
+
+
+if __name__ == "__main__":
+    backstay.train(
+        init=init,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.multi_transform(
+            {"model": optax.adam(1e-3), "count": optax.sgd(1.0)}, {"w": "model", "b": "model", "count": "count"}
+        ),
+        steps=STEPS,
+        log_every=0.0,
+    )
