@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 from backstay._wire.flight import Listener
@@ -13,6 +14,7 @@ from backstay._wire.flight import Listener
 def serve(hello: Any, stream: Any) -> None:
     stream.read()
     os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()  # this thread may go on for a moment; the stream must not end
 
 
 listener = Listener("127.0.0.1", 0, sys.argv[1], serve)
