@@ -50,7 +50,8 @@ class JobView:
     roles: dict[str, RoleView] = field(default_factory=dict)
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
     pods: tuple[dict[str, Any], ...] = ()
-    warnings: tuple[str, ...] = ()
+    stage: str = ""  # what is being started before there is a job to look at
+    evaluation_error: str = ""
 
     @property
     def ended(self) -> bool:
@@ -100,6 +101,7 @@ def view_of(
         metrics=ending.get("metrics") or status.get("metrics") or {},
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
+        evaluation_error=str(ending.get("evaluationError") or ""),
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
         pods=tuple(pods),
     )

@@ -11,8 +11,11 @@ from typing import Any
 
 from backstay_cli.follow import JobView
 from backstay_cli.view import number
+from backstay_cli.words import on_one_line, plain, printable
 
 _TAIL_LINES = 15
+_TAIL_BYTES = 64_000
+_LINE_LENGTH = 400  # a program may print megabytes without a line break
 
 
 def summary(view: JobView, seconds: float) -> dict[str, Any]:
@@ -52,24 +55,34 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     """What was seen, for people."""
     desired = {role: values.desired for role, values in view.roles.items()}
     shape = f"{desired.get('ParameterServer', 0)} servers, {desired.get('Worker', 0)} workers"
-    yield f"{view.name} {view.phase.lower()} after {number(view.step)} updates in {seconds:.1f} s ({shape})"
-    if view.message and view.phase != "Succeeded":
-        yield f"  {view.message}"
+    if view.step or view.phase == "Succeeded":
+        when = f"after {number(view.step)} updates in {seconds:.1f} s"
+    else:
+        when = f"before its first update, after {seconds:.1f} s"
+    yield f"{view.name} {view.phase.lower()} {when} ({shape})"
+    if view.message and (view.phase != "Succeeded" or "AlreadyComplete" in view.message):
+        for line in plain(view.message):
+            yield f"  {line}"
     if view.loss is not None or view.examples_per_second is not None:
         yield f"  loss {number(view.loss)}, {number(view.examples_per_second, 3)} examples/s"
     for name, value in sorted(view.metrics.items()):
         yield f"  {name} {number(value)}"
+    if view.evaluation_error:
+        yield f"  the evaluation failed: {on_one_line(view.evaluation_error)}"
     if view.restarts or view.disruptions:
         yield f"  {view.restarts} pods replaced after crashes, {view.disruptions} after disruptions"
     if view.checkpoint:
-        yield f"  checkpoint {view.checkpoint}"
-        yield f"    python -c 'import backstay; print(backstay.load(\"{view.checkpoint}\").step)'"
+        place = shortened(view.checkpoint)
+        yield f"  checkpoint {place}"
+        yield f"    backstay.load({place.rpartition('/')[0] or '.'!r})  # the newest"
     yield f"  logs of every pod in {shortened(str(logs))}"
     if view.phase == "Failed":
         yield from _failures(view, logs)
 
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
+    """How each pod ended; what several of them said alike is shown once."""
+    shown: dict[tuple[str, ...], str] = {}
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
         for container in status.get("containerStatuses", []):
@@ -79,14 +92,24 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
             log = logs / meta["namespace"] / meta["name"] / f"{container['name']}.log"
             how = f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})"
             yield f"  {meta['name']} ended with {how}: {shortened(str(log))}"
-            yield from tail(log)
+            said = tuple(tail(log))
+            if not said:
+                yield "    | (it printed nothing)"
+            elif said in shown:
+                yield f"    | the same as {shown[said]}"
+            else:
+                shown[said] = meta["name"]
+                yield from said
 
 
 def tail(log: Path) -> Iterator[str]:
     """The last lines of a pod's log, whatever it printed."""
     try:
-        content = log.read_bytes()[-64_000:]
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            content = file.read()
     except OSError:
         return
     for line in content.decode(errors="backslashreplace").splitlines()[-_TAIL_LINES:]:
-        yield "    | " + "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in line)
+        text = printable(line)
+        yield "    | " + (text if len(text) <= _LINE_LENGTH else "... " + text[-_LINE_LENGTH:])

@@ -101,8 +101,11 @@ async def _interruptible(work: Any) -> Any:
 async def _run(job: dict[str, Any], folder: Path, display: Display) -> JobView:
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     with display:
-        display.show(JobView(name=name, namespace=namespace, phase="Pending"))
-        async with start_session(folder) as session:
+
+        def say(stage: str) -> None:
+            display.show(JobView(name=name, namespace=namespace, stage=stage))
+
+        async with start_session(folder, say) as session:
             await _create(session, job)
             return await _follow(session, namespace, name, display)
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +44,12 @@ class Session:
 
 
 @contextlib.asynccontextmanager
-async def start_session(folder: Path) -> AsyncIterator[Session]:
+async def start_session(folder: Path, say: Callable[[str], None] = lambda stage: None) -> AsyncIterator[Session]:
     """Start the cluster and the operator, and apply the CRD.
+
+    Args:
+        folder: for everything that the two write.
+        say: is told what is being started.
 
     Raises:
         SessionError: one of them did not start within a minute.
@@ -57,6 +61,7 @@ async def start_session(folder: Path) -> AsyncIterator[Session]:
     with contextlib.suppress(FileExistsError), open(key, "x", opener=_private) as file:
         file.write(secrets.token_hex(32))
     async with contextlib.AsyncExitStack() as stack:
+        say("starting the embedded cluster")
         cluster = await stack.enter_async_context(
             _process(
                 "cluster",
@@ -73,6 +78,7 @@ async def start_session(folder: Path) -> AsyncIterator[Session]:
         api = await stack.enter_async_context(Api.of_kubeconfig(kubeconfig))
         await _wait_until_served(api, cluster, folder / "cluster.log")
         await _apply_crd(api)
+        say("starting the operator")
         operator = await stack.enter_async_context(
             _process(
                 "operator",

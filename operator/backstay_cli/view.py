@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -12,7 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from backstay_cli.follow import JobView
+from backstay_cli.follow import JobView, RoleView
+from backstay_cli.waiting import waiting_for
+from backstay_cli.words import on_one_line, plain
 
 _NAMES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
 _STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
@@ -23,6 +26,8 @@ def number(value: float | None, digits: int = 4) -> str:
     """A number for people: a dash when there is none, few digits, no exponent where it can be avoided."""
     if value is None:
         return "–"
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
@@ -69,6 +74,9 @@ class LiveDisplay:
             "  ",
             (view.phase, _STYLES.get(view.phase, "bold")),
             f"  {seconds // 60}:{seconds % 60:02}",
+            (f"  {waiting_for(view)}", "dim"),
+            no_wrap=True,
+            overflow="ellipsis",
         )
         numbers = Table.grid(padding=(0, 3))
         for _ in range(3):
@@ -82,15 +90,32 @@ class LiveDisplay:
             if values.desired or values.restarts or values.disruptions:
                 roles.add_row(
                     _NAMES.get(role, role),
-                    Text(f"{values.ready}/{values.desired}", "green" if values.ready >= values.desired else "yellow"),
+                    _ready(view, values),
                     Text(str(values.restarts), "red" if values.restarts else ""),
                     Text(str(values.disruptions), "yellow" if values.disruptions else ""),
                 )
         events = [
-            Text(f"{reason}: {message}", "yellow" if kind == "Warning" else "dim", no_wrap=True, overflow="ellipsis")
+            Text(
+                f"{reason}: {on_one_line(message)}",
+                "yellow" if kind == "Warning" else "dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
             for kind, reason, message in view.events[-_EVENTS:]
         ]
-        return Group(head, Text(), numbers, Text(), roles, Text(), *events, Text(self._hint, "dim"))
+        parts: list[RenderableType] = [head, Text(), numbers, Text()]
+        if view.roles:
+            parts += [roles, Text()]
+        if not view.ended:
+            events.append(Text(self._hint, "dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts, *events)
+
+
+def _ready(view: JobView, role: RoleView) -> Text:
+    """How many pods are ready; at the end they all leave, which is no cause for worry."""
+    if view.ended:
+        return Text(str(role.desired))
+    return Text(f"{role.ready}/{role.desired}", "green" if role.ready >= role.desired else "yellow")
 
 
 class LineDisplay:
@@ -107,6 +132,7 @@ class LineDisplay:
         self._events = 0
         self._last = clock()
         self._step: int | None = None
+        self._waiting = ""
 
     def __enter__(self) -> Self:
         return self
@@ -121,11 +147,15 @@ class LineDisplay:
         for kind, reason, message in view.events[self._events :]:
             self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
         self._events = max(self._events, len(view.events))
+        waiting = waiting_for(view)
         if view.phase != self._phase:
             self._phase = view.phase
             self._say(f"{view.name} is {view.phase}")
         now = self._clock()
-        if view.step is not None and view.step != self._step and now - self._last >= self._interval:
+        if waiting and waiting != self._waiting:
+            self._say(waiting)
+        self._waiting = waiting
+        if view.step and view.step != self._step and not view.ended and now - self._last >= self._interval:
             self._last, self._step = now, view.step
             self._say(
                 f"step {number(view.step)}  loss {number(view.loss)}  {number(view.examples_per_second, 3)} examples/s"
@@ -133,4 +163,7 @@ class LineDisplay:
             )
 
     def _say(self, line: str) -> None:
-        self._write(f"[{self._clock() - self._started:6.1f}s] {line}")
+        first, *more = plain(line)
+        self._write(f"[{self._clock() - self._started:6.1f}s] {first}")
+        for text in more:
+            self._write(f"{'':10}{text}")

@@ -37,6 +37,7 @@ class Leader:
         self._loss: float | None = None
         self._train_metrics: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
+        self._evaluation_error = ""
         self._contributed: dict[int, int] = {}
         self._checkpoint = CheckpointReport()
         self._first_staged: float | None = None
@@ -138,9 +139,12 @@ class Leader:
         """What an evaluator, or worker 0, found."""
         if request.error:
             _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
+            with self._lock:
+                self._evaluation_error = f"at step {request.step}: {request.error}"
             return
         metrics = dict(request.metrics)
         with self._lock:
+            self._evaluation_error = ""
             self._evaluation = metrics
         for name, value in metrics.items():
             self._metrics.evaluation(name).set(value)
@@ -151,6 +155,11 @@ class Leader:
         """What the newest evaluation returned."""
         with self._lock:
             return dict(self._evaluation)
+
+    def evaluation_error(self) -> str:
+        """Why the newest evaluation has no metrics; empty when it has."""
+        with self._lock:
+            return self._evaluation_error
 
     @property
     def checkpoint(self) -> CheckpointReport:

@@ -248,6 +248,8 @@ class Server:
                 "checkpoint": done.checkpoint,
                 "metrics": leader.evaluation(),
             }
+            if error := leader.evaluation_error():
+                fields["evaluationError"] = error
         write_termination(self._env.termination_log, fields)
 
     def _save_and_stop(self) -> int:

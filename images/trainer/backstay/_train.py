@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._logs import Reporter, configure
 from ._result import Result
 from ._script import Script, evaluation_of
-from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed
+from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused
 
 if TYPE_CHECKING:
     import optax
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _LOG = logging.getLogger(__name__)
+_CALLED = threading.Event()
 
 
 def train(
@@ -74,6 +76,8 @@ def train(
     environment: Environment | None = None
     try:
         environment = Environment.read(os.environ)
+        if environment is not None:
+            _once()
         script = Script(
             init=init,
             loss=loss,
@@ -93,6 +97,20 @@ def train(
         if environment is None:
             raise
         _fail(environment, error)
+
+
+def _once() -> None:
+    """A pod has one role in one job, whose servers leave when it is done.
+
+    Raises:
+        ConfigurationError: this process has called `train` before.
+    """
+    if _CALLED.is_set():
+        raise ConfigurationError(
+            "train was called a second time in one pod: a job trains once. For several stages make several jobs, each "
+            "of which may begin with what backstay.load gives of the one before."
+        )
+    _CALLED.set()
 
 
 def _alone(script: Script) -> Result:
@@ -177,17 +195,20 @@ def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metric
 
 def _fail(environment: Environment, error: Exception) -> NoReturn:
     """The last words of a pod: a traceback for what the script did, a line for what we say ourselves."""
-    fields: dict[str, Any] = {"reason": type(error).__name__, "message": str(error)}
+    # The notes that JAX adds to an exception explain its traceback, which is in the log.
+    fields: dict[str, Any] = {"reason": type(error).__name__, "message": str(error) or type(error).__name__}
     if isinstance(error, JobFailed):
         fields = {"reason": error.reason, "message": error.message}
     elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
         # Starting again would end the same way.
         fields["result"] = "Failed"
+    elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == "INVALID_ARGUMENT"):
+        # A replacement would be refused too; whether that ends the job depends on whether the others train.
+        fields["result"] = "Refused"
     if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
         print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
-        fields["message"] = "".join(traceback.format_exception_only(error)).strip()
     write_termination(environment.termination_log, fields)
     if environment.role == contract.ROLE_WORKER:
         raise SystemExit(1) from None

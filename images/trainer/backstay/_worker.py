@@ -101,7 +101,6 @@ class Worker:
 
     def _run(self) -> Result:
         pulled, params = self._start()
-        self._heart.start()
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
                 if self._stop.asked.is_set():
@@ -263,6 +262,7 @@ class Worker:
         self._moved = False
         self._term = self._heart.term = replies[0].term
         self._heart.expect([reply.incarnation for reply in replies])
+        self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
         if not self._sync:
             self._key_step = replies[0].key_step
         self._streams = connect(

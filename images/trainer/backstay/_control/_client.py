@@ -204,9 +204,10 @@ class Heartbeats:
         ]
 
     def start(self) -> None:
-        """Beat until `close`."""
+        """Beat until `close`; once is enough."""
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
     def expect(self, incarnations: Sequence[int]) -> None:
         """The servers that were joined."""

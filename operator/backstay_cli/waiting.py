@@ -1,0 +1,71 @@
+"""What a job is waiting for, said in one line: most of a short job's time is its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backstay_cli.follow import JobView
+from backstay_cli.words import on_one_line
+from backstay_spec import contract
+
+_NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
+
+
+def waiting_for(view: JobView) -> str:
+    """What has to happen before the next update, or nothing where updates happen."""
+    if view.stage:
+        return view.stage
+    if view.ended or view.phase == "Suspended":
+        return ""
+    pods = [pod for pod in view.pods if pod.get("status", {}).get("phase") in {None, "Pending", "Running"}]
+    for pod in pods:
+        if obstacle := _obstacle(pod):
+            return f"waiting: {_name(pod)}: {obstacle}"
+    if view.step:
+        return ""
+    desired = sum(role.desired for role in view.roles.values())
+    if not pods:
+        return "creating pods" if not view.restarts else "waiting: pods that died before they worked start again soon"
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if len(running) < len(pods) or len(pods) < desired:
+        return f"starting pods: {len(running)} of {max(desired, len(pods))} run"
+    ready = [pod for pod in running if _is_ready(pod)]
+    servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
+    ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
+    if not ready:
+        return f"starting Python and JAX in {_count(len(running), 'pod')}"
+    if len(ready_servers) < len(servers):
+        return f"preparing the parameters: {len(ready_servers)} of {_count(len(servers), 'server')} ready"
+    return f"compiling the first step: {len(ready)} of {_count(len(running), 'pod')} ready"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _role(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE, ""))
+
+
+def _name(pod: dict[str, Any]) -> str:
+    index = pod["metadata"].get("labels", {}).get(contract.LABEL_INDEX, "")
+    return f"{_NAMES.get(_role(pod), 'pod')} {index}"
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions") or []
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def _obstacle(pod: dict[str, Any]) -> str:
+    """Why a pod does not start, as Kubernetes says it."""
+    status = pod.get("status", {})
+    for container in status.get("containerStatuses") or []:
+        waiting = container.get("state", {}).get("waiting") or {}
+        reason = waiting.get("reason", "")
+        if reason and reason not in {"ContainerCreating", "PodInitializing"}:
+            return on_one_line(f"{reason} {waiting.get('message', '')}")
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return on_one_line(f"{condition.get('reason', '')} {condition.get('message', '')}")
+    return ""

@@ -1,0 +1,27 @@
+"""Texts that come from pods, fit to be shown: a pod may print anything, and a terminal obeys what it is sent."""
+
+from __future__ import annotations
+
+import re
+
+# What Python prints before the line that says what happened; the rest is in the pod's log.
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
+_TORN_TRACEBACK = re.compile(r"(?:[ \t]+File \".*\", line \d+.*\n(?:[ \t].*\n)*)+")
+
+
+def printable(text: str) -> str:
+    """`text` with every character that is not for the eye (controls, direction marks) escaped; tabs stay."""
+    return "".join(
+        c if c.isprintable() or c == "\t" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+def plain(message: str) -> list[str]:
+    """The lines of a message, tracebacks cut down to what they end with."""
+    text = _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message))
+    return [printable(line) for line in text.splitlines() if line.strip()] or [""]
+
+
+def on_one_line(message: str) -> str:
+    """The same where there is room for one line."""
+    return " ".join(line.strip() for line in plain(message))
