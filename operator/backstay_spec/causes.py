@@ -318,7 +318,8 @@ def _last_words(message: str) -> str:
     except ValueError:
         said = None
     if isinstance(said, dict):
-        return _joined(_text(said.get("reason")), _text(said.get("message")))
+        reason, told = _text(said.get("reason")), _text(said.get("message"))
+        return shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
     return shortened("\n".join(message.strip().splitlines()[-5:]), 400)
 
 

@@ -172,9 +172,9 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
     plain = {"step": progress.step, "term": progress.term, "world": progress.world}
     said: dict[str, Any] = {field: value for field, value in plain.items() if value is not None}
     if progress.examples_per_second is not None:
-        said["examples_per_second"] = finite_or_none(progress.examples_per_second)
+        said["examples_per_second"] = readable(progress.examples_per_second, 4)
     if progress.loss is not None:
-        said["loss"] = finite_or_none(progress.loss)
+        said["loss"] = readable(progress.loss, 6)
     if progress.metrics:
         said["metrics"] = finite(progress.metrics)
     if progress.checkpoint_step is not None:
@@ -190,6 +190,8 @@ def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datet
     return CheckpointStatus(step=step, uri=uri, time=status.whole_seconds(now))
 
 
-def finite_or_none(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return finite({"value": value}).get("value")
+def readable(value: float, digits: int) -> float | None:
+    """To as many significant digits as a person reads in `kubectl get`; None for what JSON does not have, NaN and the
+    infinities."""
+    found = finite({"value": value}).get("value")
+    return None if found is None else float(f"{found:.{digits}g}")

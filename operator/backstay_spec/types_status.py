@@ -221,5 +221,7 @@ class TrainingJobStatus(StatusModel):
     """The newest whole checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The status as JSON for the API server: camelCase, absent values left out."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        """The status as JSON for the API server: camelCase, absent values left out, and so are empty maps of what
+        most jobs have none of."""
+        written = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return {name: value for name, value in written.items() if value or name not in ("metrics", "backoff")}

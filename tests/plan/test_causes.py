@@ -85,6 +85,14 @@ def test_the_program_pays_for_its_own_deaths_only():
     assert {c for c in Cause if c.charged} == {"Crashed", "OutOfMemory", "ExitedEarly", "Stalled"}
 
 
+@pytest.mark.parametrize("message", ["TypeError: no such leaf", "no such leaf"])
+def test_last_words_name_the_error_once(message):
+    said = json.dumps({"reason": "TypeError", "message": message})
+    state = {"exitCode": 1, "reason": "Error", "message": said}
+    pod = {"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": {"terminated": state}}]}}
+    assert verdict_of(pod).text == "exit code 1: TypeError: no such leaf"
+
+
 def test_an_unknown_signal_is_still_a_number():
     assert exit_text(128 + 99) == "exit code 227"
     assert exit_text(-1) == "exit code -1"

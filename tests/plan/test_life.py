@@ -380,6 +380,21 @@ def test_progress_alone_changes_the_status_every_10_s(running):
     assert "examplesPerSecond" not in cluster.status
 
 
+def test_numbers_are_as_people_read_them(running):
+    """O2: `kubectl get` prints a number with all the digits that it has."""
+    cluster = running()
+    cluster.tick(11)
+    cluster.answer(step=9, examples_per_second=567.0988497772483, loss=0.013751725666224957)
+    cluster.settle()
+    assert (cluster.status["examplesPerSecond"], cluster.status["loss"]) == (567.1, 0.0137517)
+    cluster.tick(11)
+    cluster.answer(step=10, examples_per_second=1234567.8, loss=float("nan"))
+    cluster.settle()
+    assert cluster.status["examplesPerSecond"] == 1235000
+    assert "loss" not in cluster.status
+    assert "metrics" not in cluster.status, "nothing empty"
+
+
 def test_a_checkpoint_that_cannot_be_written_is_said_and_unsaid(running):
     cluster = running(TWO_SERVERS)
     cluster.answer(step=7, checkpoint_error="no space left on device")
