@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -200,9 +201,7 @@ def test_only_a_process_of_this_machine_is_known_to_be_dead() -> None:
     assert not is_dead(f"{host}_{space}_1_00000000", me)
     assert not is_dead(f"elsewhere_{space}_999999_00000000", me)
     assert not is_dead("some-pod-name", me)
-    dead = os.fork()
-    if dead == 0:
-        os._exit(0)
-    os.waitpid(dead, 0)
-    assert is_dead(f"{host}_{space}_{dead}_00000000", me)
+    ended = subprocess.Popen(["/bin/true"])
+    ended.wait()
+    assert is_dead(f"{host}_{space}_{ended.pid}_00000000", me)
     assert identity({"BACKSTAY_OPERATOR_POD": "pod-1"}, lambda: 0.5) == "pod-1"
