@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -74,7 +75,9 @@ class Cluster:
 async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
     """A cluster in a folder that is deleted at the end, or in `keep`."""
     with contextlib.ExitStack() as files:
-        folder = Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
+        folder = (
+            Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
+        )
         async with start_session(folder) as session:
             made = Cluster(folder, session.kubeconfig, session.api)
             try:
@@ -179,15 +182,17 @@ class Job:
     def describe(self) -> str:
         """What a person wants to see of a job that did not do what it should."""
         lines = [json.dumps(self.status, indent=1)]
-        for log in sorted((self.cluster.folder / "pods" / NAMESPACE).glob(f"{self.name}-*/trainer.log")):
-            lines.append(f"--- {log.parent.name}\n{log.read_text(errors='replace')[-1200:]}")
+        logs = sorted((self.cluster.folder / "pods" / NAMESPACE).glob(f"{self.name}-*/trainer.log"))
+        lines += [f"--- {log.parent.name}\n{log.read_text(errors='replace')[-1200:]}" for log in logs]
         return "\n".join(lines)
 
     async def delete(self) -> None:
         await self.cluster.try_request("DELETE", f"{self._path}/{self.name}", propagationPolicy="Background")
-        deadline = time.monotonic() + 60
-        while await self.cluster.api.pods_of(NAMESPACE, self.name) and time.monotonic() < deadline:
+        for _ in range(600):
+            if not await self.cluster.api.pods_of(NAMESPACE, self.name):
+                return
             await asyncio.sleep(0.1)
+        raise SystemExit(f"{self.name} was deleted a minute ago, and its pods are still there")
 
     def marks(self, pod: str) -> list[tuple[float, str]]:
         """What a pod told of itself."""
@@ -219,7 +224,10 @@ class Job:
                 continue
             with contextlib.suppress(OSError):
                 pairs = (entry / "environ").read_bytes().split(b"\0")
-                if f"{contract.ENV_JOB}={self.name}".encode() in pairs and f"TIMELINE={self.timeline}".encode() in pairs:
+                if (
+                    f"{contract.ENV_JOB}={self.name}".encode() in pairs
+                    and f"TIMELINE={self.timeline}".encode() in pairs
+                ):
                     name = next(pair for pair in pairs if pair.startswith(contract.ENV_POD_NAME.encode()))
                     pod = name.partition(b"=")[2].decode()
                     # A fault's helper shares its parent's environment; the pod's process is the older one.
@@ -250,7 +258,7 @@ def incarnation_of(pod: str) -> int:
 def gaps(updates: Sequence[Update], begin: float, end: float) -> float:
     """The longest time without an update that overlaps an interval, in seconds."""
     times = [update.at for update in updates]
-    return max((b - a for a, b in zip(times, times[1:], strict=False) if b > begin and a < end), default=0.0)
+    return max((b - a for a, b in itertools.pairwise(times) if b > begin and a < end), default=0.0)
 
 
 def seconds_per_step(updates: Sequence[Update]) -> float:

@@ -48,7 +48,7 @@ async def death(job: Job, place: str) -> dict[str, float]:
             if f"-{place}-" in name and incarnation_of(name) > incarnation_of(victim):
                 seen.setdefault(PARTS[1], time.time() - killed)
                 successor = name
-        marks = dict((what.split()[0], at) for at, what in reversed(job.marks(successor))) if successor else {}
+        marks = {what.split()[0]: at for at, what in reversed(job.marks(successor))} if successor else {}
         if "step" in marks:
             for part, mark in zip(PARTS[2:], ("process", "python", "imports", "joined", "step"), strict=True):
                 seen[part] = marks[mark] - killed

@@ -8,6 +8,7 @@ lost. The rest is trained by Adam, whose state must survive too for the bits to 
 The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when).
 """
 
+# ruff: noqa: E402  # when imports begin and end is part of what is told
 import os
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ def process_began() -> float:
 mark("process", process_began())
 mark("python")
 
+import functools
 import logging
 
 import jax
@@ -75,14 +77,14 @@ def loss(params, batch):
     return value - QUORUM * params["count"][place[0, 0], place[0, 1]]
 
 
-first = True
+@functools.cache
+def joined():
+    """The first batch is asked for when there are parameters."""
+    mark("joined")
 
 
 def batches(key):
-    global first
-    if first:
-        first = False
-        mark("joined")
+    joined()
     if PAUSE:
         time.sleep(PAUSE)
     x = key.rng.normal(size=(8, WIDTH)).astype(np.float32)

@@ -1,0 +1,387 @@
+"""A long seeded chaos on the embedded cluster, and what became of the training.
+
+A job of the witness (bench/scripts/witness.py) trains while about every 3 s something of it is killed, stopped, cut,
+deleted, evicted or filled, from outside and from inside; then the same job trains once more in peace. The last
+checkpoint says which gradients were applied how often, and the two must have the same bits. Sync first, then Async,
+which has no quiet twin to compare bits with: there the witness alone speaks.
+
+    python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async]
+    python bench/chaos.py --goodput [--seconds 60]     a worker killed every 5 s, a server every 20 s, nothing else
+
+The exit status is 1 when an update was lost, a gradient applied twice, or the bits differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from _cluster import NAMESPACE, Cluster, Job, Update, cluster, gaps, median, row, seconds_per_step, stored
+
+STEP_SECONDS = 0.1
+EVERY_SECONDS = 3.0
+_ORDER = ("Sync", "Async")
+
+
+@dataclass
+class Strike:
+    """A fault from outside."""
+
+    at: float
+    kind: str
+    target: str
+
+
+class Chaos:
+    """Does things to a job, as a seed says, and remembers what it did."""
+
+    def __init__(self, on: Cluster, job: Job, seed: int, standbys: int) -> None:
+        self.on, self.job = on, job
+        self.rng = random.Random(seed)
+        self.strikes: list[Strike] = []
+        self._later: set[asyncio.Task[None]] = set()
+        # What shall be rare is there once, what happens every day is there more often.
+        self._kinds: list[Callable[[], Awaitable[str]]] = [
+            *[self.kill_worker] * 5,
+            *[self.stop_worker] * 2,
+            self.lose_worker,
+            *[self.delete_worker] * 2,
+            self.delete_worker_at_once,
+            *[self.evict_worker] * 2,
+            *[self.kill_server] * (3 if standbys else 2),
+            self.stop_server,
+            self.delete_server,
+            self.kill_several,
+            *[self.kill_operator] * 2,
+            self.stop_api_server,
+        ]
+
+    async def run(self, until: float, every: float) -> None:
+        """Strike about every so many seconds, until a time or the end of the job."""
+        while time.monotonic() < until:
+            await asyncio.sleep(self.rng.uniform(0.5, 1.5) * every)
+            if (await self.job.look()).get("phase") in {"Succeeded", "Failed"}:
+                break
+            await self.strike(self.rng.choice(self._kinds))
+        await asyncio.gather(*self._later)
+
+    async def strike(self, what: Callable[[], Awaitable[str]]) -> None:
+        at = time.time()
+        if target := await what():
+            self.strikes.append(Strike(at, what.__name__.replace("_", " "), target))
+            print(f"  {time.strftime('%H:%M:%S')}  {self.strikes[-1].kind}: {target}", file=sys.stderr, flush=True)
+
+    def _pick(self, role: str) -> str:
+        """A living pod of a role; empty when there is none."""
+        return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
+
+    def _signal(self, pod: str, number: signal.Signals) -> str:
+        return pod if pod and self.job.signal(pod, number) else ""
+
+    def _in(self, seconds: float, what: Callable[[], Any]) -> None:
+        async def later() -> None:
+            await asyncio.sleep(seconds)
+            done = what()
+            if asyncio.iscoroutine(done):
+                await done
+
+        task = asyncio.ensure_future(later())
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    def _pause(self, pod: str, seconds: float) -> str:
+        if not self._signal(pod, signal.SIGSTOP):
+            return ""
+        self._in(seconds, lambda: self.job.signal(pod, signal.SIGCONT))
+        return f"{pod} for {seconds:.1f} s"
+
+    async def _delete(self, pod: str, **parameters: str) -> str:
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
+        return pod if pod and await self.on.try_request("DELETE", path, **parameters) is not None else ""
+
+    async def kill_worker(self) -> str:
+        return self._signal(self._pick("worker"), signal.SIGKILL)
+
+    async def stop_worker(self) -> str:
+        return self._pause(self._pick("worker"), self.rng.uniform(0.5, 4))
+
+    async def lose_worker(self) -> str:
+        """Silent for so long that it is given up and replaced, and then there again."""
+        return self._pause(self._pick("worker"), 15)
+
+    async def delete_worker(self) -> str:
+        return await self._delete(self._pick("worker"))
+
+    async def delete_worker_at_once(self) -> str:
+        return await self._delete(self._pick("worker"), gracePeriodSeconds="0")
+
+    async def evict_worker(self) -> str:
+        pod = self._pick("worker")
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+        return pod if pod and await self.on.try_request("POST", path, body) is not None else ""
+
+    async def kill_server(self) -> str:
+        return self._signal(self._pick("ps"), signal.SIGKILL)
+
+    async def stop_server(self) -> str:
+        return self._pause(self._pick("ps"), self.rng.uniform(0.5, 6))
+
+    async def delete_server(self) -> str:
+        return await self._delete(self._pick("ps"))
+
+    async def kill_several(self) -> str:
+        pods = sorted(self.job.processes())
+        some = self.rng.sample(pods, min(len(pods), self.rng.randint(2, 4)))
+        return " ".join(pod for pod in some if self._signal(pod, signal.SIGKILL))
+
+    async def kill_operator(self) -> str:
+        operator = self.on.part("backstay_operator")
+        if operator is None:
+            return ""
+        operator.kill()
+        away = self.rng.uniform(0, 5)
+        self._in(away, self.on.start_operator)
+        return f"for {away:.1f} s"
+
+    async def stop_api_server(self) -> str:
+        server = self.on.part("backstay_cluster")
+        if server is None or self._later:  # not while something of ours is stopped and waits for its end
+            return ""
+        away = self.rng.uniform(1, 6)
+        server.suspend()
+        self._in(away, server.resume)
+        return f"for {away:.1f} s"
+
+
+def inside(rng: random.Random, steps: int, workers: int, servers: int, seconds: float) -> str:
+    """A script for the injector: moments that cannot be met from outside."""
+    script = []
+    for _ in range(max(6, int(seconds / 8))):
+        step, life = rng.randrange(5, max(6, steps)), rng.choice((1, 1, 2, 2, 3))
+        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life}"
+        script.append(
+            rng.choice(
+                [
+                    f"kill {worker} @{step} push",
+                    f"delay {worker} @{step} {rng.uniform(0.2, 3):.1f}s",
+                    f"cut {worker} @{step}",
+                    f"corrupt {worker} @{step}",
+                    f"exit {worker} @{step} 137",
+                    f"cut {server} @{step}",
+                    f"corrupt {server} @{step}",
+                    f"fill {server} @{step} {rng.uniform(2, 8):.1f}s",
+                    f"kill {server} @{step} commit",
+                    f"kill {server} @{step} rename",
+                    f"stop {server} @{step} commit {rng.uniform(0.5, 3):.1f}s",
+                ]
+            )
+        )
+    return "; ".join(script)
+
+
+@dataclass
+class Witness:
+    """What the parameters say."""
+
+    lost: int
+    twice: int
+    steps: int
+
+
+def hear(job: Job) -> Witness:
+    """Count in the last checkpoint which gradients were applied."""
+    step, params = stored(job)
+    counts = np.rint(params["count"]).astype(int)  # [row, rank]
+    if np.abs(params["count"] - counts).max() > 1e-3:
+        raise SystemExit(f"{job.name}: the witness counts in fractions: a gradient was applied in part")
+    twice = int(np.maximum(counts - 1, 0).sum())
+    if job.mode == "Sync":
+        quorum = max(1, job.workers - job.backups)
+        lost = int(np.maximum(quorum - np.minimum(counts, 1).sum(axis=1), 0).sum()) + (job.steps - step) * quorum
+        twice += int(np.maximum(np.minimum(counts, 1).sum(axis=1) - quorum, 0).sum())
+        return Witness(lost, twice, step)
+    # Each rank's gradients 0 .. its last one, and as many of all ranks as there were updates.
+    holes = 0
+    for rank in range(job.workers):
+        applied = np.flatnonzero(counts[:, rank])
+        holes += 0 if not len(applied) else int(applied[-1]) + 1 - len(applied)
+    return Witness(holes + max(0, job.steps - int(counts.sum())), twice + max(0, int(counts.sum()) - job.steps), step)
+
+
+def injected(job: Job) -> Counter[str]:
+    """The faults from inside that struck, as the logs say."""
+    found: Counter[str] = Counter()
+    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-*/trainer.log*"):
+        for action, role, point in re.findall(
+            r"^fault injected at step -?\d+: (\w+) (\w+)/\S+ @\d+( push| commit| rename)?",
+            log.read_text(errors="replace"),
+            re.M,
+        ):
+            found[f"inside: {action} {role}{' at' + point if point else ''}"] += 1
+    return found
+
+
+def tell_gaps(strikes: Sequence[Strike], updates: Sequence[Update]) -> None:
+    """The table of faults by kind, and the time without an update around each."""
+    print(f"\n{'faults by kind':<40}{'times':>8}{'without an update, median':>28}{'worst':>10}")
+    for kind in sorted({strike.kind for strike in strikes}):
+        of_kind = [strike for strike in strikes if strike.kind == kind]
+        around = []
+        for strike in of_kind:
+            later = [other.at for other in strikes if other.at > strike.at]
+            around.append(gaps(updates, strike.at, min([strike.at + 10.0, *later])))
+        print(f"{kind:<40}{len(of_kind):>8}{median(around):>26.2f} s{max(around):>8.2f} s")
+
+
+def redone_of(updates: Sequence[Update]) -> int:
+    """Updates that were made more than once, because a rollback lost them."""
+    return len(updates) - len({update.step for update in updates})
+
+
+def rate_of(updates: Sequence[Update], begin: float, end: float) -> float:
+    """Seconds an update, of those that lasted, between two times: what was lost in between does not count."""
+    before = max((update.step for update in updates if update.at <= begin), default=0)
+    after = [update for update in updates if update.at <= end][-1]
+    return (end - begin) / max(1, after.step - before)
+
+
+async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> tuple[list[Update], float]:
+    """The job from beginning to end: its updates, and seconds an update while there was chaos."""
+    await job.submit()
+    await job.wait("it trains", lambda: len(job.updates()) >= 5)
+    began = time.time()
+    if chaos is not None:
+        await chaos.run(time.monotonic() + seconds, every)
+    ended = time.time()
+    await job.wait_for_end(max(180.0, seconds * 2))
+    updates = job.updates()
+    if chaos is None:
+        return updates, seconds_per_step(updates)
+    return updates, rate_of(updates, began, min(ended, updates[-1].at))
+
+
+async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: float) -> bool:
+    """Chaos of every kind, then the quiet run."""
+    steps = int(seconds / STEP_SECONDS)
+    shape: dict[str, Any] = {
+        "steps": steps,
+        "workers": arguments.workers,
+        "servers": 2,
+        "mode": mode,
+        "standbys": arguments.standbys,
+        "every_steps": 20,
+    }
+    rng = random.Random(arguments.seed)
+    script = inside(rng, steps, arguments.workers, 2, seconds)
+    print(f"\n{mode}: {steps} updates, 2 servers, {arguments.standbys} standbys, {arguments.workers} workers, "
+          f"seed {arguments.seed}\nFAULT_INJECTION={script!r}", flush=True)  # fmt: skip
+    job = Job(on, f"chaos-{mode.lower()}", env={"FAULT_INJECTION": script}, **shape)
+    chaos = Chaos(on, job, arguments.seed, arguments.standbys)
+    updates, noisy = await train(job, chaos, seconds, arguments.every)
+    status = dict(job.status)
+    heard = hear(job)
+    tell_gaps(chaos.strikes, updates)
+    for kind, times in sorted(injected(job).items()):
+        print(f"{kind:<40}{times:>8}")
+    print()
+    row("gradients that are missing in the parameters (lost)", str(heard.lost), "0")
+    row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
+    row("updates redone after going back to a checkpoint", str(redone_of(updates)), "0 with standbys")
+    pods = {role: f"{r.get('restarts', 0)} + {r.get('disruptions', 0)}" for role, r in status["roles"].items()}
+    row("workers replaced: crashes + disruptions", pods.get("Worker", ""))
+    row("servers replaced: crashes + disruptions", pods.get("ParameterServer", ""))
+    row("terms", str(status.get("term")))
+    await job.delete()
+    quiet = Job(on, f"quiet-{mode.lower()}", **shape)
+    _, peaceful = await train(quiet, None, seconds, 0)
+    row("goodput in the chaos against the quiet run", f"{peaceful / noisy:.1%}")
+    row("  seconds an update, chaos and quiet", f"{noisy:.3f} {peaceful:.3f}")
+    fine = heard.lost == heard.twice == 0 and heard.steps == steps
+    if mode == "Sync":
+        ours, theirs = stored(job)[1], stored(quiet)[1]
+        equal = all(np.array_equal(ours[key].view(np.uint32), theirs[key].view(np.uint32)) for key in theirs)
+        row("the parameters are bit for bit those of the quiet run", "yes" if equal else "NO", "yes")
+        fine = fine and equal
+    await quiet.delete()
+    return fine
+
+
+async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
+    """Only kills, at a fixed pace: the issue's two goals."""
+    fine = True
+    for what, every, goal, shape in (
+        ("worker", 5.0, "90 %", {"workers": 8, "backups": 2, "servers": 2, "standbys": 0}),
+        ("server", 20.0, "70 %", {"workers": 4, "backups": 0, "servers": 2, "standbys": arguments.standbys}),
+    ):
+        found = []
+        for noisy in (False, True):
+            seconds = arguments.seconds if noisy else min(arguments.seconds, 30.0)
+            env = {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}
+            name = f"{what}-{'noisy' if noisy else 'quiet'}"
+            job = Job(on, name, steps=int(seconds / STEP_SECONDS), every_steps=50, env=env, **shape)
+            await job.submit()
+            await job.wait("all of them train", lambda job=job: _all_train(job), 300)
+            chaos = Chaos(on, job, arguments.seed, 0)
+            began = time.time()
+            while (await job.look()).get("phase") == "Running":
+                await asyncio.sleep(every if noisy else 0.5)
+                if noisy and (await job.look()).get("phase") == "Running":
+                    await chaos.strike(chaos.kill_worker if what == "worker" else chaos.kill_server)
+            await job.wait_for_end(180)
+            found.append(seconds_per_step([update for update in job.updates() if update.at >= began]))
+            heard = hear(job)
+            fine = fine and heard.lost == heard.twice == 0
+            await job.delete()
+        standby = "" if what == "worker" else ", with a standby" if arguments.standbys else ", WITHOUT a standby"
+        row(f"goodput, a {what} killed every {every:.0f} s{standby}", f"{found[0] / found[1]:.1%}", goal)
+        row("  seconds an update, quiet and under fire", f"{found[0]:.3f} {found[1]:.3f}")
+        row("  killed", str(len(chaos.strikes)))
+    return fine
+
+
+def _all_train(job: Job) -> bool:
+    return all(
+        any(what.startswith("step") for pod in job.pods(f"worker-{rank}") for _, what in job.marks(pod))
+        for rank in range(job.workers)
+    )
+
+
+async def measure(arguments: argparse.Namespace) -> bool:
+    """The whole run."""
+    async with cluster(arguments.keep) as on:
+        if arguments.goodput:
+            return await goodput(on, arguments)
+        modes = _ORDER if arguments.mode == "both" else (arguments.mode,)
+        share = {"Sync": 2 / 3, "Async": 1 / 3} if len(modes) > 1 else dict.fromkeys(modes, 1.0)
+        return all([await mixed(on, mode, arguments, arguments.seconds * share[mode]) for mode in modes])
+
+
+def main() -> None:
+    """Parse arguments, do it, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--standbys", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--mode", choices=("both", *_ORDER), default="both")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between faults from outside")
+    parser.add_argument("--goodput", action="store_true", help="the two goals of goodput instead")
+    parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here
+    sys.exit(0 if asyncio.run(measure(parser.parse_args())) else 1)
+
+
+if __name__ == "__main__":
+    main()
