@@ -31,6 +31,21 @@ generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds tha
 	cp crds/backstay.dev_trainingjobs.yaml helm/backstay/crds/
 	sh operator/backstay_rpc/generate.sh
 
+SECONDS_OF_CHAOS ?= 600
+SEED ?= 0
+STANDBYS ?= 0
+
+bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minutes
+	$(BIN)/python bench/wire.py
+	$(BIN)/python bench/step.py
+	$(BIN)/python bench/throughput.py
+	$(BIN)/python bench/recovery.py --standbys $(STANDBYS)
+	$(BIN)/python bench/chaos.py --goodput --seconds 60 --standbys $(STANDBYS)
+	$(BIN)/python bench/jobs.py
+
+chaos: $(VENV)/.installed  ## ten minutes of faults by a seed, then the quiet run; prints what became of it
+	$(BIN)/python bench/chaos.py --seconds $(SECONDS_OF_CHAOS) --seed $(SEED) --standbys $(STANDBYS)
+
 tools:
 	sh tests/tools.sh
 

@@ -101,7 +101,7 @@ class Update:
 
 
 class Job:
-    """A job of the witness."""
+    """A job of one of the scripts, the witness if not said otherwise."""
 
     def __init__(
         self,
@@ -118,6 +118,7 @@ class Job:
         every_steps: int = 20,
         env: dict[str, str] | None = None,
         stall_seconds: int = 300,
+        script: str = "witness.py",
     ) -> None:
         self.cluster, self.name = on, name
         self.steps, self.workers, self.servers, self.backups, self.mode = steps, workers, servers, backups, mode
@@ -137,7 +138,7 @@ class Job:
         update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {})
         self.spec = {
             "image": "backstay.dev/trainer:local",
-            "command": ["python", "witness.py"],
+            "command": ["python", script],
             "workingDir": str(SCRIPTS),
             "env": [{"name": key, "value": value} for key, value in variables.items()],
             "parameterServers": {"replicas": servers, "maxRestarts": 10_000, "standbys": standbys},

@@ -70,7 +70,11 @@ async def workers(on: Cluster, kills: int) -> None:
     """Without backups, so that the next update needs the replacement."""
     for cache in (False, True):
         name = "cached" if cache else "uncached"
-        env = {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")} if cache else {}
+        env = (
+            {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}
+            if cache
+            else {"JAX_COMPILATION_CACHE_DIR": ""}
+        )
         job = Job(on, name, steps=4000, workers=2, pause=0.05, env=env)
         await begin(job)
         found = []

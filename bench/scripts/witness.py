@@ -8,31 +8,11 @@ lost. The rest is trained by Adam, whose state must survive too for the bits to 
 The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when).
 """
 
-# ruff: noqa: E402  # when imports begin and end is part of what is told
-import os
-import time
-from pathlib import Path
-
-
-def mark(what: str, at: float | None = None) -> None:
-    """One line in this pod's file of TIMELINE."""
-    if folder := os.environ.get("TIMELINE"):
-        with (Path(folder) / os.environ.get("BACKSTAY_POD_NAME", "alone")).open("a") as file:
-            file.write(f"{time.time() if at is None else at:.6f} {what}\n")
-
-
-def process_began() -> float:
-    """When the kernel started this process, as `time.time` counts."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    up = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
-
-
-mark("process", process_began())
-mark("python")
+from _timeline import follow, mark  # isort: split
 
 import functools
-import logging
+import os
+import time
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +29,7 @@ QUORUM = max(1, WORLD - int(os.environ.get("BACKUPS", "0"))) if os.environ.get("
 PAUSE = float(os.environ.get("PAUSE", "0"))
 WIDTH = 48
 
-
-class Timeline(logging.Handler):
-    """Each line of progress as a mark; with `log_every=0` there is one for each update."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        mark(f"step {record.__dict__['fields']['step']}", record.created)
-
-
-progress = logging.getLogger("backstay.progress")
-progress.addHandler(Timeline())
-progress.propagate = False  # a line an update is too much for people
+follow()
 
 
 def init(key):

@@ -1,0 +1,39 @@
+"""What happened when in a pod: one line a mark, in the pod's own file of the folder that TIMELINE names.
+
+To be imported before anything that takes time: the start of the process and of Python are marked by the import.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+
+def mark(what: str, at: float | None = None) -> None:
+    """One line in this pod's file of TIMELINE, when there is one."""
+    if folder := os.environ.get("TIMELINE"):
+        with (Path(folder) / os.environ.get("BACKSTAY_POD_NAME", "alone")).open("a") as file:
+            file.write(f"{time.time() if at is None else at:.6f} {what}\n")
+
+
+def _process_began() -> float:
+    """When the kernel started this process, as `time.time` counts."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class _Steps(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        mark(f"step {record.__dict__['fields']['step']}", record.created)
+
+
+def follow() -> None:
+    """Mark each line of progress; with `log_every=0` there is one for each update. People are spared them."""
+    progress = logging.getLogger("backstay.progress")
+    progress.addHandler(_Steps())
+    progress.propagate = False
+
+
+mark("process", _process_began())
+mark("python")

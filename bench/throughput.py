@@ -1,0 +1,104 @@
+"""Examples a second of the digits example as a job, against the same script in one process, in turns in one run.
+
+One process already uses all cores for one batch. A job of one worker computes the same batches, so its share is the
+price of push, update and pull; jobs of more workers on the same cores show what sharing them costs.
+
+    python bench/throughput.py [--rounds 3] [--seconds 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from _cluster import SCRIPTS, Cluster, Job, Update, cluster, median, row
+
+from backstay_spec.quorum import quorum_of
+
+# workers, servers, backups
+SHAPES = ((1, 1, 0), (1, 2, 0), (2, 2, 0), (4, 2, 1))
+SKIPPED_UPDATES = 10  # compiling, and connections that warm up
+
+
+def examples_per_second(updates: list[Update], batch: int, quorum: int) -> float:
+    """Of the updates after the first few."""
+    kept = updates[SKIPPED_UPDATES:]
+    return (kept[-1].step - kept[0].step) * batch * quorum / (kept[-1].at - kept[0].at)
+
+
+async def alone(batch: int, steps: int) -> float:
+    """The script in one process."""
+    with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
+        environment = {**os.environ, "BATCH": str(batch), "STEPS": str(steps), "TIMELINE": folder}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(SCRIPTS / "digits.py"), env={**environment, "JAX_PLATFORMS": "cpu"}
+        )
+        try:
+            if status := await process.wait():
+                raise SystemExit(f"the script in one process ended with status {status}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+        lines = (Path(folder) / "alone").read_text().splitlines()
+        marks = [(float(at), what) for at, _, what in (line.partition(" ") for line in lines)]
+        updates = [Update(at, int(what.split()[1]), "alone") for at, what in marks if what.startswith("step ")]
+        return examples_per_second(updates, batch, 1)
+
+
+async def as_job(
+    on: Cluster, name: str, batch: int, steps: int, workers: int, servers: int, backups: int
+) -> tuple[float, float]:
+    """Examples and updates a second of the script as a job."""
+    job = Job(
+        on, name, steps=steps, workers=workers, servers=servers, backups=backups, every_steps=100_000,
+        env={"BATCH": str(batch), "JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}, script="digits.py",
+    )  # fmt: skip
+    await job.submit()
+    await job.wait_for_end(300)
+    updates = job.updates()
+    await job.delete()
+    quorum = quorum_of(backups, workers)
+    rate = examples_per_second(updates, batch, quorum)
+    return rate, rate / (batch * quorum)
+
+
+async def measure(rounds: int, seconds: float) -> None:
+    """In turns: the script alone, then each shape of job, and again."""
+    async with cluster() as on:
+        for batch in (32, 512):
+            pace = await alone(batch, 100) / batch
+            steps = max(60, int(seconds * pace))
+            single: list[float] = []
+            jobs: dict[tuple[int, int, int], list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
+            for turn in range(rounds):
+                single.append(await alone(batch, steps))
+                for shape in SHAPES:
+                    name = f"digits-{batch}-{'-'.join(map(str, shape))}-{turn}"
+                    # A job of many workers does more in an update, on the same cores.
+                    jobs[shape].append(await as_job(on, name, batch, max(60, steps // shape[0]), *shape))
+            one = median(single)
+            row(f"batch {batch}: one process", f"{one:.0f} examples/s", f"{1e3 * batch / one:.1f} ms an update")
+            for (workers, servers, backups), found in jobs.items():
+                rate, updates = median([f[0] for f in found]), median([f[1] for f in found])
+                row(
+                    f"batch {batch}: {workers} workers, {servers} servers, {backups} backups",
+                    f"{rate:.0f} examples/s",
+                    f"{rate / one:.1%} of one process, {1e3 / updates:.1f} ms an update",
+                )
+
+
+def main() -> None:
+    """Parse arguments, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, about")
+    arguments = parser.parse_args()
+    asyncio.run(measure(arguments.rounds, arguments.seconds))
+
+
+if __name__ == "__main__":
+    main()
