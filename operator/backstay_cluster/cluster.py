@@ -29,6 +29,7 @@ import yaml
 from backstay_cluster.gc import GarbageCollector
 from backstay_cluster.kubelet.api import ApiClient, until_answered
 from backstay_cluster.kubelet.kubelet import Kubelet
+from backstay_cluster.kubelet.node import python_environment
 from backstay_cluster.net import LoopbackBlock, claim_block
 from backstay_cluster.realserver import RealServer, assets, new_token
 
@@ -41,6 +42,8 @@ START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 # Every container is told which address to bind: in a real cluster all of a pod's, here only its own.
 EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)"}
+# What one pod compiled, its replacement loads: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+COMPILED_ENV, COMPILED = "JAX_COMPILATION_CACHE_DIR", "compiled"
 
 
 def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
@@ -189,7 +192,10 @@ class EmbeddedCluster:
                 token=self.token,
                 tls=kubelet_tls,
                 extra_env=self._extra_env,
-                base_env=self._base_env,
+                base_env={
+                    COMPILED_ENV: str(self.data_dir / COMPILED),
+                    **(python_environment() if self._base_env is None else self._base_env),
+                },
                 gpus=self._gpus,
                 keep_open=(self._block.claim.fileno(),),
             )
@@ -216,6 +222,7 @@ class EmbeddedCluster:
         self.kubeconfig.unlink(missing_ok=True)
         shutil.rmtree(self.data_dir / "run", ignore_errors=True)
         shutil.rmtree(self.data_dir / "control-plane", ignore_errors=True)
+        shutil.rmtree(self.data_dir / COMPILED, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 
