@@ -18,7 +18,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient
 
 from backstay_operator import access, errors
-from backstay_operator.rights import Resource
+from backstay_operator.rights import PODS, Resource
 
 Json = dict[str, Any]
 
@@ -80,8 +80,13 @@ class Kube:
         return await self._request("get", resource, namespace, name)
 
     async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Json:
-        """Create an object; the answer is it as stored."""
-        return await self._request("create", resource, namespace, body=body)
+        """Create an object; the answer is it as stored.
+
+        In a pod, part of which is a user's template, a field that the API server does not know is an error: left out
+        with a warning that nobody reads, a misspelt `nodeSelector` would select any node.
+        """
+        query = {"fieldValidation": "Strict"} if resource == PODS else None
+        return await self._request("create", resource, namespace, body=body, query=query)
 
     async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
         """Replace an object; a stale `resourceVersion` in it is a Conflict."""

@@ -368,6 +368,13 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     assert operator.get("/healthz") == (200, "ok\n")
     eventually(lambda: operator.get("/readyz") == (200, "ok: acting\n"))
 
+    # O4: what is misspelt in a template is not left out in silence.
+    api.apply(make("misspelt", workers={"replicas": 1, "template": {"spec": {"nodeSelectr": {"gpu": "a100"}}}}))
+    eventually(lambda: api.job("misspelt").get("status", {}).get("phase") == "Failed")
+    failed = next(one for one in api.job("misspelt")["status"]["conditions"] if one["type"] == "Failed")
+    assert failed["reason"] == "InvalidPod"
+    assert "nodeSelectr" in failed["message"]
+
     # A dead worker is replaced, and nobody else.
     dead = api.pods("story", "worker")[0]["metadata"]["name"]
     api.kill_pod(dead)
