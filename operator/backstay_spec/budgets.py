@@ -10,6 +10,9 @@ from backstay_spec.types import TrainingJobSpec
 from backstay_spec.types_status import Backoff
 
 LONGEST_WAIT: Final = timedelta(seconds=60)
+# Crashes in a row of one place, before the job's first update, after which its script is held to be wrong: after waits
+# of 1 + 2 + 4 + 8 + 16 s. Nothing is lost by then. Once there are updates, the budgets decide.
+HOPELESS: Final = 6
 
 
 def max_restarts(spec: TrainingJobSpec, role: str) -> int:

@@ -75,6 +75,7 @@ class Blocked(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     REFUSED = "PodRefused"
     NOT_STARTED = "NotStarted"
+    NOT_JOINED = "NotJoined"
 
     @property
     def permanent(self) -> bool:

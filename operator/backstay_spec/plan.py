@@ -271,9 +271,10 @@ def _apply_pending_deadline(draft: Draft, job: TrainingJob, hindered: Sequence[H
         ):
             continue
         if draft.now >= h.since + limit:
+            failed = "did not join" if h.obstacle.blocked is Blocked.NOT_JOINED else "could not be started"
             draft.fail(
                 h.obstacle.blocked,
-                f"{h.slot.text} could not be started within spec.runPolicy.pendingDeadlineSeconds "
+                f"{h.slot.text} {failed} within spec.runPolicy.pendingDeadlineSeconds "
                 f"({job.spec.run_policy.pending_deadline_seconds} s): {h.obstacle.text}",
             )
             return
@@ -308,7 +309,8 @@ def _describe_pods(
     ready = {slot for slot, pod in newest.items() if pod is not None and pod.alive and pod.ready}
     _describe_creation(draft, judged, newest, can_create=can_create)
 
-    obstacles = [h for h in judged.hindered if h.obstacle.blocked is not Blocked.NOT_STARTED]
+    starting = (Blocked.NOT_STARTED, Blocked.NOT_JOINED)
+    obstacles = [h for h in judged.hindered if h.obstacle.blocked not in starting]
     message = f"{len(ready)} of {len(slots)} pods are ready"
     if len(ready) == len(slots):
         draft.condition(status.PODS_READY, True, "AllReady", message)

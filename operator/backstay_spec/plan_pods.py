@@ -141,6 +141,16 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
     return started is not None and turned is not None and turned > started
 
 
+def silent_since(view: PodView) -> datetime | None:
+    """Since when a pod runs without ever having been Ready; None for any other. A pod is Ready when it has joined."""
+    started = _started_at(view.raw)
+    if view.ready or view.ended or started is None:
+        return None
+    ready = _ready(view.raw.get("status") or {})
+    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    return None if turned is not None and turned > started else started
+
+
 def _started_at(pod: Manifest) -> datetime | None:
     for container in (pod.get("status") or {}).get("containerStatuses") or ():
         if container.get("name") == contract.CONTAINER:

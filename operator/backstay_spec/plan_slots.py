@@ -23,6 +23,7 @@ from typing import Final
 from backstay_spec import budgets, contract, names, status
 from backstay_spec.actions import Death, DeletePod, LookUpPod
 from backstay_spec.causes import (
+    Blocked,
     Cause,
     Obstacle,
     Verdict,
@@ -35,7 +36,7 @@ from backstay_spec.events import warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Observed, Progress
 from backstay_spec.plan_draft import Draft
-from backstay_spec.plan_pods import PodView, created_at, ended_at, has_worked
+from backstay_spec.plan_pods import PodView, created_at, ended_at, has_worked, silent_since
 from backstay_spec.types import TrainingJob
 
 REFUSED_RETRY: Final = timedelta(seconds=5)
@@ -44,6 +45,7 @@ LOOK_UP_RETRY: Final = timedelta(seconds=5)
 EXIT_VERDICT: Final = timedelta(seconds=10)
 # The container of a hung pod ignores SIGTERM; nothing is gained by waiting for it.
 STALLED_GRACE: Final = 1
+NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +162,35 @@ class Slots:
             del self.draft.backoff[slot.key]
         obstacle = None if pod.ready else obstacle_of(pod.raw)
         if obstacle is None:
+            self._judge_silence(slot, pod)
             return
         self.hindered.append(Hindered(slot, obstacle, created_at(pod) or self.draft.now))
         if obstacle.blocked.permanent:
             self.draft.fail(obstacle.blocked, f"{slot.text} (pod {pod.name}) cannot start: {obstacle.text}")
+
+    def _judge_silence(self, slot: Slot, pod: PodView) -> None:
+        """A pod that runs and never joins, because its script hangs before `train`, must not be waited for for ever
+        (T8). Before the first update that ends the job; later a replacement is worth trying."""
+        since = silent_since(pod)
+        if since is None:
+            return
+        step = (
+            self.progress.step if self.progress is not None and self.progress.step is not None else self.draft.old.step
+        )
+        if not step:
+            self.hindered.append(Hindered(slot, Obstacle(Blocked.NOT_JOINED, NOT_JOINED), since))
+            return
+        deadline = since + timedelta(seconds=self.job.spec.run_policy.pending_deadline_seconds)
+        if self.draft.now < deadline:
+            self.draft.wake_at(deadline)
+        elif self.can_create:
+            self.draft.actions.append(DeletePod(pod.name, pod.uid, STALLED_GRACE, Cause.STALLED))
+            self._die(slot, pod, Verdict(Cause.STALLED, NOT_JOINED))
+
+    def _trained(self) -> bool:
+        """Whether there was an update, of this run or of one that it goes on from."""
+        known = self.progress.step if self.progress is not None and self.progress.step is not None else None
+        return bool(known if known is not None else self.draft.old.step)
 
     def _judge_waiting(self, slot: Slot, pod: PodView | None, not_before: datetime) -> None:
         if self.draft.now >= not_before:
@@ -250,6 +277,18 @@ class Slots:
                 self.draft.backoff.pop(slot.key, None)
             else:
                 backoff = budgets.backed_off(self.draft.backoff.get(slot.key), self.draft.now)
+                if (
+                    backoff.failures >= budgets.HOPELESS
+                    and slot.role != contract.ROLE_EVALUATOR
+                    and not self._trained()
+                ):
+                    self._count(slot, pod.incarnation, pod.name, verdict, charged=False)
+                    self.draft.fail(
+                        "CrashLoop",
+                        f"{slot.text} died {backoff.failures} times in a row, and there has been no update yet; the "
+                        f"last time (pod {pod.name}): {verdict.cause}: {verdict.text}",
+                    )
+                    return
                 self.draft.backoff[slot.key] = backoff
                 wait = backoff.not_before
         self._count(slot, pod.incarnation, pod.name, verdict, charged=verdict.cause.charged)

@@ -166,7 +166,8 @@ class RunPolicy(SpecModel):
     """The job fails when it has run this long, not counting the time it was suspended. Absent: no limit."""
 
     pending_deadline_seconds: int = 600
-    """The job fails when a pod that it cannot do without could not be started for this long."""
+    """The job fails when a pod that it cannot do without could not be started for this long, or started and did not
+    join the others before the first update. After it, a pod that does not join in this time is replaced."""
 
     ttl_seconds_after_finished: int | None = None
     """Delete the TrainingJob this long after it ended. Absent: never."""

@@ -400,3 +400,60 @@ def test_a_sidecar_does_not_keep_a_dead_trainer_alive(running):
     cluster.settle()
     assert cluster.named(WORKER, 0) != name
     assert cluster.pods[name]["metadata"]["deletionTimestamp"]
+
+
+@pytest.mark.parametrize("role", [SERVER, WORKER])
+def test_t8_a_pod_that_runs_and_never_joins_fails_a_job_that_has_not_trained(make_cluster, role):
+    """T8: a script that hangs at import. The wait ends at `pendingDeadlineSeconds`, and the pod is named."""
+    cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.settle()
+    cluster.run_all()
+    cluster.run(cluster.named(role, 0), ready=False)
+    cluster.settle()
+    events = len(cluster.events)
+    cluster.tick(99)
+    cluster.settle()
+    assert "Failed" not in {c["type"] for c in cluster.status["conditions"] if c["status"] == "True"}
+    assert len(cluster.events) == events
+    cluster.tick(1)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotJoined"
+    assert "0 did not join" in cluster.condition("Failed")["message"]
+
+
+def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(running):
+    """T8: the others may train on, so it costs a restart and not the job; one that joined is left alone."""
+    cluster = running(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.answer(step=5, contributed={0: 1, 1: 1})
+    cluster.run(cluster.named(WORKER, 0), ready=False)  # it lost its servers for a moment
+    cluster.end(cluster.named(WORKER, 1), 1)
+    cluster.settle()
+    silent = cluster.named(WORKER, 1)
+    cluster.run(silent, ready=False)
+    cluster.settle()
+    cluster.tick(100)
+    cluster.answer(step=5, contributed={0: 1, 1: 1})
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    assert "deletionTimestamp" in cluster.pods[silent]["metadata"]
+    assert "deletionTimestamp" not in cluster.pods[cluster.named(WORKER, 0)]["metadata"]
+    assert [death.cause for death in cluster.deaths] == [Cause.CRASHED, Cause.STALLED]
+
+
+@pytest.mark.parametrize(("step", "fails"), [(0, True), (7, False)])
+def test_o4_a_rank_that_crashes_again_and_again_fails_a_job_that_has_not_trained(running, step, fails):
+    """O4: six times in a row before the first update; a job that trains spends its budget instead."""
+    cluster = running(SPEC | {"workers": {"replicas": 2, "maxRestarts": 100}})
+    for _ in range(6):
+        cluster.answer(step=step)
+        cluster.end(cluster.named(WORKER, 1), 1, "ValueError: not today")
+        cluster.settle()
+        cluster.tick(61)
+        cluster.answer(step=step)
+        cluster.settle()
+        if cluster.status["phase"] != "Failed":
+            cluster.run_all()
+    assert (cluster.status["phase"] == "Failed") is fails
+    if fails:
+        assert cluster.condition("Failed")["reason"] == "CrashLoop"
+        assert "not today" in cluster.condition("Failed")["message"]
