@@ -548,9 +548,13 @@ def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
     assert commits(job.staged(0, 0, staged(0, 0)))[0].checkpoint
     job.written(1, 0, Written(term=1, version=1, error="disk full"))
-    assert job.tick(2) == []
-    (again,) = job.tick(12)
+    assert job.tick(1.5) == []
+    (again,) = job.tick(2)
     assert again.message == Save(term=1, version=1)
+    (failed,) = job.written(3, 0, Written(term=1, version=1, error="disk full"))
+    assert failed.error == "shard 0: disk full; it is the last version: the job fails unless it is stored within 600 s"
+    assert job.tick(4) == []
+    (again,) = job.tick(5)
     (write,) = job.written(13, 0, Written(term=1, version=1))
     assert job.manifest(13, 1, "the-uri") == []
     assert write.version == 1

@@ -107,6 +107,7 @@ class Leader:
         _LOG.info("checkpoint of step %d: %s", version, uri)
         with self._lock:
             self._checkpoint = CheckpointReport(uri=uri, step=version, term=term, unix_seconds=time.time())
+            self._metrics.checkpoint_timestamp.set(self._checkpoint.unix_seconds)
 
     def checkpoint_failed(self, now: float, version: int, error: str) -> None:
         """See `Observer`."""

@@ -57,6 +57,9 @@ class Metrics:
         )
         self.checkpoint_bytes = self._counter("checkpoint_bytes", "Bytes of checkpoints written by this pod.")
         self.checkpoints = self._counter("checkpoints", "Whole checkpoints stored.")
+        self.checkpoint_timestamp = self._gauge(
+            "checkpoint_timestamp_seconds", "Unix time at which the newest whole checkpoint was stored; 0: none yet."
+        )
         self.checkpoint_failures = self._counter("checkpoint_failures", "Checkpoints that could not be stored.")
         # Of every server.
         self.version = self._gauge("version", "Updates applied; a worker: version of its parameters.")

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from backstay_rpc.control_pb2 import File, Range, Written
 
@@ -19,7 +19,7 @@ from ._coordination import CoordinatorState, WriteManifest
 from ._coordination.seam import Coordination
 from ._engine import ShardEngine, Snapshot, array_specs
 from ._metrics import Metrics
-from .errors import CheckpointError
+from .errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from ._partition import Partition
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointWriter", "ManifestStorage", "NoStorage", "restore"]
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+READ_SECONDS = 60.0
+"""How long a storage that errs is asked again. After that the process ends, and its replacement asks anew."""
 
 
 class CheckpointWriter:
@@ -75,7 +79,7 @@ class CheckpointWriter:
                     incarnation=self._incarnation,
                 )
             except Exception as error:  # noqa: BLE001  # training goes on whatever the store raises, and says so
-                self._metrics.checkpoint_failures.inc()
+                _LOG.error("this shard's part of the checkpoint of step %d could not be stored: %s", version, error)
                 written = Written(term=term, version=version, error=str(error))
             else:
                 self._metrics.checkpoint_seconds.observe(time.monotonic() - began)
@@ -149,11 +153,11 @@ class ManifestStorage:
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
         """See `Storage.newest`."""
-        newest = self._store.newest()
+        newest = patiently(self._store.newest)
         for line in newest.skipped:
             _LOG.warning("passed over a checkpoint that is not whole: %s", line)
         # Also above those that were passed over: their names must not be written again (T6).
-        orders = [order_of_manifest(name) for name in self._store.manifests()]
+        orders = [order_of_manifest(name) for name in patiently(self._store.manifests)]
         term = max([above_term, *(order[0] for order in orders if order is not None)]) + 1
         manifest = newest.manifest
         if manifest is None:
@@ -223,7 +227,37 @@ def restore(uri: str, partition: Partition, shard: int, rule: Rule) -> ShardEngi
         CheckpointError: it cannot be read, is damaged, or does not fit.
     """
     folder, _, name = uri.rpartition("/")
-    store = CheckpointStore(folder or ".")
-    manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
-    check_fits(manifest, partition, rule)
-    return ShardEngine.restore(partition, shard, rule, Reader(store, manifest).read, manifest.version)
+
+    def read() -> ShardEngine:
+        store = CheckpointStore(folder or ".")
+        manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
+        check_fits(manifest, partition, rule)
+        return ShardEngine.restore(partition, shard, rule, Reader(store, manifest).read, manifest.version)
+
+    return patiently(read)
+
+
+def patiently(
+    read: Callable[[], _T],
+    *,
+    seconds: float = READ_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> _T:
+    """What `read` returns, however often the storage errs within `seconds` (T8).
+
+    Raises:
+        StorageError: it erred to the end.
+        Whatever else `read` raises, at once.
+    """
+    began, wait = clock(), 0.5
+    while True:
+        try:
+            return read()
+        except StorageError as error:
+            left = seconds - (clock() - began)
+            if left <= 0:
+                raise
+            wait = min(2 * wait, 15.0, left)
+            _LOG.warning("the checkpoints cannot be read, trying again in %.0f s: %s", wait, error)
+            sleep(wait)

@@ -20,7 +20,7 @@ from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._logs import Reporter, configure
 from ._result import Result
 from ._script import Script, evaluation_of
-from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused
+from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
     import optax
@@ -200,8 +200,9 @@ def _fail(environment: Environment, error: Exception) -> NoReturn:
     if isinstance(error, JobFailed):
         fields = {"reason": error.reason, "message": error.message}
     elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
-        # Starting again would end the same way.
-        fields["result"] = "Failed"
+        # Starting again would end the same way; but a storage that errs may be well by then.
+        if not isinstance(error, StorageError):
+            fields["result"] = "Failed"
     elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == "INVALID_ARGUMENT"):
         # A replacement would be refused too; whether that ends the job depends on whether the others train.
         fields["result"] = "Refused"

@@ -5,6 +5,7 @@
         * `TreeError` -- the parameters are no tree of arrays that can be trained
         * `OptimizerError` -- the optimizer cannot be computed shard by shard
     * `CheckpointError` -- a checkpoint cannot be written or read, or does not fit
+        * `StorageError` -- the place where checkpoints are errs: trying again may help
     * `Refused` -- a server said no, and would say it again
         * `Superseded` -- a newer incarnation of this pod lives: this one must stop
     * `PeerLost` -- a connection broke or fell silent: connecting again may help
@@ -22,6 +23,7 @@ __all__ = [
     "OptimizerError",
     "PeerLost",
     "Refused",
+    "StorageError",
     "Superseded",
     "TreeError",
     "WaitedTooLong",
@@ -46,6 +48,10 @@ class OptimizerError(ConfigurationError):
 
 class CheckpointError(BackstayError):
     """A checkpoint cannot be written or read, is damaged, or belongs to other parameters."""
+
+
+class StorageError(CheckpointError):
+    """The place where checkpoints are cannot be read now, which says nothing about what is in it."""
 
 
 class Refused(BackstayError):  # noqa: N818  # it is what happened, as in "connection refused"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from .. import _faults
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageError
 
 
 class Folder(Protocol):
@@ -22,13 +23,13 @@ class Folder(Protocol):
     uri: str
 
     def names(self) -> list[str]:
-        """The names of the files in it; none when it does not exist."""
+        """The names of the files in it; none when it does not exist. Raises `StorageError`."""
 
     def read(self, name: str) -> bytes:
-        """The whole content."""
+        """The whole content. Raises `StorageError` unless it is known that there is no such file."""
 
     def size(self, name: str) -> int | None:
-        """In bytes; None when there is no such file."""
+        """In bytes; None when there is no such file. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         """Make `name` appear whole; `fill` writes to the local path it is given."""
@@ -50,13 +51,15 @@ class PosixFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CheckpointError(f"cannot list checkpoints in {self.path}: {error}") from error
+            raise StorageError(f"cannot list checkpoints in {self.path}: {error}") from error
 
     def read(self, name: str) -> bytes:
         try:
             return (self.path / name).read_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path / name} is missing") from error
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+            raise StorageError(f"cannot read {self.path / name}: {error}") from error
 
     def size(self, name: str) -> int | None:
         try:
@@ -64,7 +67,7 @@ class PosixFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+            raise StorageError(f"cannot read {self.path / name}: {error}") from error
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -84,6 +87,13 @@ class PosixFolder:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
+
+    def age(self, name: str) -> float:
+        """Seconds since it was last written to; 0 when it is not there."""
+        try:
+            return time.time() - (self.path / name).stat().st_mtime
+        except OSError:
+            return 0.0
 
     def delete(self, name: str) -> None:
         try:
@@ -110,14 +120,16 @@ class RemoteFolder:
         except FileNotFoundError:
             return []
         except Exception as error:
-            raise CheckpointError(f"cannot list checkpoints in {self.uri}: {error}") from error
+            raise StorageError(f"cannot list checkpoints in {self.uri}: {error}") from error
         return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
 
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._fs.cat_file(self._at(name)))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
-            raise CheckpointError(f"cannot read {self.uri}/{name}: {error}") from error
+            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
 
     def size(self, name: str) -> int | None:
         try:
@@ -125,7 +137,7 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise CheckpointError(f"cannot read {self.uri}/{name}: {error}") from error
+            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         import tempfile

@@ -16,11 +16,12 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageError
 from ._files import Folder, PosixFolder, open_folder
 from ._manifest import FileInfo, FileRange, Manifest, order_of_manifest, order_of_shard, shard_name
 
 _CHUNK = 8 << 20
+_ABANDONED_SECONDS = 3600.0
 
 
 class Entry(NamedTuple):
@@ -138,17 +139,20 @@ class CheckpointStore:
         for name in (*doomed, *loose):
             self._folder.delete(name)
         if isinstance(self._folder, PosixFolder):
-            self._sweep_temporaries(newest[:2], term)
+            self._sweep_temporaries(self._folder, newest[:2], term)
         return [*doomed, *loose]
 
-    def _sweep_temporaries(self, newest: tuple[int, int], term: int) -> None:
-        for name in self._folder.names():
+    def _sweep_temporaries(self, folder: PosixFolder, newest: tuple[int, int], term: int) -> None:
+        for name in folder.names():
             match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", name)
             if match is None:
+                # What safetensors was writing when its process was killed; the name does not tell of which version.
+                if re.fullmatch(r"\.tmp\w{6}", name) and folder.age(name) > _ABANDONED_SECONDS:
+                    folder.delete(name)
                 continue
             order = order_of_shard(match[1]) or (order_of_manifest(match[1]) or (None,))[:2]
             if order[0] is not None and len(order) == 2 and order[0] <= term and order < newest:
-                self._folder.delete(name)
+                folder.delete(name)
 
     def _manifest_or_none(self, name: str) -> tuple[FileInfo, ...]:
         try:
@@ -174,7 +178,7 @@ class CheckpointStore:
             The manifest, or None when there is no whole checkpoint; and what was skipped, with the reason.
 
         Raises:
-            CheckpointError: the folder cannot be listed.
+            StorageError: the folder cannot be listed, or a file in it not be read.
         """
         skipped: list[str] = []
         for name in self.manifests():
@@ -183,6 +187,8 @@ class CheckpointStore:
                 continue
             try:
                 return Newest(self.open(name, verify=verify), tuple(skipped))
+            except StorageError:
+                raise  # it may be whole: to pass it over would throw away what was trained
             except CheckpointError as error:
                 skipped.append(f"{name}: {error}")
         return Newest(None, tuple(skipped))

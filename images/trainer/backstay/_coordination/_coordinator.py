@@ -52,7 +52,8 @@ EVALUATION_SECONDS = 600.0
 STORING_SECONDS = 600.0
 """How long a job tries to store its last version before it fails."""
 
-STORE_AGAIN_SECONDS = 10.0
+STORE_AGAIN_SECONDS = 30.0
+"""The longest pause between two of these tries; the first is 1 s."""
 
 _OUTCOMES = {
     RejectReason.LATE: Outcome.LATE,
@@ -84,6 +85,7 @@ class _Ending:
     stored: bool
     evaluated: bool
     store_again_at: float | None = None
+    pause: float = 0.5
     error: str = ""
 
 
@@ -489,8 +491,10 @@ class Coordinator:
     def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
         self.schedule.end(version, whole=False)
         if self._ending is not None and version == self.state.version:
-            self._ending.store_again_at = now + STORE_AGAIN_SECONDS
+            self._ending.pause = min(2 * self._ending.pause, STORE_AGAIN_SECONDS)
+            self._ending.store_again_at = now + self._ending.pause
             self._ending.error = error
+            error = f"{error}; it is the last version: the job fails unless it is stored within {STORING_SECONDS:.0f} s"
         return [CheckpointFailed(version, error), *self._end_if_over(now)]
 
     def _end_if_over(self, now: float) -> list[Decision]:

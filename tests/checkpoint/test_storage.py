@@ -1,0 +1,164 @@
+"""Storage that errs: nothing half-written counts, nothing whole is passed over for an error that may pass (T7, T8)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from backstay._checkpoint import CheckpointStore, Entry, Manifest, ManifestLeaf
+from backstay._checkpoint._files import RemoteFolder
+from backstay._checkpoint._structure import describe_structure
+from backstay._storing import patiently
+from backstay.errors import CheckpointError, StorageError
+
+
+class Flaky:
+    """An object store that errs while `down`, and tears what is put while `tears`."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.down: set[str] = set()
+        self.tears = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.down:
+            raise_it = ConnectionResetError(f"503 while calling {name}")
+
+            def fails(*args: Any, **kwargs: Any) -> Any:
+                raise raise_it
+
+            return fails
+        return getattr(self._real, name)
+
+    def put_file(self, local: str, remote: str) -> None:
+        if "put_file" in self.down:
+            raise ConnectionResetError("503 while calling put_file")
+        if self.tears:
+            Path(local).write_bytes(Path(local).read_bytes()[:-3])
+        self._real.put_file(local, remote)
+
+
+@pytest.fixture
+def flaky(request: pytest.FixtureRequest) -> Flaky:
+    return Flaky(fsspec.filesystem("memory"))
+
+
+@pytest.fixture
+def store(flaky: Flaky, tmp_path: Path) -> CheckpointStore:
+    path = f"/{tmp_path.name}-{time.monotonic_ns()}/ckpt"
+    return CheckpointStore(f"memory:/{path}", RemoteFolder(f"memory:/{path}", flaky, path))
+
+
+def make(store: CheckpointStore, version: int) -> Manifest:
+    array = np.full(100, version, np.float32)
+    info = store.write_shard(
+        [Entry("params/a", 0, 100, array)], version=version, term=1, shard=0, shards=1, incarnation=0
+    )
+    manifest = Manifest(
+        version=version,
+        term=1,
+        incarnation=0,
+        shards=1,
+        leaves=(ManifestLeaf(path="a", shape=(100,), dtype="float32"),),
+        structure=describe_structure({"a": array}),
+        files=(info,),
+    )
+    store.write_manifest(manifest)
+    return manifest
+
+
+@pytest.mark.parametrize("call", ["put_file", "pipe_file"])
+def test_t7_an_object_store_that_refuses_a_write_leaves_the_last_whole_one(
+    store: CheckpointStore, flaky: Flaky, call: str
+) -> None:
+    make(store, 1)
+    flaky.down = {call}
+    with pytest.raises(CheckpointError, match=f"cannot write .*503 while calling {call}"):
+        make(store, 2)
+    flaky.down = set()
+    newest = store.newest()
+    assert newest.manifest is not None
+    assert (newest.manifest.version, newest.skipped) == (1, ())
+    assert make(store, 2).version == 2
+
+
+def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(store: CheckpointStore, flaky: Flaky) -> None:
+    make(store, 1)
+    flaky.tears = True
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes, \d+ bytes were written: no checkpoint made"):
+        make(store, 2)
+    newest = store.newest()
+    assert newest.manifest is not None
+    assert newest.manifest.version == 1
+
+
+@pytest.mark.parametrize("call", ["cat_file", "info", "ls"])
+def test_t7_an_error_that_may_pass_never_makes_a_whole_checkpoint_look_damaged(
+    store: CheckpointStore, flaky: Flaky, call: str
+) -> None:
+    """Else a hiccup of the object store would throw away what was trained since an older one, or all of it."""
+    make(store, 1)
+    make(store, 2)
+    flaky.down = {call}
+    with pytest.raises(StorageError, match=f"503 while calling {call}"):
+        store.newest()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 4:
+            flaky.down = set()
+
+    newest = patiently(store.newest, clock=lambda: sum(slept), sleep=sleep)
+    assert newest.manifest is not None
+    assert newest.manifest.version == 2
+    assert slept == [1, 2, 4, 8]
+
+
+def test_t8_a_storage_that_never_answers_is_given_up(store: CheckpointStore, flaky: Flaky) -> None:
+    flaky.down = {"ls"}
+    slept: list[float] = []
+    with pytest.raises(StorageError, match="cannot list"):
+        patiently(store.newest, seconds=20, clock=lambda: sum(slept), sleep=slept.append)
+    assert sum(slept) == 20
+
+
+def test_what_is_damaged_is_told_at_once() -> None:
+    """Only an error of the storage is waited out."""
+
+    def damaged() -> None:
+        raise CheckpointError("its SHA-256 is not the manifest's")
+
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        patiently(damaged, sleep=lambda seconds: pytest.fail("it waited"))
+
+
+def test_t7_a_local_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(str(tmp_path))
+    make(store, 1)
+
+    def broken(self: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(StorageError, match="Input/output error"):
+        store.newest()
+
+
+def test_what_a_killed_server_was_writing_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """safetensors writes beside the file and renames; its name tells no version, so age decides."""
+    store = CheckpointStore(str(tmp_path))
+    make(store, 1)
+    old, young = tmp_path / ".tmpAb3dE9", tmp_path / ".tmpxxxxxx"
+    for leftover in (old, young):
+        leftover.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200, time.time() - 7200))
+    store.prune(keep=3, term=1)
+    assert not old.exists()
+    assert young.exists()

@@ -1,0 +1,57 @@
+"""A job whose checkpoints cannot be stored: it trains on and says so, and is whole again when the storage is (T7)."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import grpc
+
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+
+def progress(port: int) -> ProgressReply:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        request = ProgressRequest(shard=0, world=1, stall_seconds=60)
+        reply: ProgressReply = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
+    return reply
+
+
+def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when_it_is_back(
+    job, tmp_path: Path
+) -> None:
+    """T7, T8: a folder that vanishes and comes back; log, metric and `Progress` tell; no update waits for it."""
+    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    tiny = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2})
+    tiny.environment = {"STEPS": "10"}
+    server, worker = tiny.server(0), tiny.worker(0, SLOW_FROM="3", SLOW="0.2")
+    tiny.wait_for(server, "checkpoint of step 2")
+    folder.rename(away)
+    folder.write_text("in the way")
+    tiny.wait_for(server, "of step 8 could not be stored")
+    tiny.wait_for(server, "the job fails unless it is stored within 600 s")
+    told = progress(tiny.control_port(0))
+    assert "cannot write" in told.checkpoint.error
+    assert (told.checkpoint.step, told.step, told.failed) == (2, 10, "")
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    failures = next(line for line in lines if line.startswith("backstay_checkpoint_failures_total"))
+    assert float(failures.split()[-1]) >= 2
+    stored = next(line for line in lines if line.startswith("backstay_checkpoint_timestamp_seconds"))
+    assert float(stored.split()[-1]) == told.checkpoint.unix_seconds > 0
+    folder.unlink()
+    away.rename(folder)
+    assert [server.wait(), worker.wait()] == [0, 0]
+    assert server.words()["result"] == "Succeeded"
+    assert "step-000000000010" in str(server.words()["checkpoint"])
+    output = server.output()
+    manifest = next(file for file in folder.iterdir() if "000000000010" in file.name and file.suffix == ".json")
+    # Damaged behind our back: the next start names it and goes on from the one before.
+    manifest.write_bytes(manifest.read_bytes()[:200])
+    again = tiny.server(0, 1)
+    tiny.wait_for(again, "starting at step")
+    said = again.output()
+    assert f"passed over a checkpoint that is not whole: {manifest.name}" in said
+    assert "starting at step 2 " in said, output
