@@ -31,6 +31,7 @@ from _cluster import NAMESPACE, Cluster, Job, Update, cluster, gaps, median, row
 
 STEP_SECONDS = 0.1
 EVERY_SECONDS = 3.0
+LIFE_SECONDS = 12.0  # of a pod, about
 _ORDER = ("Sync", "Async")
 
 
@@ -169,7 +170,9 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, seconds: 
     """A script for the injector: moments that cannot be met from outside."""
     script = []
     for _ in range(max(6, int(seconds / 8))):
-        step, life = rng.randrange(5, max(6, steps)), rng.choice((1, 1, 2, 2, 3))
+        step = rng.randrange(5, max(6, steps))
+        # The incarnation that may just be there then, as things go: one that comes later is struck when it starts.
+        life = 1 + round(rng.uniform(0.4, 1.0) * seconds * step / steps / LIFE_SECONDS)
         worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life}"
         script.append(
             rng.choice(
@@ -274,7 +277,7 @@ async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> 
 
 async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: float) -> bool:
     """Chaos of every kind, then the quiet run."""
-    steps = int(seconds / STEP_SECONDS)
+    steps = int(seconds / STEP_SECONDS) * (1 if mode == "Sync" else arguments.workers)
     shape: dict[str, Any] = {
         "steps": steps,
         "workers": arguments.workers,
