@@ -331,9 +331,8 @@ async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
         found = []
         for noisy in (False, True):
             seconds = arguments.seconds if noisy else min(arguments.seconds, 30.0)
-            env = {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}
             name = f"{what}-{'noisy' if noisy else 'quiet'}"
-            job = Job(on, name, steps=int(seconds / STEP_SECONDS), every_steps=50, env=env, **shape)
+            job = Job(on, name, steps=int(seconds / STEP_SECONDS), every_steps=50, **shape)
             await job.submit()
             await job.wait("all of them train", lambda job=job: _all_train(job), 300)
             chaos = Chaos(on, job, arguments.seed, 0)

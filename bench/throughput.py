@@ -55,7 +55,7 @@ async def as_job(
     """Examples and updates a second of the script as a job."""
     job = Job(
         on, name, steps=steps, workers=workers, servers=servers, backups=backups, every_steps=100_000,
-        env={"BATCH": str(batch), "JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}, script="digits.py",
+        env={"BATCH": str(batch)}, script="digits.py",
     )  # fmt: skip
     await job.submit()
     await job.wait_for_end(300)

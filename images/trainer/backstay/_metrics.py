@@ -156,8 +156,11 @@ class HttpPort:
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                try:
+                    self.end_headers()
+                    self.wfile.write(body)
+                except ConnectionError:  # a probe that did not wait, while this process was stopped say
+                    self.close_connection = True
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
                 pass  # probes every few seconds are not news

@@ -1,0 +1,35 @@
+"""A kubelet's probe gives up on a process that was stopped; when the process goes on, that is no error of its own."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import pytest
+
+from backstay._metrics import HttpPort, Metrics
+
+
+def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    asked, gone = threading.Event(), threading.Event()
+    handlers: list[threading.Thread] = []
+
+    def ready() -> bool:
+        handlers.append(threading.current_thread())
+        asked.set()
+        return gone.wait(60)
+
+    port = HttpPort(Metrics("job", "worker", 0), ready, bind="127.0.0.1", port=0)
+    try:
+        with socket.create_connection(("127.0.0.1", port.port)) as probe:
+            probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+            assert asked.wait(60)
+            # Closed with a reset, so that the first byte of the answer fails.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.set()
+        handlers[0].join(60)
+        assert not handlers[0].is_alive()
+    finally:
+        port.close()
+    assert capfd.readouterr().err == ""
