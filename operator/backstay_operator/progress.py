@@ -76,8 +76,10 @@ class Round:
         )
 
 
-def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime) -> Progress | None:
-    """One round's answers as the planner wants them.
+def combine(
+    replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, heard: Mapping[int, datetime] | None = None
+) -> Progress | None:
+    """One round's answers as the planner wants them; `heard` is when each shard's server answered last.
 
     What the whole job does is said by the coordinator (shard 0); that a worker is stalled, or has handed in a
     gradient, by any shard. None when no server answered.
@@ -111,6 +113,7 @@ def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime) -
     return Progress(
         taken=taken,
         reached=frozenset(replies),
+        heard=dict.fromkeys(replies, taken) if heard is None else heard,
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         **said,
@@ -135,6 +138,7 @@ class _Line:
 class _Poll:
     task: asyncio.Task[None]
     lines: dict[str, _Line] = field(default_factory=dict)
+    heard: dict[str, datetime] = field(default_factory=dict)  # by the uid of the pod
 
 
 class Poller:
@@ -198,7 +202,7 @@ class Poller:
                 if todo is None:
                     return
                 try:
-                    await self.round(key, poll.lines, todo)
+                    await self.round(key, poll.lines, todo, poll.heard)
                 except Exception:  # a reply that cannot be read must not end the calls
                     log.exception("job %s/%s: a round of progress calls failed", *key)
                     self._metrics.errors.labels("progress").inc()
@@ -207,15 +211,22 @@ class Poller:
             self._polls.pop(key, None)
             await asyncio.gather(*(line.channel.close(None) for line in poll.lines.values()), return_exceptions=True)
 
-    async def round(self, key: JobKey, lines: dict[str, _Line], todo: Round) -> None:
-        """Call all servers of a job once."""
+    async def round(
+        self, key: JobKey, lines: dict[str, _Line], todo: Round, heard_at: dict[str, datetime] | None = None
+    ) -> None:
+        """Call all servers of a job once; `heard_at` keeps when each pod answered last, by its uid."""
+        heard_at = {} if heard_at is None else heard_at
         for uid in lines.keys() - {server.pod_uid for server in todo.servers}:
             await lines.pop(uid).channel.close(None)
+            heard_at.pop(uid, None)
         answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
         replies = {
             server.shard: reply for server, reply in zip(todo.servers, answers, strict=True) if reply is not None
         }
-        combined = combine(replies, self._now())
+        now = self._now()
+        heard_at.update((server.pod_uid, now) for server in todo.servers if server.shard in replies)
+        heard = {server.shard: heard_at[server.pod_uid] for server in todo.servers if server.pod_uid in heard_at}
+        combined = combine(replies, now, heard)
         if combined is not None:
             self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
 

@@ -110,6 +110,8 @@ class Reconciler:
             else:
                 typed = _typed(job, spec)
                 memory.prune(key[1], typed.status.incarnations)
+                if spec.run_policy.suspend and not self._cluster.objects(PODS, key):
+                    memory.progress = None  # what was said before the suspension is not news after it
                 planned = plan(typed, self._observed(key, memory), self._now(), self._settings)
             done = await self._executor.carry_out(key, job, planned, memory)
             if not done.again or not self._leads():

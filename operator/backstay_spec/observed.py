@@ -31,6 +31,7 @@ class Progress:
     Attributes:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
+        heard: shard -> when its server answered last, in this round or one before it.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.
@@ -42,6 +43,7 @@ class Progress:
 
     taken: datetime
     reached: frozenset[int] = frozenset()
+    heard: Mapping[int, datetime] = field(default_factory=dict)
     term: int | None = None
     step: int | None = None
     loss: float | None = None

@@ -86,6 +86,7 @@ def suspend(draft: Draft) -> None:
     draft.condition(status.RUNNING, False, "Suspended", "the job is suspended")
     draft.condition(status.PODS_READY, False, "Suspended", "the job is suspended")
     draft.fields["start_time"] = None
+    draft.fields["examples_per_second"] = None
     draft.backoff.clear()
     for role in draft.desired:
         draft.desired[role] = 0

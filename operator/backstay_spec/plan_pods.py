@@ -151,6 +151,16 @@ def silent_since(view: PodView) -> datetime | None:
     return None if turned is not None and turned > started else started
 
 
+def unready_since(view: PodView) -> datetime | None:
+    """Since when a running pod that has been Ready is not any more; None for any other."""
+    started = _started_at(view.raw)
+    ready = _ready(view.raw.get("status") or {})
+    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    if view.ready or view.ended or started is None or turned is None or turned <= started:
+        return None
+    return turned
+
+
 def _started_at(pod: Manifest) -> datetime | None:
     for container in (pod.get("status") or {}).get("containerStatuses") or ():
         if container.get("name") == contract.CONTAINER:

@@ -36,7 +36,7 @@ from backstay_spec.events import warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Observed, Progress
 from backstay_spec.plan_draft import Draft
-from backstay_spec.plan_pods import PodView, created_at, ended_at, has_worked, silent_since
+from backstay_spec.plan_pods import PodView, created_at, ended_at, has_worked, silent_since, unready_since
 from backstay_spec.types import TrainingJob
 
 REFUSED_RETRY: Final = timedelta(seconds=5)
@@ -45,6 +45,9 @@ LOOK_UP_RETRY: Final = timedelta(seconds=5)
 EXIT_VERDICT: Final = timedelta(seconds=10)
 # The container of a hung pod ignores SIGTERM; nothing is gained by waiting for it.
 STALLED_GRACE: Final = 1
+# A server that is not Ready any more and has answered nobody for so long is hung.
+SILENT: Final = timedelta(seconds=10)
+UNHEARD: Final = timedelta(seconds=60)
 NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
 
 
@@ -173,6 +176,8 @@ class Slots:
         (T8). Before the first update that ends the job; later a replacement is worth trying."""
         since = silent_since(pod)
         if since is None:
+            if slot.role == contract.ROLE_SERVER:
+                self._judge_hung_server(slot, pod)
             return
         step = (
             self.progress.step if self.progress is not None and self.progress.step is not None else self.draft.old.step
@@ -186,6 +191,22 @@ class Slots:
         elif self.can_create:
             self.draft.actions.append(DeletePod(pod.name, pod.uid, STALLED_GRACE, Cause.STALLED))
             self._die(slot, pod, Verdict(Cause.STALLED, NOT_JOINED))
+
+    def _judge_hung_server(self, slot: Slot, pod: PodView) -> None:
+        """Two see it from two sides, so that neither a slow network nor a slow disk looks like a hung process: the
+        kubelet's probes (no longer Ready) and our own calls (no answer)."""
+        unready = unready_since(pod)
+        if unready is None:
+            return
+        last = self.progress.heard.get(slot.index) if self.progress is not None else None
+        # An operator that has just started has heard nobody yet.
+        deadline = unready + UNHEARD if last is None else last + SILENT
+        if self.draft.now < deadline:
+            self.draft.wake_at(deadline)
+        elif self.can_create:
+            self.draft.actions.append(DeletePod(pod.name, pod.uid, STALLED_GRACE, Cause.STALLED))
+            silent = (self.draft.now - (last or unready)).total_seconds()
+            self._die(slot, pod, Verdict(Cause.STALLED, f"its server has not answered for {silent:.0f} s"))
 
     def _trained(self) -> bool:
         """Whether there was an update, of this run or of one that it goes on from."""

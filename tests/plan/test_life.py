@@ -292,6 +292,17 @@ def test_suspension_deletes_workers_then_servers(running):
     assert [e for e, _ in cluster.events] == ["Running", "Suspended", "Resumed"]
 
 
+def test_a_suspended_job_has_no_rate(running):
+    cluster = running(TWO_SERVERS)
+    cluster.tick(11)
+    cluster.answer(step=9, examples_per_second=567.0)
+    cluster.settle()
+    assert cluster.status["examplesPerSecond"] == 567
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    assert (cluster.status["step"], cluster.status.get("examplesPerSecond")) == (9, None)
+
+
 def test_a_server_that_outlived_the_suspension_is_replaced(running):
     """Suspended, edited and resumed before the servers were gone: they run on the spec from before the edit."""
     cluster = running(TWO_SERVERS)

@@ -1,0 +1,73 @@
+"""T8: a server that is stopped is replaced, and one that only loads, or only cannot be reached by us, is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from backstay_spec import contract
+from backstay_spec.actions import DeletePod
+
+SERVER = contract.ROLE_SERVER
+SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 1}}
+
+
+@pytest.fixture
+def training(running):
+    cluster = running(SPEC)
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard={0: cluster.now, 1: cluster.now})
+    cluster.settle()
+    return cluster
+
+
+def test_a_server_that_neither_kubelet_nor_operator_hears_is_killed_replaced_and_charged(training):
+    cluster, name = training, training.named(SERVER, 1)
+    uid = cluster.pods[name]["metadata"]["uid"]
+    heard = cluster.now
+    cluster.tick(8)
+    cluster.run(name, ready=False)
+    cluster.answer(step=7, reached=frozenset({0}), heard={0: cluster.now, 1: heard})
+    todo = cluster.plan()
+    assert not [a for a in todo.actions if isinstance(a, DeletePod)]
+    assert todo.requeue_at is None or todo.requeue_at >= cluster.now
+    cluster.tick(3)
+    assert DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
+    cluster.settle()
+    assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("Stalled", 1, True)]
+    assert cluster.named(SERVER, 1) != name
+    assert "has not answered for 11 s" in dict(cluster.events)["Stalled"]
+
+
+def test_a_server_that_loads_is_not_ready_but_answers(training):
+    """Going back to a checkpoint may take minutes."""
+    cluster, name = training, training.named(SERVER, 1)
+    cluster.run(name, ready=False)
+    for _ in range(40):
+        cluster.tick(5)
+        cluster.answer(step=7, reached=frozenset({0, 1}), heard={0: cluster.now, 1: cluster.now})
+        cluster.settle()
+    assert cluster.named(SERVER, 1) == name
+    assert not cluster.deaths
+
+
+def test_a_server_that_only_the_operator_cannot_reach_is_left_alone(training):
+    """O5: a network between operator and pods that is down must not end what trains."""
+    cluster = training
+    names = [cluster.named(SERVER, shard) for shard in (0, 1)]
+    for _ in range(40):
+        cluster.tick(5)  # the last answer becomes older and older
+        cluster.settle()
+    assert [cluster.named(SERVER, shard) for shard in (0, 1)] == names
+    assert not cluster.deaths
+
+
+def test_an_operator_that_has_just_started_gives_a_server_a_minute(training):
+    cluster, name = training, training.named(SERVER, 0)
+    cluster.run(name, ready=False)
+    cluster.progress = None
+    cluster.tick(50)
+    cluster.settle()
+    assert cluster.named(SERVER, 0) == name
+    cluster.tick(11)
+    cluster.settle()
+    assert cluster.named(SERVER, 0) != name
+    assert [d.cause for d in cluster.deaths] == ["Stalled"]
