@@ -182,6 +182,7 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, seconds: 
                     f"cut {worker} @{step}",
                     f"corrupt {worker} @{step}",
                     f"exit {worker} @{step} 137",
+                    f"hang {worker} @{step}",
                     f"cut {server} @{step}",
                     f"corrupt {server} @{step}",
                     f"fill {server} @{step} {rng.uniform(2, 8):.1f}s",
@@ -285,6 +286,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
         "mode": mode,
         "standbys": arguments.standbys,
         "every_steps": 20,
+        "stall_seconds": 12,
     }
     rng = random.Random(arguments.seed)
     script = inside(rng, steps, arguments.workers, 2, seconds)
