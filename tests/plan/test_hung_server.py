@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from backstay_spec import contract
@@ -28,7 +30,7 @@ def test_a_server_that_neither_kubelet_nor_operator_hears_is_killed_replaced_and
     cluster.answer(step=7, reached=frozenset({0}), heard={0: cluster.now, 1: heard})
     todo = cluster.plan()
     assert not [a for a in todo.actions if isinstance(a, DeletePod)]
-    assert todo.requeue_at is None or todo.requeue_at >= cluster.now
+    assert todo.requeue_after == timedelta(seconds=2)
     cluster.tick(3)
     assert DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
     cluster.settle()
