@@ -113,7 +113,7 @@ def combine(
     return Progress(
         taken=taken,
         reached=frozenset(replies),
-        heard=dict.fromkeys(replies, taken) if heard is None else heard,
+        heard=heard or {},
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         **said,

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 BEHAVE = os.environ.get("BEHAVE", "")
 ROLE = os.environ.get("BACKSTAY_ROLE", "")
@@ -28,6 +29,7 @@ import backstay
 
 STEPS = int(os.environ.get("STEPS", "40"))
 PAUSE = float(os.environ.get("PAUSE", "0"))
+GATE = os.environ.get("GATE", "")  # a file; once it is there, no more pauses
 WIDTH = 6 if BEHAVE == "shapes" and ROLE == "worker" and INDEX == "1" else 5
 
 
@@ -43,7 +45,7 @@ def loss(params, batch):
 
 
 def batches(key):
-    if PAUSE and not (BEHAVE == "numbers" and key.world == 1):
+    if PAUSE and not (BEHAVE == "numbers" and key.world == 1) and not (GATE and Path(GATE).exists()):
         time.sleep(PAUSE)
     if BEHAVE == "suicide" and FIRST and INDEX == "1" and key.step == 12:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,85 @@
+"""What hangs is replaced and charged as such, what is deleted is replaced for nothing (T2, T8, O4): all in one job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import backstay
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Submit = Callable[..., str]
+
+
+def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
+    cluster: Any, submit: Submit, tmp_path: Path
+) -> None:
+    """SIGSTOP of a worker, `kubectl delete` of a worker, SIGSTOP of a server; no update waits for either worker."""
+    gate = tmp_path / "gate"
+    spec = {
+        "parameterServers": {"replicas": 2},
+        "workers": {"replicas": 3},
+        "update": {"mode": "Sync", "backups": 1},
+        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 20},
+    }
+    name = submit(spec, env={"PAUSE": "0.05", "STEPS": "2000", "GATE": str(gate)})
+
+    def pod_of(place: str) -> str:
+        number = cluster.job(name)["status"]["incarnations"][place.replace("ps-", "parameter-server-")]
+        return next(
+            pod["metadata"]["name"]
+            for pod in cluster.pods(name)
+            if f"-{place}-" in pod["metadata"]["name"]
+            and pod["metadata"]["labels"]["backstay.dev/incarnation"] == str(number)
+        )
+
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = cluster.job(name).get("status", {})
+        return found
+
+    def worked(place: str) -> bool:
+        return any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for pod in cluster.pods(name)
+            if pod["metadata"]["name"] == pod_of(place)
+            for condition in pod["status"].get("conditions", [])
+        )
+
+    def stop(pod: str) -> None:
+        for pid in cluster.processes(pod):
+            os.kill(pid, signal.SIGSTOP)
+
+    cluster.wait(f"{name} trains", lambda: status().get("step", 0) > 20 and worked("worker-2"))
+    before = status()["step"]
+    stop(pod_of("worker-2"))
+    cluster.wait("the stopped worker is replaced", lambda: status()["incarnations"]["worker-2"] == 2)
+    assert status()["roles"]["Worker"]["restarts"] == 1, cluster.describe(name)
+    cluster.wait("updates were made meanwhile", lambda: status()["step"] > before)
+
+    cluster.wait("the new one works", lambda: worked("worker-2"))
+    deleted = pod_of("worker-1")
+    cluster.run(cluster.api.request("DELETE", f"/api/v1/namespaces/{cluster.namespace}/pods/{deleted}"))
+    cluster.wait("the deleted worker is replaced", lambda: status()["incarnations"]["worker-1"] == 2)
+    roles = status()["roles"]
+    assert (roles["Worker"]["restarts"], roles["Worker"]["disruptions"]) == (1, 1), cluster.describe(name)
+
+    stop(pod_of("ps-1"))
+    cluster.wait("the stopped server is replaced", lambda: status()["incarnations"]["parameter-server-1"] == 2)
+    cluster.wait("training goes on in a new term", lambda: status().get("term") == 2)
+    gate.write_text("")
+    ended = cluster.wait_for_end(name)
+    assert ended["phase"] == "Succeeded", cluster.describe(name)
+    roles = ended["roles"]
+    assert (roles["Worker"]["restarts"], roles["Worker"]["disruptions"]) == (1, 1), cluster.describe(name)
+    assert roles["ParameterServer"]["restarts"] == 1, cluster.describe(name)
+    told = json.dumps([[event["reason"], event["message"]] for event in cluster.events(name)])
+    assert "no heartbeat for" in told
+    assert "its server has not answered for" in told
+    assert backstay.load(str(tmp_path / "ckpt")).step == 2000
