@@ -91,6 +91,11 @@ class Draft:
         self.fields["completion_time"] = status.whole_seconds(self.now)
         self.backoff.clear()
 
+    def waits(self, slot: names.Slot) -> bool:
+        """Whether the place backs off: its dead pod is counted, and the next one is not on record yet."""
+        known = self.backoff.get(slot.key)
+        return known is not None and known.not_before is not None
+
     def finished(self) -> bool:
         """Whether the job has ended, in this plan or before."""
         return status.holds(self.conditions, status.FAILED) or status.holds(self.conditions, status.SUCCEEDED)

@@ -353,6 +353,24 @@ def test_a_pod_that_was_seen_and_is_gone_is_counted_however_young(running):
     assert len(cluster.deaths) == 2
 
 
+def test_a_pod_that_was_never_made_is_not_counted(running):
+    """O5: the operator dies after it recorded the incarnation that ends a wait, before it creates the pod."""
+    cluster = running(SPEC)
+    for _ in range(2):
+        cluster.end(cluster.named(WORKER, 0), 1)
+        cluster.settle()
+    cluster.tick(1)
+    cluster.write_status(cluster.plan())
+    assert "notBefore" not in cluster.status["backoff"]["worker-0"]
+    cluster.restart_operator()
+    cluster.apply(cluster.plan())
+    cluster.run(cluster.named(WORKER, 1), ready=False)  # so that there is something else to write
+    cluster.settle()
+    assert cluster.named(WORKER, 0).startswith("mnist-worker-0-4-")
+    assert cluster.status["roles"]["Worker"]["restarts"] == 2
+    assert [d.pod for d in cluster.deaths if d.index == 0 and d.incarnation == 3] == []
+
+
 REFUSED = json.dumps({"result": "Refused", "reason": "OtherParameters", "message": "w is float32[5] here"})
 
 
