@@ -1,0 +1,140 @@
+"""What a checkpoint costs training: updates of 64 MB one after another, with and without a checkpoint being written.
+
+The pause is what the update that comes with the snapshot, and those until the file is stored, take beyond the quiet
+median. How fast the file is written stands beside memcpy and a plain write with fsync of the same bytes in one run.
+
+    python bench/checkpoint.py [--megabytes 64] [--optimizer adam] [--rounds 5] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from apply import OPTIMIZERS, aligned, median_ms
+
+from backstay._checkpoint import CheckpointStore
+from backstay._engine import ShardEngine
+from backstay._metrics import Metrics
+from backstay._partition import gather, partition
+from backstay._rules import analyse
+from backstay._storing import CheckpointWriter
+from backstay._tree import describe
+
+
+class Heard:
+    """The coordinator, as far as a checkpoint is concerned."""
+
+    def __init__(self) -> None:
+        self.stored = threading.Event()
+        self.error = ""
+
+    def written(self, shard: int, written: object) -> None:
+        self.error = getattr(written, "error", "")
+        self.stored.set()
+
+
+def raw_write_ms(folder: Path, content: np.ndarray) -> float:
+    """A plain write and fsync of the same bytes."""
+    path = folder / "raw"
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(memoryview(content))
+        file.flush()
+        os.fsync(file.fileno())
+    took = (time.perf_counter() - start) * 1e3
+    path.unlink()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds between updates, as gradients take")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    options = parser.parse_args()
+    side = 1024
+    leaves = options.megabytes * (1 << 20) // (4 * side * side)
+    params = {f"layer{i}": jnp.full((side, side), 0.5, jnp.float32) for i in range(leaves)}
+    tree = describe(params)
+    rule = analyse(OPTIMIZERS[options.optimizer](), tree)
+    parts = partition(tree, rule, 1)
+    engine = ShardEngine(parts, 0, rule, params)
+    engine.compile()
+    flat = [aligned(side * side) for _ in range(leaves)]
+    for leaf in flat:
+        leaf[...] = 0.01
+    gradient = [gather(block, flat) for block in engine.blocks]
+
+    def update() -> float:
+        start = time.perf_counter()
+        engine.apply([gradient])
+        for b in range(len(engine.blocks)):
+            engine.ready(b)
+        return (time.perf_counter() - start) * 1e3
+
+    with tempfile.TemporaryDirectory(prefix="backstay-bench-", dir=options.folder) as scratch:
+        folder, heard = Path(scratch), Heard()
+        writer = CheckpointWriter(
+            CheckpointStore(str(folder / "checkpoints")),
+            heard,  # type: ignore[arg-type]
+            shard=0,
+            shards=1,
+            incarnation=0,
+            metrics=Metrics("bench", "parameter-server", 0),
+        )
+        quiet, during, snapshots, writes, pauses, raws = [], [], [], [], [], []
+        size = 0
+        for _ in range(4):
+            update()
+        for _ in range(options.rounds):
+            for _ in range(10):
+                quiet.append(update())
+                time.sleep(options.pause)
+            median = statistics.median(quiet)
+            heard.stored.clear()
+            start = time.perf_counter()
+            snapshot = engine.snapshot()
+            snapshots.append((time.perf_counter() - start) * 1e3)
+            size = sum(entry.value.nbytes for entry in snapshot.entries)
+            writer(snapshot, 1, engine.version)
+            del snapshot
+            mine = [update()]
+            while not heard.stored.is_set():
+                time.sleep(options.pause)
+                mine.append(update())
+            writes.append((time.perf_counter() - start) * 1e3)
+            if heard.error:
+                raise SystemExit(heard.error)
+            during += mine
+            pauses.append(max(0.0, max(mine) - median))
+            raws.append(raw_write_ms(folder, np.ones(size, np.uint8)))
+        writer.close()
+    source, target = aligned(size // 4), aligned(size // 4)
+    source[...] = 1
+    copy = median_ms(lambda: np.copyto(target, source), 5)
+
+    def row(what: str, ms: float, of: int) -> None:
+        print(f"{what:58} {ms:8.1f} ms   {of / ms / 1e6 if of else 0.0:6.2f} GB/s")
+
+    print(f"{options.optimizer}: {options.megabytes} MB of parameters, {size / 1e6:.0f} MB in a checkpoint\n")
+    row("memcpy of a checkpoint", copy, size)
+    row("plain write and fsync of a checkpoint", statistics.median(raws), size)
+    row("a checkpoint: copy-on-write, write, SHA-256, fsync, rename", statistics.median(writes), size)
+    print(f"{'update, quiet, median':58} {statistics.median(quiet):8.1f} ms")
+    print(f"{'update, while a checkpoint is written, median':58} {statistics.median(during):8.1f} ms")
+    print(f"{'taking the snapshot (views, no copy)':58} {statistics.median(snapshots):8.1f} ms")
+    print(f"{'pause: the slowest update meanwhile, beyond the quiet one':58} {statistics.median(pauses):8.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
