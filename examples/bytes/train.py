@@ -13,7 +13,10 @@ import optax
 
 import backstay
 
-CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 128, 4, 3, 16
+CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 128, 4, 2, 16
+NEAR = (
+    4  # each position sees this byte and the three before it at once, which small models take long to learn otherwise
+)
 
 
 def read_sources():
@@ -58,7 +61,7 @@ def init(key):
         }
 
     return {
-        "embed": normal(embed, 256, WIDTH, scale=0.02),
+        "embed": normal(embed, NEAR, 256, WIDTH, scale=0.02),
         "place": normal(place, CONTEXT, WIDTH, scale=0.02),
         "blocks": [block(key) for key in layers],
         "norm": jnp.ones(WIDTH),
@@ -70,14 +73,16 @@ def logits(params, tokens):
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
     batch, length = tokens.shape
-    x = params["embed"][tokens] + params["place"][:length]
+    x = params["place"][:length]
+    for back, table in enumerate(params["embed"]):
+        x = x + jnp.pad(table[tokens], ((0, 0), (back, 0), (0, 0)))[:, :length]
     for block in params["blocks"]:
         q, k, v = jnp.split(norm(x, block["norm1"]) @ block["qkv"], 3, -1)
         heads = (batch, length, HEADS, WIDTH // HEADS)
         mixed = jax.nn.dot_product_attention(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
         x = x + mixed.reshape(batch, length, WIDTH) @ block["out"]
         x = x + jax.nn.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
-    return norm(x, params["norm"]) @ params["embed"].T
+    return norm(x, params["norm"]) @ params["embed"][0].T
 
 
 def loss(params, windows):
@@ -99,9 +104,9 @@ if __name__ == "__main__":
         init=init,
         loss=loss,
         batches=backstay.from_dataset(Windows(), batch_size=BATCH),
-        optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, 600, 3e-4), weight_decay=0.01),
+        optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, 700, 1e-4), weight_decay=0.01),
         clip_norm=1.0,
-        steps=600,
+        steps=700,
         evaluate=evaluate,
     )
     print(f"held-out bits per byte {result.metrics.get('bits_per_byte', float('nan')):.3f} after {result.step} updates")
