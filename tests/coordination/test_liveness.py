@@ -71,9 +71,11 @@ def test_the_slow_one_is_a_straggler_with_its_delay() -> None:
         live.joined(0, worker(rank))
         for _ in range(3):
             live.beat(0, worker(rank), TRAINING, seconds)
-    (slow,) = live.stragglers()
+    (slow,) = live.stragglers(0, 4)
     assert slow.rank == 3
     assert slow.delay_seconds == pytest.approx(0.3)
+    assert not live.stragglers(0, 3), "it is not in force"
+    assert not live.stragglers(11, 4), "it is silent: lost, not slow"
 
 
 def test_the_rate_is_that_of_the_window_and_falls_when_nothing_happens() -> None:

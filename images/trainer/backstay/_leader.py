@@ -5,6 +5,7 @@ lines, the operator (O8) and the last words of the process.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -18,6 +19,9 @@ from ._metrics import Metrics
 __all__ = ["Leader"]
 
 _LOG = logging.getLogger(__name__)
+
+_TELL_SECONDS = 60.0
+"""A rank that is slow is named in the log at most this often."""
 
 
 class Leader:
@@ -35,6 +39,7 @@ class Leader:
         self._reporter = Reporter(log_every, steps)
         self._rate = Rate()
         self._loss: float | None = None
+        self._per_second: float | None = None
         self._train_metrics: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._evaluation_error = ""
@@ -42,6 +47,7 @@ class Leader:
         self._checkpoint = CheckpointReport()
         self._first_staged: float | None = None
         self._step = 0
+        self._slow_told: dict[int, float] = {}
         self.finished_event = threading.Event()
 
     # ---- Observer ----
@@ -82,7 +88,7 @@ class Leader:
                 self._first_staged = None
             self._liveness.moved(now, commit.version + 1)
             self._rate.add(now, examples)
-            rate = self._rate.per_second(now)
+            rate = self._per_second = self._rate.per_second(now)
             self._loss = sum(info.loss for info in infos) / len(infos)
             names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
             self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
@@ -157,6 +163,12 @@ class Leader:
         with self._lock:
             return dict(self._evaluation)
 
+    def last(self) -> dict[str, float]:
+        """Loss and rate of the last updates, what there is of them: the operator asks only now and then."""
+        with self._lock:
+            known = {"loss": self._loss, "examplesPerSecond": self._per_second}
+        return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
+
     def evaluation_error(self) -> str:
         """Why the newest evaluation has no metrics; empty when it has."""
         with self._lock:
@@ -180,13 +192,22 @@ class Leader:
             if self._loss is not None:
                 reply.loss, reply.has_loss = self._loss, True
             reply.stalled.extend(self._liveness.stalled(now, stall_seconds, state.world))
-            reply.stragglers.extend(self._liveness.stragglers())
+            stragglers = self._liveness.stragglers(now, state.world)
+            reply.stragglers.extend(stragglers)
             for rank, incarnation in self._contributed.items():
                 reply.contributed[rank] = incarnation
             self._set(reply.metrics, self._evaluation)
             self._set(reply.train_metrics, self._train_metrics)
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)
+        self._tell_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
+
+    def _tell_stragglers(self, now: float, delays: dict[int, float]) -> None:
+        self._metrics.stragglers(delays)
+        for rank, delay in delays.items():
+            if now - self._slow_told.get(rank, -_TELL_SECONDS) >= _TELL_SECONDS:
+                self._slow_told[rank] = now
+                _LOG.warning("rank %d is slow: its gradient takes %.3g s longer than the others' median", rank, delay)
 
     @staticmethod
     def _set(field: Any, values: dict[str, float]) -> None:

@@ -7,7 +7,7 @@ answers without the job's token (O7).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final, TypeVar
 
@@ -52,6 +52,13 @@ class Metrics:
         self.term = self._gauge("term", "Stretch of history without a rollback.")
         self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
         self._evaluation = self._family(Gauge, "evaluation", "What evaluate returned last.", (*_WHO, "name"))
+        self._stragglers = self._family(
+            Gauge,
+            "straggler_delay_seconds",
+            "How much longer a slow rank's gradient takes than the others' median; no series for those that are not.",
+            (*_WHO, "rank"),
+        )
+        self._slow: frozenset[int] = frozenset()
         self.checkpoint_seconds = self._histogram(
             "checkpoint_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
         )
@@ -88,6 +95,14 @@ class Metrics:
     def evaluation(self, name: str) -> Gauge:
         """Of one of `evaluate`'s metrics."""
         return self._evaluation.labels(*self._who, name)
+
+    def stragglers(self, delays: Mapping[int, float]) -> None:
+        """The ranks that are slow now, and by how many seconds."""
+        gone, self._slow = self._slow - delays.keys(), frozenset(delays)
+        for rank in gone:
+            self._stragglers.remove(*self._who, str(rank))
+        for rank, delay in delays.items():
+            self._stragglers.labels(*self._who, str(rank)).set(delay)
 
     def step(self, part: str) -> Histogram:
         """Of one of `STEP_PARTS`."""

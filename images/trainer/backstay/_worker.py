@@ -132,7 +132,8 @@ class Worker:
         self._metrics.step("batch_wait").observe(ready - began)
         if self._compiled:  # the first one is mostly compiling
             self._metrics.step("compute").observe(ended - ready)
-            self._heart.step_seconds = ended - ready
+            # Of both, because a rank is slow whichever of the two is.
+            self._heart.step_seconds = ended - began
         self._compiled = True
         self._last, self._last_key = gradient, key
         return gradient, ended - ready, ready - began

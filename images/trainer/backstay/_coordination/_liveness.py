@@ -101,12 +101,15 @@ class Liveness:
                 found.append(Stalled(rank=index, incarnation=member.peer.incarnation, reason=reason))
         return found
 
-    def stragglers(self) -> list[Straggler]:
-        """Workers whose computation takes half again as long as the median of the others."""
+    def stragglers(self, now: float, world: int) -> list[Straggler]:
+        """Living workers of the world whose gradient takes half again as long as the median of the others'."""
         times = {
             index: median(member.step_seconds)
             for (role, index), member in self._members.items()
-            if role == "worker" and len(member.step_seconds) >= 3
+            if role == "worker"
+            and index < world
+            and now - member.beat < SILENT_SECONDS
+            and len(member.step_seconds) >= 3
         }
         found = []
         for rank, own in sorted(times.items()):

@@ -1,0 +1,41 @@
+"""A rank that is slow is named with its delay: to the operator, in the metrics and, not too often, in the log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from prometheus_client import generate_latest
+
+from backstay._coordination import CoordinatorState, Liveness
+from backstay._leader import Leader
+from backstay._metrics import Metrics
+from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
+
+
+def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    live, metrics = Liveness("Sync"), Metrics("job", "parameter-server", 0)
+    leader = Leader(live, threading.Lock(), metrics, 10, 0)
+    state = CoordinatorState(term=1, version=3, world=3)
+    peers = [Peer(role="worker", index=rank, incarnation=1) for rank in range(3)]
+
+    def told(now: float, *seconds: float) -> list[int]:
+        for peer, each in zip(peers, seconds, strict=True):
+            live.joined(now, peer)
+            for _ in range(20):
+                live.beat(now, peer, TRAINING, each)
+        reply = ProgressReply()
+        with caplog.at_level(logging.WARNING):
+            leader.fill(now, reply, state, 300)
+        return [slow.rank for slow in reply.stragglers]
+
+    assert told(0, 0.1, 0.1, 0.5) == [2]
+    series = 'backstay_straggler_delay_seconds{index="0",job="job",rank="2",role="parameter-server"} 0.4'
+    assert series in generate_latest(metrics.registry).decode()
+    assert told(5, 0.1, 0.1, 0.5) == [2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 2 is slow: its gradient takes 0.4 s longer than the others' median"
+    ]
+    assert told(8, 0.1, 0.1, 0.1) == []
+    assert "backstay_straggler_delay_seconds{" not in generate_latest(metrics.registry).decode()
