@@ -3,7 +3,7 @@
 One process already uses all cores for one batch. A job of one worker computes the same batches, so its share is the
 price of push, update and pull; jobs of more workers on the same cores show what sharing them costs.
 
-    python bench/throughput.py [--rounds 3] [--seconds 8]
+    python bench/throughput.py [--rounds 2] [--seconds 6]
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ async def measure(rounds: int, seconds: float) -> None:
 def main() -> None:
     """Parse arguments, measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run, about")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each run, about")
     arguments = parser.parse_args()
     asyncio.run(measure(arguments.rounds, arguments.seconds))
 
