@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from ._batch_key import BatchKey
 from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats
 from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
 from ._environment import Environment
-from ._exit import Stop
+from ._exit import SIGTERM_EXIT, Stop, end_process
 from ._gradient import Gradient, GradientFn
 from ._logs import Reporter
 from ._metrics import HttpPort, Metrics
@@ -42,6 +43,9 @@ __all__ = ["Stopped", "Worker"]
 _LOG = logging.getLogger(__name__)
 
 _BACK_OFF_SECONDS = 0.1
+_STOP_SECONDS = 3.0
+"""How long a worker that was told to stop waits for what it is computing: a preemption's notice may be short."""
+
 _END_SECONDS = EVALUATION_SECONDS + STORING_SECONDS + 60.0
 # Refusals that a new join mends: the server was replaced, restarted its history, or still holds an older attempt.
 _MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL", "ABORTED"}
@@ -82,7 +86,8 @@ class Worker:
         self._compiled = False
         self._moved = False  # a server that was joined is gone
         self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
-        stop.then(lambda: self._silent(0, "this pod was told to stop"))
+        self._gone = threading.Event()
+        stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
 
     def run(self) -> Result:
         """Work until the job is done.
@@ -98,6 +103,13 @@ class Worker:
             return self._run()
         finally:
             self._close()
+
+    def _leave(self) -> None:
+        """SIGTERM: drop the gradient in hand, and go although the script may still be computing it."""
+        self._silent(0, "this pod was told to stop")
+        if not self._gone.wait(_STOP_SECONDS):
+            self._control.leave("told to stop")
+            end_process(SIGTERM_EXIT)
 
     def _run(self) -> Result:
         pulled, params = self._start()
@@ -362,3 +374,4 @@ class Worker:
         self._control.leave("told to stop" if self._stop.asked.is_set() else "done")
         self._control.close()
         self._http.close()
+        self._gone.set()
