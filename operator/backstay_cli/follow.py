@@ -51,6 +51,9 @@ class JobView:
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
     pods: tuple[dict[str, Any], ...] = ()
     stage: str = ""  # what is being started before there is a job to look at
+    seen: bool = False  # the operator has written a status
+    told: bool = False  # shard 0's last words are in it
+    trouble: str = ""  # what the job trains in spite of
     evaluation_error: str = ""
 
     @property
@@ -96,11 +99,14 @@ def view_of(
         phase=status.get("phase") or "Pending",
         message=_message_of(status),
         step=ending.get("step", status.get("step")),
-        examples_per_second=status.get("examplesPerSecond"),
-        loss=status.get("loss"),
+        examples_per_second=ending.get("examplesPerSecond", status.get("examplesPerSecond")),
+        loss=ending.get("loss", status.get("loss")),
         metrics=ending.get("metrics") or status.get("metrics") or {},
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
+        seen=bool(status),
+        told="loss" in ending,
+        trouble=_trouble_of(status),
         evaluation_error=str(ending.get("evaluationError") or ""),
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
         pods=tuple(pods),
@@ -112,7 +118,8 @@ def view_of(
         view,
         step=view.step if view.ended and view.step is not None else step,
         examples_per_second=view.examples_per_second or before.examples_per_second,
-        loss=view.loss if view.loss is not None and not view.ended else before.loss,
+        # What shard 0 said last is newer than what was seen last, and that than the status.
+        loss=view.loss if view.loss is not None and (not view.ended or view.told) else before.loss,
         # Pods of a job that ended may be gone; their logs still have to be named.
         pods=view.pods or before.pods,
     )
@@ -125,6 +132,14 @@ def _message_of(status: dict[str, Any]) -> str:
     if condition is None or condition["status"] != "True":
         return ""
     return f"{condition['reason']}: {condition.get('message', '')}".rstrip(": ")
+
+
+def _trouble_of(status: dict[str, Any]) -> str:
+    """Why checkpoints cannot be stored, when they cannot: a job may wait for its last one for ten minutes."""
+    for condition in status.get("conditions") or []:
+        if (condition["type"], condition.get("reason")) == ("Checkpointing", "WriteFailed"):
+            return f"checkpoints cannot be stored: {condition.get('message', '')}"
+    return ""
 
 
 def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:

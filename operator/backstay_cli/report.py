@@ -70,7 +70,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     if view.evaluation_error:
         yield f"  the evaluation failed: {on_one_line(view.evaluation_error)}"
     if view.restarts or view.disruptions:
-        yield f"  {view.restarts} pods replaced after crashes, {view.disruptions} after disruptions"
+        yield f"  pods replaced: {view.restarts} after crashes, {view.disruptions} after disruptions"
     if view.checkpoint:
         place = shortened(view.checkpoint)
         yield f"  checkpoint {place}"

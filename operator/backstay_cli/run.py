@@ -28,6 +28,7 @@ from backstay_spec import contract
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _POLL_SECONDS = 0.25
 _LOGS = "pods"
+_UNSEEN_SECONDS = 60.0
 
 
 def new_folder(name: str, base: Path | None = None) -> Path:
@@ -129,6 +130,7 @@ async def _create(session: Session, job: dict[str, Any]) -> None:
 
 async def _follow(session: Session, namespace: str, name: str, display: Display) -> JobView:
     view: JobView | None = None
+    deadline = time.monotonic() + _UNSEEN_SECONDS
     while True:
         try:
             view = await look(session.api, namespace, name, view)
@@ -145,6 +147,9 @@ async def _follow(session: Session, namespace: str, name: str, display: Display)
             display.show(view)
             if view.ended:
                 return view
+            if not view.seen and time.monotonic() > deadline:
+                log = session.folder / "operator.log"
+                raise SessionError(f"the operator has not looked at the job for {_UNSEEN_SECONDS:.0f} s, see {log}")
         if session.died.done():
             raise SessionError(f"the {session.died.result()} died, see {session.folder / session.died.result()}.log")
         await asyncio.sleep(_POLL_SECONDS)

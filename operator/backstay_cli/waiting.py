@@ -21,6 +21,8 @@ def waiting_for(view: JobView) -> str:
     for pod in pods:
         if obstacle := _obstacle(pod):
             return f"waiting: {_name(pod)}: {obstacle}"
+    if view.trouble:
+        return on_one_line(view.trouble)
     if view.step:
         return ""
     desired = sum(role.desired for role in view.roles.values())

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from backstay_rpc.control_pb2 import (
     Commit,
@@ -217,7 +218,8 @@ class Server:
     def _end(self, done: Done) -> int:
         if not done.failed and not self._already_complete:
             self._wait_applied(done)
-        if self._driving is not None:
+        # A failure is any server's to tell: the operator may see another one's end before shard 0's.
+        if self._driving is not None or done.failed:
             self._write_outcome(done)
         deadline = time.monotonic() + _FAREWELL_SECONDS
         while time.monotonic() < deadline and not self._stop.asked.is_set() and self._awaited():
@@ -238,8 +240,8 @@ class Server:
 
     def _write_outcome(self, done: Done) -> None:
         leader = self._leader
-        assert leader is not None
-        if done.failed:
+        fields: dict[str, Any]
+        if done.failed or leader is None:
             fields = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
         else:
             fields = {
@@ -247,6 +249,7 @@ class Server:
                 "step": done.version,
                 "checkpoint": done.checkpoint,
                 "metrics": leader.evaluation(),
+                **leader.last(),
             }
             if error := leader.evaluation_error():
                 fields["evaluationError"] = error

@@ -1,0 +1,134 @@
+"""What a job waits for is said, and whatever a pod printed is shown so that neither a terminal nor a reader suffers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay_cli import report
+from backstay_cli.follow import JobView, RoleView, view_of
+from backstay_cli.view import LineDisplay, number
+from backstay_cli.waiting import waiting_for
+from backstay_cli.words import on_one_line, plain, printable
+from backstay_spec import contract
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/train.py", line 3, in <module>
+    raise RuntimeError("boom")
+RuntimeError: boom
+on two lines"""
+DESIRED = {"ParameterServer": RoleView(desired=1), "Worker": RoleView(desired=2)}
+
+
+def pod(role: str, index: int, phase: str = "Running", ready: bool = False, **status: Any) -> dict[str, Any]:
+    labels = {contract.LABEL_ROLE: role, contract.LABEL_INDEX: str(index)}
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    return {
+        "metadata": {"name": f"a-{role}-{index}", "namespace": "default", "labels": labels},
+        "status": {"phase": phase, "conditions": conditions, **status},
+    }
+
+
+def pods(server: bool, *workers: bool) -> tuple[dict[str, Any], ...]:
+    return (
+        pod(contract.ROLE_SERVER, 0, ready=server),
+        *(pod(contract.ROLE_WORKER, i, ready=ready) for i, ready in enumerate(workers)),
+    )
+
+
+PULLING = pod(
+    contract.ROLE_WORKER,
+    1,
+    "Pending",
+    containerStatuses=[{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}],
+)
+UNSCHEDULABLE = pod(contract.ROLE_WORKER, 0, "Pending")
+UNSCHEDULABLE["status"]["conditions"] = [
+    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
+]
+
+
+@pytest.mark.parametrize(
+    ("view", "says"),
+    [
+        ({"stage": "starting the operator"}, "starting the operator"),
+        ({}, "creating pods"),
+        ({"pods": pods(False)}, "starting pods: 1 of 3 run"),
+        ({"pods": pods(False, False, False)}, "starting Python and JAX in 3 pods"),
+        ({"pods": pods(False, True, False)}, "preparing the parameters: 0 of 1 server ready"),
+        ({"pods": pods(True, True, False)}, "compiling the first step: 2 of 3 pods ready"),
+        ({"pods": pods(True, True, True), "step": 3}, ""),
+        ({"pods": (*pods(True), PULLING), "step": 3}, "waiting: worker 1: ImagePullBackOff no such image"),
+        ({"pods": (UNSCHEDULABLE,)}, "waiting: worker 0: Unschedulable 0/1 nodes"),
+        ({"pods": pods(True), "step": 3, "trouble": "the disk is full"}, "the disk is full"),
+        ({"phase": "Failed"}, ""),
+    ],
+)
+def test_what_a_job_waits_for_is_said(view: dict[str, Any], says: str) -> None:
+    assert waiting_for(JobView("a", "default", **{"roles": DESIRED, **view})) == says
+
+
+def test_a_traceback_is_cut_down_to_what_it_ends_with() -> None:
+    assert plain(TRACEBACK) == ["RuntimeError: boom", "on two lines"]
+    assert on_one_line(f"worker 0 died: exit code 1: {TRACEBACK}; again") == (
+        "worker 0 died: exit code 1: RuntimeError: boom on two lines; again"
+    )
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_obeys_gets_through(text: str) -> None:
+    assert all(c.isprintable() or c == "\t" for c in printable(text))
+    assert all(c.isprintable() or c == "\t" for line in plain(text) for c in line)
+    assert plain(text)
+
+
+@given(st.none() | st.floats() | st.integers(min_value=-(10**20), max_value=10**20))
+def test_every_number_can_be_shown(value: float | None) -> None:
+    """A loss that is NaN or infinite is what a person wants to see."""
+    assert number(value)
+    if value is not None and math.isnan(value):
+        assert number(value) == "nan"
+
+
+def test_what_several_pods_said_alike_is_shown_once(tmp_path: Path) -> None:
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Failed"}}
+    ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}, "name": "trainer"}
+    dead = [pod(contract.ROLE_WORKER, index, "Failed", containerStatuses=[ended]) for index in range(4)]
+    for index in range(4):
+        log = tmp_path / "default" / f"a-worker-{index}" / "trainer.log"
+        log.parent.mkdir(parents=True)
+        log.write_text({0: "", 3: "x" * 10_000_000 + "the end"}.get(index, TRACEBACK))
+    lines = list(report.lines(view_of(job, dead, []), 1.0, tmp_path))
+    assert "before its first update" in lines[0]
+    assert sum("raise RuntimeError" in line for line in lines) == 1
+    assert "    | the same as a-worker-1" in lines
+    assert "    | (it printed nothing)" in lines
+    assert lines[-1].endswith("the end")
+    assert all(len(line) < 1000 for line in lines)
+
+
+def test_the_last_words_of_shard_0_are_newer_than_what_was_seen_last() -> None:
+    before = JobView("a", "default", loss=0.5, examples_per_second=10.0, step=8)
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded", "loss": 0.7}}
+    said = '{"result": "Succeeded", "step": 9, "loss": 0.25, "examplesPerSecond": 12.0, "evaluationError": "E: no"}'
+    server = pod(contract.ROLE_SERVER, 0, "Succeeded")
+    server["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0, "message": said}}}]
+    view = view_of(job, [server], [], before)
+    assert (view.step, view.loss, view.examples_per_second, view.evaluation_error) == (9, 0.25, 12.0, "E: no")
+    assert "  the evaluation failed: E: no" in list(report.lines(view, 1.0, Path("/logs")))
+    assert view_of(job, [], [], before).loss == 0.5
+
+
+def test_a_message_of_several_lines_stays_one_entry() -> None:
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Starting"}}
+    lines: list[str] = []
+    LineDisplay(lines.append, clock=lambda: 0.0).show(
+        view_of(job, [], [{"type": "Warning", "reason": "Crashed", "message": f"worker 0: {TRACEBACK}"}])
+    )
+    assert lines[0] == "[   0.0s] warning: Crashed: worker 0: RuntimeError: boom"
+    assert lines[1].strip() == "on two lines"
