@@ -42,10 +42,10 @@ class JobMemory:
     died: dict[tuple[str, int], str] = field(default_factory=dict)
     ended: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def prune(self, job: str, incarnations: dict[str, int]) -> None:
-        """Forget what speaks of pods that are no longer the newest of their place."""
+    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
+        """Forget what speaks of pods that are neither the newest of their place nor serve it."""
         current = set()
-        for key, incarnation in incarnations.items():
+        for key, incarnation in (*incarnations.items(), *active.items()):
             role, _, index = key.rpartition("-")
             if role in names.ROLE_OF_LABEL and index.isdigit():
                 current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))

@@ -7,6 +7,7 @@ bounded. A channel belongs to one pod (by uid): a replacement at the same addres
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Server:
     incarnation: int
     pod_uid: str
     address: str  # host:port
+    serves: bool = True  # its answers are the job's; a standby's are not
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Round:
     """What to call for one job, and with what.
 
     Attributes:
-        servers: its active servers that run now.
+        servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
         token: the job's.
         generation, world, incarnations, checkpoint, stall_seconds: what the servers are told.
     """
@@ -137,6 +139,7 @@ class _Line:
 @dataclass
 class _Poll:
     task: asyncio.Task[None]
+    now: asyncio.Event = field(default_factory=asyncio.Event)
     lines: dict[str, _Line] = field(default_factory=dict)
     heard: dict[str, datetime] = field(default_factory=dict)  # by the uid of the pod
 
@@ -184,6 +187,11 @@ class Poller:
             task = asyncio.get_running_loop().create_task(self._run(key), name=f"progress {key}")
             self._polls[key] = _Poll(task)
 
+    def hurry(self, key: JobKey) -> None:
+        """Another server serves: begin the next round at once."""
+        if key in self._polls:
+            self._polls[key].now.set()
+
     async def close(self) -> None:
         """Stop calling, and close every channel."""
         polls = list(self._polls.values())
@@ -197,7 +205,9 @@ class Poller:
         try:
             delay = min(self._period, 0.25) * self._draw()
             while True:
-                await asyncio.sleep(delay)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(poll.now.wait(), delay)
+                poll.now.clear()
                 todo = self._what(key)
                 if todo is None:
                     return
@@ -221,7 +231,9 @@ class Poller:
             heard_at.pop(uid, None)
         answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
         replies = {
-            server.shard: reply for server, reply in zip(todo.servers, answers, strict=True) if reply is not None
+            server.shard: reply
+            for server, reply in zip(todo.servers, answers, strict=True)
+            if reply is not None and server.serves
         }
         now = self._now()
         heard_at.update((server.pod_uid, now) for server in todo.servers if server.shard in replies)

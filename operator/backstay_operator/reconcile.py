@@ -22,7 +22,7 @@ from backstay_spec.observed import Observed, PlanSettings, Progress
 from backstay_spec.plan import plan, refuse
 from backstay_spec.token import token_for
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
-from backstay_spec.types_status import TrainingJobStatus
+from backstay_spec.types_status import TrainingJobStatus, slot_key
 from backstay_spec.validation import SpecErrors, parse_job
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Reconciler:
         self._memories: dict[JobKey, JobMemory] = {}
         self._parsed: dict[JobKey, tuple[str, _Parsed]] = {}
         self.follow: Callable[[JobKey], None] = lambda _: None
+        self.hurry: Callable[[JobKey], None] = lambda _: None
         self.mark: Callable[[JobKey], None] = lambda _: None
         self.mark_after: Callable[[JobKey, float], None] = lambda *_: None
 
@@ -96,6 +97,7 @@ class Reconciler:
 
     async def _reconcile(self, key: JobKey) -> float | None:
         again: float | None = 0.0
+        hurried = False
         for _ in range(_ROUNDS):
             job = self._cluster.job(key)
             if job is None:
@@ -109,10 +111,11 @@ class Reconciler:
                 planned = refuse(metadata, _status(job), str(spec), self._now(), pods)
             else:
                 typed = _typed(job, spec)
-                memory.prune(key[1], typed.status.incarnations)
+                memory.prune(key[1], typed.status.incarnations, typed.status.active)
                 if spec.run_policy.suspend and not self._cluster.objects(PODS, key):
                     memory.progress = None  # what was said before the suspension is not news after it
                 planned = plan(typed, self._observed(key, memory), self._now(), self._settings)
+            hurried = hurried or _serves_anew(job, planned.status)
             done = await self._executor.carry_out(key, job, planned, memory)
             if not done.again or not self._leads():
                 again = _soonest(planned.requeue_after, done.wait)
@@ -120,6 +123,8 @@ class Reconciler:
         self._report(key)
         if self.round(key) is not None:
             self.follow(key)
+            if hurried:
+                self.hurry(key)
         return again
 
     # What is observed.
@@ -177,16 +182,15 @@ class Reconciler:
         status = job.get("status") or {}
         if isinstance(spec, SpecErrors) or status.get("phase") in _OVER:
             return None
-        incarnations: Mapping[str, int] = status.get("incarnations") or {}
-        active = {
-            int(slot.rpartition("-")[2]): incarnation
-            for slot, incarnation in incarnations.items()
-            if slot.startswith(contract.ROLE_SERVER)
-        }
+        # Of shards with standbys the incarnation that serves, not the newest: who is older stops.
+        active: Mapping[str, int] = status.get("active") or {}
+        incarnations: Mapping[str, int] = {**(status.get("incarnations") or {}), **active}
         servers = [
             server
-            for server in (_server(pod, memory.uid) for pod in self._cluster.objects(PODS, key))
-            if server is not None and active.get(server.shard) == server.incarnation
+            for server in (
+                _server(pod, memory.uid, incarnations, leaving=bool(active)) for pod in self._cluster.objects(PODS, key)
+            )
+            if server is not None and (server.serves or active)
         ]
         if not servers:
             return None
@@ -272,19 +276,31 @@ def _status(job: Json) -> TrainingJobStatus:
     return TrainingJobStatus.model_validate(job.get("status") or {})
 
 
-def _server(pod: Json, uid: str) -> Server | None:
+def _serves_anew(job: Json, status: Mapping[str, Any] | None) -> bool:
+    """Does the new status have other servers than the old one, in a job with standbys?"""
+
+    def servers(of: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+        numbers = (of.get("incarnations") or {}).items()
+        return of.get("active") or {}, {slot: n for slot, n in numbers if slot.startswith(contract.ROLE_SERVER)}
+
+    return status is not None and bool(status.get("active")) and servers(job.get("status") or {}) != servers(status)
+
+
+def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -> Server | None:
+    """`leaving`: also one that is being deleted."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels = metadata.get("labels") or {}
     if not any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or []):
         return None
-    if labels.get(contract.LABEL_ROLE) != contract.ROLE_SERVER or metadata.get("deletionTimestamp"):
+    if labels.get(contract.LABEL_ROLE) != contract.ROLE_SERVER or (metadata.get("deletionTimestamp") and not leaving):
         return None
     if status.get("phase") != "Running" or not status.get("podIP"):
         return None
     index, incarnation = labels.get(contract.LABEL_INDEX, ""), labels.get(contract.LABEL_INCARNATION, "")
     if not (index.isdigit() and incarnation.isdigit()):
         return None
-    return Server(int(index), int(incarnation), metadata["uid"], address_of(status["podIP"]))
+    serves = serving.get(slot_key(contract.ROLE_SERVER, int(index))) == int(incarnation)
+    return Server(int(index), int(incarnation), metadata["uid"], address_of(status["podIP"]), serves)
 
 
 def _soonest(planned: timedelta | None, failed: float | None) -> float | None:

@@ -72,7 +72,12 @@ def template_of(spec: TrainingJobSpec, role: str) -> Json:
 
 
 def pod(
-    job: TrainingJob, slot: names.Slot, incarnation: int, servers: Sequence[str], log_format: str = "text"
+    job: TrainingJob,
+    slot: names.Slot,
+    incarnation: int,
+    servers: Sequence[str],
+    log_format: str = "text",
+    active: int = 0,
 ) -> dict[str, Any]:
     """The manifest of one pod.
 
@@ -82,6 +87,7 @@ def pod(
         incarnation: how many pods this place has had, this one included.
         servers: ``host:port`` of each shard's Service, by shard.
         log_format: ``text`` or ``json``.
+        active: of a server with standbys, the incarnation that serves its shard.
     """
     meta = job.metadata
     name = names.pod_name(meta.name, meta.uid, slot, incarnation)
@@ -89,7 +95,7 @@ def pod(
         **names.object_labels(meta.name, meta.uid, slot.role),
         **names.slot_labels(meta.name, meta.uid, slot, incarnation),
     }
-    environment = _environment(job, slot, incarnation, servers, log_format)
+    environment = _environment(job, slot, incarnation, servers, log_format, active)
     built = {
         "metadata": {
             "labels": {**job.spec.scheduling.pod_labels(), **labels},
@@ -124,7 +130,7 @@ def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment:
 
 
 def _environment(
-    job: TrainingJob, slot: names.Slot, incarnation: int, servers: Sequence[str], log_format: str
+    job: TrainingJob, slot: names.Slot, incarnation: int, servers: Sequence[str], log_format: str, active: int
 ) -> list[dict[str, Any]]:
     meta = job.metadata
     config = runtime_config(job.spec, log_format).model_dump(mode="json", exclude_none=True)
@@ -143,6 +149,8 @@ def _environment(
         # The kubelet expands $(NAME) in values, and a URI may hold one.
         contract.ENV_CONFIG: json.dumps(config, separators=(",", ":")).replace("$(", "$$("),
     }
+    if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
+        said[contract.ENV_ACTIVE] = str(active)
     if slot.role in _SERVES and config.get("checkpoint") is not None:
         said[contract.ENV_CHECKPOINT_URI] = config["checkpoint"]["uri"].replace("$(", "$$(")
     token = {"name": names.secret_name(meta.name, meta.uid), "key": contract.SECRET_KEY_TOKEN}

@@ -140,19 +140,24 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
         _note_scale(draft, job)
         for role in ROLE_OF_LABEL.values():
             draft.desired[role] = sum(1 for slot in slots if ROLE_OF_LABEL[slot.role] == role)
+        draft.desired["ParameterServer"] *= 1 + job.spec.parameter_servers.standbys
     starved = any(h.obstacle.blocked is Blocked.CONFIG for h in judged.hindered)
     _ensure_infrastructure(draft, job, observed, settings, services, starved=starved)
+    if job.spec.parameter_servers.standbys:
+        _point_services(draft, job, services)  # nobody waits for a new pod, but for the one that serves now
     for birth in judged.births:
+        active = serving_incarnation(draft, birth.slot.index) if birth.slot.role == contract.ROLE_SERVER else 0
         draft.actions.append(
             CreatePod(
-                manifests_pod.pod(job, birth.slot, birth.incarnation, servers, settings.log_format),
+                manifests_pod.pod(job, birth.slot, birth.incarnation, servers, settings.log_format, active),
                 birth.slot.role,
                 birth.slot.index,
                 birth.incarnation,
                 birth.cause,
             )
         )
-    _point_services(draft, job, services)
+    if not job.spec.parameter_servers.standbys:
+        _point_services(draft, job, services)
     remove_superfluous(draft, wanted, observed.progress)
     _describe_pods(draft, slots, judged, observed.progress, can_create=can_create)
 
@@ -369,6 +374,9 @@ def _count_pods(draft: Draft, job: TrainingJob) -> None:
         pod = newest_pod(draft, slot)
         if pod is not None and pod.alive and pod.ready:
             ready[ROLE_OF_LABEL[slot.role]] += 1
+        if slot.key in draft.active:
+            standbys = (p for p in draft.pods[slot] if p.incarnation > draft.active[slot.key])
+            ready[ROLE_OF_LABEL[slot.role]] += sum(1 for p in standbys if p.alive and p.ready)
     for role in ROLE_OF_LABEL.values():
         draft.ready[role] = min(ready[role], draft.desired.get(role, 0))
     for action in draft.actions:

@@ -31,7 +31,7 @@ class Draft:
     Attributes:
         meta, old, now: what is planned from; the job's spec is the business of the parts.
         pods: the job's own pods by place, oldest incarnation first.
-        incarnations, backoff, conditions, fields: the new status; `fields` holds the plain ones that change.
+        incarnations, active, backoff, conditions, fields: the new status; `fields` holds the plain ones that change.
         restarts, disruptions, desired, ready: the counters of each role.
         created_late: PodsCreated has become True, which is written with the next change.
         actions, events, deaths: of the plan.
@@ -43,6 +43,7 @@ class Draft:
         self.now = now
         self.pods: dict[names.Slot, list[PodView]] = {}
         self.incarnations: dict[str, int] = dict(old.incarnations)
+        self.active: dict[str, int] = dict(old.active)
         self.backoff: dict[str, Backoff] = dict(old.backoff)
         self.conditions: dict[str, Condition] = {c.type: c for c in old.conditions}
         self.restarts: dict[Role, int] = {role: r.restarts for role, r in old.roles.items()}
@@ -162,6 +163,7 @@ class Draft:
                 "conditions": list(self.conditions.values()),
                 "observed_generation": self.meta.generation,
                 "incarnations": self.incarnations,
+                "active": self.active,
                 "backoff": self.backoff,
                 "roles": roles,
                 "workers": f"{workers.ready}/{workers.desired}",

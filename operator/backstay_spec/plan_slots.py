@@ -10,8 +10,8 @@ For each place the newest incarnation on record is the one that counts. Its pod 
   and after its restart the condition PodsCreated;
 - not seen because the API server refused it: the same incarnation is tried again.
 
-Standbys will be further pods of a place, of incarnations of their own; what then changes is which incarnation a
-shard's Service selects, and that is asked in one place, `serving_incarnation`.
+With standbys a shard has two pods of incarnations of its own. `status.active` says which one serves, and that is the
+one that counts; a newer one is its standby. When the one that serves dies and the standby runs, the standby serves.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from backstay_spec.causes import (
     Obstacle,
     Verdict,
     obstacle_of,
+    outcome_of,
     refusal_obstacle,
     terminated_state,
     verdict_of,
@@ -87,15 +88,20 @@ def record_seen(draft: Draft) -> None:
             draft.incarnations[slot.key] = newest
 
 
+def recorded_incarnation(draft: Draft, slot: Slot) -> int:
+    """The incarnation on record that counts: the newest one, or of servers with standbys the one that serves."""
+    return draft.active.get(slot.key) or draft.incarnations.get(slot.key, 0)
+
+
 def newest_pod(draft: Draft, slot: Slot) -> PodView | None:
-    """The pod of the newest incarnation on record, if it is seen."""
-    recorded = draft.incarnations.get(slot.key, 0)
+    """The pod of the incarnation on record that counts, if it is seen."""
+    recorded = recorded_incarnation(draft, slot)
     return next((p for p in draft.pods.get(slot, ()) if p.incarnation == recorded), None)
 
 
 def serving_incarnation(draft: Draft, shard: int) -> int:
     """The incarnation that a shard's Service selects; 1 before there was any."""
-    return max(1, draft.incarnations.get(Slot(contract.ROLE_SERVER, shard).key, 0))
+    return max(1, recorded_incarnation(draft, Slot(contract.ROLE_SERVER, shard)))
 
 
 class Slots:
@@ -112,6 +118,9 @@ class Slots:
         self.observed = observed
         self.progress: Progress | None = observed.progress
         self.can_create = can_create
+        self.standbys = job.spec.parameter_servers.standbys > 0
+        if not self.standbys:
+            draft.active.clear()
         self.births: list[Birth] = []
         self.hindered: list[Hindered] = []
         self.refused = False
@@ -119,7 +128,9 @@ class Slots:
     def judge(self, slot: Slot) -> None:
         """Decide about one place that the job has."""
         draft = self.draft
-        recorded = draft.incarnations.get(slot.key, 0)
+        if self.standbys and slot.role == contract.ROLE_SERVER:
+            self._promote(slot)
+        recorded = recorded_incarnation(draft, slot)
         pod = newest_pod(draft, slot)
         waiting = draft.backoff.get(slot.key)
         backs_off = waiting is not None and waiting.not_before is not None
@@ -137,6 +148,100 @@ class Slots:
             self._judge_dead(slot, pod)
         else:
             self._judge_unseen(slot, recorded)
+        if self.standbys and slot.role == contract.ROLE_SERVER and not draft.finished():
+            self._judge_standby(slot)
+
+    def _standby_of(self, slot: Slot) -> PodView | None:
+        """The newest pod of a shard that is newer than the one that serves."""
+        pods = self.draft.pods.get(slot, ())
+        serving = recorded_incarnation(self.draft, slot)
+        return pods[-1] if pods and pods[-1].incarnation > serving else None
+
+    def _promote(self, slot: Slot) -> None:
+        """Let the standby serve, if the server that does is dead and the standby runs.
+
+        The status that says so is written before the Service is patched and before any server is told, so an operator
+        that dies in between ends what it began.
+        """
+        draft = self.draft
+        if not self.can_create or slot.key not in draft.active or self._outlived_suspension(slot):
+            return
+        serving, name = newest_pod(draft, slot), self._name(slot, draft.active[slot.key])
+        if serving is None and name not in self.observed.missing:
+            return  # it is looked up first
+        if serving is not None and (serving.alive or self._left_in_order(slot, serving)):
+            return
+        if serving is not None and outcome_of(serving.raw) is not None:
+            return  # it has said how the job ends
+        gone = Verdict(Cause.VANISHED, "it is gone without a trace")
+        self._hand_over(slot, name, gone if serving is None else verdict_of(serving.raw))
+
+    def _hand_over(self, slot: Slot, name: str, verdict: Verdict) -> bool:
+        """Count the server that served, and let the standby serve. False: there is none that runs."""
+        draft = self.draft
+        standby = self._standby_of(slot) if slot.key in draft.active else None
+        if standby is None or not standby.alive or not standby.started:
+            return False
+        charged = verdict.cause.charged
+        spent = draft.restarts.get(ROLE_OF_LABEL[slot.role], 0)
+        waited = draft.backoff.get(slot.key)
+        counted = waited is not None and waited.not_before is not None
+        if charged and not counted and spent >= budgets.max_restarts(self.job.spec, slot.role):
+            return False  # the usual judgement ends the job
+        draft.backoff.pop(slot.key, None)
+        before, draft.active[slot.key] = draft.active[slot.key], standby.incarnation
+        if not counted:
+            self._count(slot, before, name, verdict, charged=charged)
+        draft.events.append(
+            warning(verdict.cause, f"{slot.text} (pod {name}) died: {verdict.text}; its standby {standby.name} serves")
+        )
+        return True
+
+    def _judge_standby(self, slot: Slot) -> None:
+        """See to it that a shard whose server lives, or is being made, has a standby."""
+        draft = self.draft
+        if not self.can_create or slot.key not in draft.active:
+            return
+        waiting = draft.backoff.get(slot.key)
+        if waiting is not None and waiting.not_before is not None:
+            return
+        serving, newest = draft.active[slot.key], draft.incarnations.get(slot.key, 0)
+        standby = self._standby_of(slot)
+        if newest <= serving or any(birth.slot == slot and birth.incarnation == serving for birth in self.births):
+            self._bear_standby(slot, None)
+        elif standby is not None and standby.incarnation == newest:
+            if not standby.alive:
+                self._lose_standby(slot, newest, standby.name, verdict_of(standby.raw))
+            elif not standby.ready and (obstacle := obstacle_of(standby.raw)) is not None:
+                self.hindered.append(Hindered(slot, obstacle, created_at(standby) or draft.now))
+        elif any(birth.slot == slot for birth in self.births):
+            return
+        elif self._name(slot, newest) in self.observed.missing:
+            self._bear_standby(slot, None)
+        elif (refusal := self.observed.refused.get(self._name(slot, newest))) is not None:
+            if draft.now >= refusal.at + REFUSED_RETRY:
+                self.births.append(Birth(slot, newest))
+            else:
+                draft.wake_at(refusal.at + REFUSED_RETRY)
+        else:
+            draft.actions.append(LookUpPod(self._name(slot, newest)))
+            draft.wake_at(draft.now + LOOK_UP_RETRY)
+
+    def _lose_standby(self, slot: Slot, incarnation: int, name: str, verdict: Verdict) -> None:
+        """A standby is charged and replaced as any server; where the budget is spent, training goes on without one."""
+        role = ROLE_OF_LABEL[slot.role]
+        if self._left_in_order(slot, self.draft.pods[slot][-1]):
+            return
+        if verdict.cause.charged and self.draft.restarts.get(role, 0) >= budgets.max_restarts(self.job.spec, slot.role):
+            return
+        self._count(slot, incarnation, name, verdict, charged=verdict.cause.charged)
+        self._bear_standby(slot, verdict.cause)
+        self._tell(slot, name, verdict, None)
+
+    def _bear_standby(self, slot: Slot, cause: Cause | None) -> None:
+        incarnation = self.draft.incarnations[slot.key] + 1
+        self.draft.incarnations[slot.key] = incarnation
+        self.births.append(Birth(slot, incarnation, cause))
 
     def _was_desired(self, slot: Slot) -> bool:
         """Whether the last status asked for this place: if not, its old pods were deleted by us, not lost."""
@@ -149,7 +254,7 @@ class Slots:
         return status.SUSPENDED in self.draft.conditions and (role is None or role.desired == 0)
 
     def _refusal(self, slot: Slot, pod: PodView | None) -> bool:
-        return pod is None and self._name(slot, self.draft.incarnations.get(slot.key, 0)) in self.observed.refused
+        return pod is None and self._name(slot, recorded_incarnation(self.draft, slot)) in self.observed.refused
 
     def _name(self, slot: Slot, incarnation: int) -> str:
         return names.pod_name(self.draft.meta.name, self.draft.meta.uid, slot, incarnation)
@@ -281,6 +386,8 @@ class Slots:
             self.draft.wake_at(self.draft.now + LOOK_UP_RETRY)
 
     def _die(self, slot: Slot, pod: PodView, verdict: Verdict) -> None:
+        if self._hand_over(slot, pod.name, verdict):
+            return
         role = ROLE_OF_LABEL[slot.role]
         wait: datetime | None = None
         if verdict.cause.charged:
@@ -341,6 +448,8 @@ class Slots:
     def _bear(self, slot: Slot, cause: Cause | None) -> None:
         incarnation = self.draft.incarnations.get(slot.key, 0) + 1
         self.draft.incarnations[slot.key] = incarnation
+        if self.standbys and slot.role == contract.ROLE_SERVER:
+            self.draft.active[slot.key] = incarnation
         waited = self.draft.backoff.get(slot.key)
         if waited is not None and waited.not_before is not None:
             self.draft.backoff[slot.key] = waited.model_copy(update={"not_before": None})
@@ -352,7 +461,7 @@ def remove_superfluous(draft: Draft, wanted: set[Slot], progress: Progress | Non
     kept for its log), and the pods of places that the job no longer has: a worker's only once the world is smaller,
     highest rank first."""
     for slot in sorted(draft.pods, reverse=True):
-        recorded = draft.incarnations.get(slot.key, 0)
+        recorded = recorded_incarnation(draft, slot)
         for pod in draft.pods[slot]:
             if pod.deleting:
                 continue
@@ -362,7 +471,9 @@ def remove_superfluous(draft: Draft, wanted: set[Slot], progress: Progress | Non
             elif pod.incarnation < recorded and not pod.terminal:
                 if not any(isinstance(a, DeletePod) and a.uid == pod.uid for a in draft.actions):
                     draft.actions.append(DeletePod(pod.name, pod.uid, None, "Superseded"))
-            elif pod.incarnation < recorded - 1:
+            elif pod.incarnation < recorded - 1 or (
+                pod.terminal and recorded < pod.incarnation < draft.incarnations.get(slot.key, 0) - 1
+            ):
                 draft.actions.append(DeletePod(pod.name, pod.uid, None, "Outdated"))
 
 

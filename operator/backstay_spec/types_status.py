@@ -208,6 +208,9 @@ class TrainingJobStatus(StatusModel):
     """The newest incarnation of each place, such as `worker-3: 2`: the fencing tokens. Written before the
     pod is created."""
 
+    active: dict[str, int] = Field(default_factory=dict)
+    """With standbys: which incarnation of each shard's servers serves; a newer one is its standby."""
+
     backoff: dict[str, Backoff] = Field(default_factory=dict)
     """The places, such as `worker-3`, whose next pod waits."""
 

@@ -231,6 +231,20 @@ class ShardEngine:
                 if not param.is_deleted():
                     return _view(param)
 
+    def mean(self, gradients: Sequence[Sequence[Array]], *, weights: Sequence[float], divisor: int) -> list[jax.Array]:
+        """Their mean, block by block and not waited for; what it is computed from must not change before it is there.
+
+        `apply` of it alone is an update that another engine can repeat bit for bit.
+        """
+        how = Mean.of(weights, divisor, 1.0)
+        self._check(gradients, how)
+        return [
+            self._kernels.mean(how)(
+                tuple(_device(contribution[index]) for contribution in gradients), how.scalars(block.dtype)
+            )
+            for index, block in enumerate(self._layout.blocks)
+        ]
+
     def sum_of_squares(
         self, gradients: Sequence[Sequence[Array]], weights: Sequence[float] | None = None, divisor: int = 1
     ) -> float:
@@ -246,9 +260,10 @@ class ShardEngine:
             ]
         return math.fsum(float(part) for part in parts)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, whole: bool = False) -> Snapshot:
         """Everything at the current version. The entries are views that never change: writing them may take its time,
-        and the updates meanwhile copy only what is still held."""
+        and the updates meanwhile copy only what is still held. `whole`: also the state that all shards have alike and
+        that is otherwise shard 0's to give."""
         entries: list[Entry] = []
         for index, block in enumerate(self._layout.blocks):
             if (stretch := self._stretches.get(index)) is not None:
@@ -257,10 +272,10 @@ class ShardEngine:
                     for key, value in zip(self._keys(self._group_of[piece.leaf]), values, strict=True):
                         part = value[piece.offset : piece.offset + piece.size]
                         entries.append(Entry(key, piece.start, piece.stop, part))
-        for whole in self._wholes:
-            values = [_view(value) for value in (*whole.params, *whole.states)]
-            entries += [_entry(key, value) for key, value in zip(self._keys(whole.group), values, strict=True)]
-        if self._layout.shard == 0:
+        for held in self._wholes:
+            values = [_view(value) for value in (*held.params, *held.states)]
+            entries += [_entry(key, value) for key, value in zip(self._keys(held.group), values, strict=True)]
+        if self._layout.shard == 0 or whole:
             keys = [STATE + self._rule.states[index].path for index in self._rule.shared]
             entries += [_entry(key, _view(value)) for key, value in zip(keys, self._shared, strict=True)]
         return Snapshot(self._version, tuple(entry for entry in entries if entry.stop > entry.start))

@@ -26,6 +26,7 @@ class Environment:
         index: shard, rank, or 0.
         servers: ``host:port`` of each shard's control service.
         bind: the address to listen on.
+        active: the incarnation of its shard's active server when the pod was made; 0: not said.
         pod_ip: what other pods connect to.
         checkpoint_uri: where checkpoints are; None when none are stored.
     """
@@ -45,6 +46,12 @@ class Environment:
     config: RuntimeConfig
     checkpoint_uri: str | None
     termination_log: Path | None
+    active: int = 0
+
+    @property
+    def standby(self) -> bool:
+        """Whether this pod was made as the standby of its shard."""
+        return self.role == contract.ROLE_SERVER and self.config.standbys > 0 and 0 < self.active < self.incarnation
 
     @property
     def name(self) -> str:
@@ -113,4 +120,5 @@ class Environment:
             config=config,
             checkpoint_uri=uri if config.checkpoint else None,
             termination_log=Path(log) if log else None,
+            active=number(contract.ENV_ACTIVE, 0),
         )

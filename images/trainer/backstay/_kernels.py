@@ -134,6 +134,11 @@ class Kernels:
 
         return self._get(("whole", program, form), lambda: jax.jit(update, donate_argnums=(0, 1)))
 
+    def mean(self, how: Mean) -> Any:
+        """``(gradients, scalars) ->`` the mean of one block."""
+        form = how.form
+        return self._get(("mean", form), lambda: jax.jit(lambda values, scalars: mean(values, form, scalars)))
+
     def squares(self, how: Mean) -> Any:
         """``(gradients, scalars) ->`` the sum of squares of the mean in float64; to be called with x64 enabled."""
         form = how.form

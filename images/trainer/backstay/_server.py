@@ -41,9 +41,12 @@ from ._leader import Leader
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script
 from ._shard import ShardRuntime
+from ._shard._follower import Held
+from ._shard._replication import Replication
+from ._standby import Inherited
 from ._storing import CheckpointWriter, ManifestStorage, NoStorage, restore
 from ._wire.server import DataServer
-from .errors import CheckpointError, JobFailed
+from .errors import CheckpointError, JobFailed, Superseded
 
 __all__ = ["Server"]
 
@@ -52,6 +55,9 @@ _LOG = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 15.0
 """How long a server stays for workers that have not heard that the job is over."""
 
+_ALONE_SECONDS = 10.0
+"""How long a server whose standby has died waits for the operator before it goes on without one."""
+
 _LAST_SAVE_SECONDS = 50.0
 """How long a server that was told to stop waits for its checkpoint; pods have 60 s."""
 
@@ -59,7 +65,17 @@ _LAST_SAVE_SECONDS = 50.0
 class Server:
     """Speaks for its shard to everybody: a control service's `Host`, and the coordinator's `ServerSink`."""
 
-    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        script: Script,
+        plan: Plan,
+        metrics: Metrics,
+        stop: Stop,
+        inherited: Inherited | None = None,
+    ) -> None:
+        """`inherited`: what it held as its shard's standby."""
+        held = None if inherited is None else inherited.held
         config = environment.config
         self.shard, self.incarnation = environment.index, environment.incarnation
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
@@ -68,7 +84,11 @@ class Server:
         )
         self._lock = threading.Lock()
         self._liveness = Liveness(config.mode)
-        self._peers = Peers()
+        self._peers = Peers() if inherited is None else inherited.peers
+        self._told_active = 0.0  # when the operator last said that this incarnation serves
+        self._superseded: Superseded | None = None
+        self._closing = False
+        self._told = threading.Event()
         self._leaves = plan.leaves
         self._wake = threading.Event()
         stop.then(self._wake.set)
@@ -91,7 +111,7 @@ class Server:
         self._link: Link | None = None
         if self.shard == 0:
             self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every)
-            self._driving = self._new_driving(self._leader, store)
+            self._driving = self._new_driving(self._leader, store, held)
             coordination: Coordination = self._driving
         else:
             self._link = Link(environment.servers[0], environment.token, self._peer, self, config.mode)
@@ -107,6 +127,15 @@ class Server:
                 incarnation=self.incarnation,
                 metrics=metrics,
             )
+        self._replication: Replication | None = None
+        if config.standbys:
+            self._replication = Replication(
+                plan.partition.digest,
+                incarnation=self.incarnation,
+                admitted=self._admit_replica,
+                let_go=self._let_go,
+                coordinator=self._driving.describe if self._driving is not None else lambda _: None,
+            )
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
             plan.partition.digest,
@@ -114,17 +143,61 @@ class Server:
             incarnation=self.incarnation,
             mode=config.mode,
             on_checkpoint=self._writer,
+            replication=self._replication,
         )
-        self._http = HttpPort(metrics, lambda: self._ready, bind=environment.bind, port=environment.metrics_port)
+        if inherited is None:
+            self._http = HttpPort(metrics, lambda: self._ready, bind=environment.bind, port=environment.metrics_port)
+        else:
+            self._http = inherited.http
+            inherited.become_ready(lambda: self._ready)
         self._data = DataServer(
-            self._runtime, host=environment.bind, port=environment.data_port, token=environment.token
+            self._runtime,
+            host=environment.bind,
+            port=environment.data_port,
+            token=environment.token,
+            replicate=None if self._replication is None else self._replication.serve,
         )
-        self._control = ControlServer(
-            self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
-        )
+        self._held = held
+        if held is not None:
+            self._inherit(held)
+        if inherited is None:
+            self._control = ControlServer(
+                self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
+            )
+        else:
+            self._control = inherited.control
+            self._control.serve(self)
         self._loader = threading.Thread(target=self._load_forever, name="backstay-loading", daemon=True)
 
-    def _new_driving(self, leader: Leader, store: CheckpointStore | None) -> Driving:
+    def _inherit(self, held: Held) -> None:
+        """Go on where the active server was, in the same term."""
+        self._term, self._world = held.term, held.world
+        self._metrics.term.set(held.term)
+        self._runtime.reset(held.term, held.engine, held.world, held.offset)
+        self._runtime.inherit(held.prepared, held.last)
+        if self._link is not None:
+            prepared = () if held.prepared is None else held.prepared.contributions
+            self._link.inherit(held.term, held.engine.version, held.last, prepared)
+        self._ready = True
+
+    def _admit_replica(self) -> None:
+        self._runtime.admit_replica()
+
+    def _let_go(self, when: float, closed: bool) -> None:
+        """The standby was lost: go on alone once it is certain that it was not promoted. Called by the apply thread.
+
+        The operator says so, as it is the only one who promotes. A process that died closes its connections, which one
+        that was promoted does not: so after that training goes on without the operator too.
+        """
+        _LOG.warning("the standby is lost: asking whether it was promoted")
+        while not self._closing and self._superseded is None:
+            if self._told_active > when or (closed and time.monotonic() > when + _ALONE_SECONDS):
+                return
+            self._told.wait(0.2)
+            self._told.clear()
+        raise Superseded("PERMISSION_DENIED", f"another incarnation serves shard {self.shard} now")
+
+    def _new_driving(self, leader: Leader, store: CheckpointStore | None, held: Held | None) -> Driving:
         """
         Raises:
             CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
@@ -145,10 +218,11 @@ class Server:
                 world=lambda: self._wished_world,
                 metrics=leader.evaluation,
             )
+        successor = held is not None and held.coordinator is not None and held.start is not None
         state, checkpoint = storage.newest(0)
-        if checkpoint:
+        if checkpoint and not successor:
             _LOG.info("starting at step %d from %s", state.version, checkpoint)
-        self._already_complete = bool(checkpoint) and state.version >= script.steps
+        self._already_complete = not successor and bool(checkpoint) and state.version >= script.steps
         rules = Rules(
             mode=config.mode,
             shards=config.shards,
@@ -160,10 +234,26 @@ class Server:
             clip_norm=script.clip_norm,
             stores=store is not None,
             evaluates=script.evaluate is not None,
+            replicates=config.standbys > 0,
         )
         intervals = Intervals()
         if config.checkpoint is not None:
             intervals = Intervals(config.checkpoint.every_steps, config.checkpoint.every_seconds)
+        if held is not None and held.coordinator is not None and held.start is not None:
+            leader.start(held.coordinator, checkpoint)
+            successor_of = Coordinator.resume(
+                rules,
+                held.coordinator,
+                held.start,
+                last=held.last,
+                prepared=() if held.prepared is None else held.prepared.contributions,
+                checkpoint=checkpoint,
+                checkpoint_version=state.version if checkpoint else -1,
+                wished_world=held.coordinator.world,
+                intervals=intervals,
+                now=time.monotonic(),
+            )
+            return Driving(successor_of, storage, leader)
         leader.start(state, checkpoint)
         coordinator = Coordinator(
             rules,
@@ -187,7 +277,7 @@ class Server:
         self._loader.start()
         if self._driving is not None:
             self._driving.start()
-            self._driving.attach(0, self, 0, 0)
+            self._attach_self()
         elif self._link is not None:
             self._link.start()
         try:
@@ -196,6 +286,8 @@ class Server:
                 self._wake.clear()
                 if self._crash is not None:
                     raise self._crash
+                if self._superseded is not None:
+                    raise self._superseded
                 if self._link is not None and self._link.refused is not None:
                     raise self._link.refused
                 self._metrics.version.set(self._runtime.version)
@@ -214,6 +306,23 @@ class Server:
                         raise JobFailed("ShardFailed", failed)
         finally:
             self._close()
+
+    def _attach_self(self) -> None:
+        assert self._driving is not None
+        held = self._held
+        if held is None:
+            self._driving.attach(0, self, 0, 0, incarnation=self.incarnation)
+            return
+        self._driving.attach(
+            0,
+            self,
+            held.term,
+            held.engine.version,
+            incarnation=self.incarnation,
+            last=held.last,
+            prepared=() if held.prepared is None else held.prepared.contributions,
+        )
+        self._held = None
 
     def _end(self, done: Done) -> int:
         if not done.failed and not self._already_complete:
@@ -278,6 +387,7 @@ class Server:
 
     def _close(self) -> None:
         self._ready = False
+        self._closing = True
         if self._link is not None:
             self._link.close()
         if self._driving is not None:
@@ -380,8 +490,9 @@ class Server:
         return f"shard {self.shard} is still loading"
 
     def joined(self, peer: Peer) -> JoinReply:
-        with self._lock:
-            self._liveness.joined(time.monotonic(), peer)
+        if peer.role != contract.ROLE_SERVER:
+            with self._lock:
+                self._liveness.joined(time.monotonic(), peer)
         self._metrics.joins.inc()
         reply = JoinReply(
             incarnation=self.incarnation,
@@ -431,6 +542,12 @@ class Server:
 
     def progress(self, request: ProgressRequest) -> ProgressReply:
         now = time.monotonic()
+        serving = request.incarnations.get(self._env.name, 0)
+        if serving == self.incarnation:
+            self._told_active = now
+            self._told.set()
+        elif serving > self.incarnation and self._env.config.standbys:
+            self.superseded(serving)
         reply = ProgressReply(
             incarnation=self.incarnation,
             term=self._runtime.term,
@@ -451,12 +568,24 @@ class Server:
             self._wished_world = request.world or self._wished_world
             self._driving.wish(request.world, intervals)
             self._leader.fill(now, reply, self._driving.state(), self._stall_seconds)
+        if self._replication is not None:
+            reply.standby = self._replication.standby
         with self._lock:
             reply.lost.extend(self._liveness.lost(now))
             reply.live_workers = self._liveness.live(now, contract.ROLE_WORKER)
         return reply
 
+    def superseded(self, by: int) -> None:
+        """Another incarnation serves this shard: this process ends."""
+        self._superseded = Superseded("PERMISSION_DENIED", f"incarnation {by} serves shard {self.shard} now")
+        self._told.set()
+        self._wake.set()
+
     def fence(self, incarnations: Mapping[str, int]) -> None:
+        if self._env.config.standbys:
+            leader = incarnations.get(f"{self._env.role}-0", 0)
+            if self.shard != 0 and leader and self._link is not None:
+                self._link.expect(leader)
         data = getattr(self, "_data", None)  # a call may come while the ports are being opened
         if data is not None:
             data.fence(incarnations)

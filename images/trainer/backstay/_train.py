@@ -190,7 +190,14 @@ def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metric
         end_process(0)
     from ._server import Server
 
-    end_process(Server(environment, script, plan, metrics, stop).run())
+    inherited = None
+    if environment.standby:
+        from ._standby import Standby
+
+        inherited = Standby(environment, script, plan, metrics, stop).run()
+        if inherited is None:
+            end_process(SIGTERM_EXIT)
+    end_process(Server(environment, script, plan, metrics, stop, inherited).run())
 
 
 def _fail(environment: Environment, error: Exception) -> NoReturn:

@@ -269,10 +269,16 @@ class Worker:
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._compiled else COMPILING
         replies = self._control.join_all(
-            self._leaves, self._plan.partition.digest, self._script.steps, self._stop.asked.is_set
+            self._leaves,
+            self._plan.partition.digest,
+            self._script.steps,
+            self._stop.asked.is_set,
+            at=(self._term, self._heart.version),
         )
         self._metrics.joins.inc()
         self._moved = False
+        if self._term != replies[0].term:
+            self._heart.version = 0  # nothing of this term yet
         self._term = self._heart.term = replies[0].term
         self._heart.expect([reply.incarnation for reply in replies])
         self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared

@@ -79,11 +79,13 @@ class ControlClient:
         stopped: Callable[[], bool],
         *,
         seconds: float = JOIN_SECONDS,
+        at: tuple[int, int] = (0, 0),
     ) -> list[JoinReply]:
         """Join every shard in one term; waits for servers that are not there yet.
 
         Args:
             leaves, digest, steps: what must be the same in every pod.
+            at: the term and the version that the caller holds, if any.
             stopped: asked between attempts; when it is true the wait ends.
 
         Raises:
@@ -97,7 +99,15 @@ class ControlClient:
             why = ""
             replies: list[JoinReply] = []
             for shard in range(self.shards):
-                request = JoinRequest(peer=self.peer, shard=shard, leaves=leaves, partition_digest=digest, steps=steps)
+                request = JoinRequest(
+                    peer=self.peer,
+                    shard=shard,
+                    leaves=leaves,
+                    partition_digest=digest,
+                    steps=steps,
+                    term=at[0],
+                    version=at[1],
+                )
                 try:
                     replies.append(self._call(shard, "Join", request))
                 except PeerLost as error:

@@ -6,15 +6,16 @@ may answer from inside a call. What takes time (storing a manifest, finding a ch
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from backstay_rpc.control_pb2 import GradientId, Norm, Staged, Written
+from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, Staged, Written
 
 from .._coordination import (
     CheckpointFailed,
@@ -97,14 +98,28 @@ class Driving:
 
     # ---- Links ----
 
-    def attach(self, shard: int, sink: ServerSink, term: int, version: int) -> None:
-        """A shard's server is connected: `sink` gets all that follows, beginning with what it has missed."""
+    def attach(self, shard: int, sink: ServerSink, term: int, version: int, **more: Any) -> None:
+        """A shard's server is connected: `sink` gets all that follows, beginning with what it has missed.
+
+        Args:
+            more: see `Coordinator.hello`.
+        """
 
         def hello(now: float) -> list[Decision]:
             self._sinks[shard] = sink
-            return self._coordinator.hello(now, shard, term, version)
+            return self._coordinator.hello(now, shard, term, version, **more)
 
         self._do(hello)
+
+    def told(self, term: int, version: int) -> None:
+        """A worker holds this."""
+        self._do(lambda now: self._coordinator.told(now, term, version))
+
+    def describe(self, state: ReplicaState) -> None:
+        """Adds what a successor must know of this coordinator, as of the version of `state`."""
+        with self._lock:
+            state.coordinator = json.dumps(self._coordinator.state_at(state.version).to_json())
+            state.start.CopyFrom(self._coordinator.start_of_term)
 
     def detach(self, shard: int, sink: ServerSink) -> None:
         """The connection broke; nothing happens when another took its place."""

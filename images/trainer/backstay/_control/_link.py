@@ -9,16 +9,18 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (
     Commit,
+    Contribution,
     CoordinatorMessage,
     GradientId,
     Norm,
+    NormRequest,
     Peer,
     Position,
     Reject,
@@ -66,6 +68,11 @@ class Link:
         self._written: deque[Written] = deque(maxlen=_WRITTEN_KEPT)
         self._term = 0
         self._version = 0
+        # With standbys: what the next coordinator must know, if there is one.
+        self._last: Commit | None = None
+        self._requested: NormRequest | None = None
+        self._prepared: tuple[Contribution, ...] = ()
+        self._coordinator = 0
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
         self.refused: Refused | None = None
@@ -74,6 +81,20 @@ class Link:
     def start(self) -> None:
         """Connect, and stay connected."""
         self._thread.start()
+
+    def inherit(self, term: int, version: int, last: Commit | None, prepared: Sequence[Contribution]) -> None:
+        """This server was its shard's standby: where it stands. Before `start`."""
+        self._term, self._version, self._last, self._prepared = term, version, last, tuple(prepared)
+
+    def expect(self, coordinator: int) -> None:
+        """Another incarnation leads: the link to the one before is over."""
+        with self._lock:
+            if coordinator <= self._coordinator:
+                return
+            self._coordinator = coordinator
+            call = self._call
+        if call is not None:
+            call.cancel()
 
     def close(self) -> None:
         """End the link."""
@@ -103,6 +124,9 @@ class Link:
     def norm(self, shard: int, norm: Norm) -> None:
         del shard
         with self._lock:
+            requested = self._requested
+            if requested is not None and (requested.version, requested.round) == (norm.version, norm.round):
+                self._prepared = tuple(requested.contributions)
             self._put(ShardMessage(norm=norm))
 
     def written(self, shard: int, written: Written) -> None:
@@ -163,7 +187,14 @@ class Link:
         outgoing: queue.SimpleQueue[ShardMessage | None] = queue.SimpleQueue()
         with self._lock:
             outgoing.put(ShardMessage(hello=self._peer))
-            outgoing.put(ShardMessage(position=Position(term=self._term, version=self._version)))
+            position = Position(
+                term=self._term,
+                version=self._version,
+                last=self._last,
+                prepared=self._prepared,
+                coordinator=self._coordinator,
+            )
+            outgoing.put(ShardMessage(position=position))
             for staged in self._held.values():
                 outgoing.put(ShardMessage(staged=staged))
             outgoing.put(ShardMessage(applied=self._version))
@@ -183,7 +214,11 @@ class Link:
             return
         with self._lock:
             match message:
+                case NormRequest():
+                    self._requested = message
                 case Commit():
+                    if self._last is None or message.version > self._last.version:
+                        self._last = message
                     for contribution in message.contributions:
                         self._held.pop(_key(contribution.id), None)
                     if self._mode == "Sync":
@@ -197,4 +232,5 @@ class Link:
                     self._written.clear()
                     # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.
                     self._term = self._version = 0
+                    self._last, self._requested, self._prepared = None, None, ()
         deliver(message, self._sink)

@@ -66,6 +66,9 @@ class Host(Protocol):
     def left(self, peer: Peer) -> None: ...
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
+    def superseded(self, by: int) -> None:
+        """Another shard knows a newer incarnation of this server."""
+
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """Refuse older incarnations from now on, on every channel."""
 
@@ -151,6 +154,9 @@ class _Service(ControlServicer):
         self.links: set[_RemoteSink] = set()
         self.links_lock = threading.Lock()
 
+    def become(self, host: Host) -> None:
+        self._host = host
+
     # ---- Checks ----
 
     def _check(self, context: Any, shard: int, expected: int) -> None:
@@ -196,6 +202,8 @@ class _Service(ControlServicer):
         why = host.not_ready()
         if why:
             context.abort(grpc.StatusCode.UNAVAILABLE, why)
+        if host.driving is not None and request.peer.role == "worker":
+            host.driving.told(request.term, request.version)
         return host.joined(request.peer)
 
     def Heartbeat(self, request: HeartbeatRequest, context: Any) -> HeartbeatReply:  # noqa: N802
@@ -242,11 +250,22 @@ class _Service(ControlServicer):
         if peer.role != "parameter-server" or peer.index == self._host.shard:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is no other shard")
         self._see(context, peer)
+        if position.coordinator > self._host.incarnation:
+            self._host.superseded(position.coordinator)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
         sink = _RemoteSink()
         with self.links_lock:
             self.links.add(sink)
         context.add_callback(sink.end)
-        driving.attach(peer.index, sink, position.term, position.version)
+        driving.attach(
+            peer.index,
+            sink,
+            position.term,
+            position.version,
+            incarnation=peer.incarnation,
+            last=position.last if position.HasField("last") else None,
+            prepared=position.prepared,
+        )
         reader = threading.Thread(
             target=self._listen, args=(driving, peer.index, request_iterator, sink), name="backstay-link", daemon=True
         )
@@ -311,6 +330,10 @@ class ControlServer:
                 f"the control service cannot listen on {bind} port {port}: it is taken, or it is not this pod's address"
             )
         self._server.start()
+
+    def serve(self, host: Host) -> None:
+        """Speak for `host` from now on."""
+        self._service.become(host)
 
     def linked(self) -> int:
         """How many other shards are linked to the coordinator here."""

@@ -23,7 +23,7 @@ from ._decisions import (
 from ._liveness import COMPILE_SECONDS, SILENT_SECONDS, Liveness
 from ._rate import Rate
 from ._schedule import Intervals
-from ._state import CoordinatorState, Mode, Rules
+from ._state import CoordinatorState, Mode, Rules, after
 
 __all__ = [
     "COMPILE_SECONDS",
@@ -47,4 +47,5 @@ __all__ = [
     "Send",
     "Updated",
     "WriteManifest",
+    "after",
 ]

@@ -41,7 +41,7 @@ from ._decisions import (
 )
 from ._ledger import Ledger, identity
 from ._schedule import Intervals, Schedule
-from ._state import CoordinatorState, Rules
+from ._state import CoordinatorState, Rules, after
 from ._world import change_world, next_world
 
 __all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Coordinator"]
@@ -75,6 +75,9 @@ class _Pending:
     infos: tuple[GradientInfo, ...]
     norms: dict[int, float] = field(default_factory=dict)
     needs_norm: bool = False
+    round: int = 0
+    before: CoordinatorState | None = None  # with standbys: what taking it back restores
+    counted: tuple[Counted, ...] = ()  # told once it is certain
 
 
 @dataclass
@@ -134,22 +137,97 @@ class Coordinator:
         self._restarting = False
         self._ending: _Ending | None = None
         self._checkpoint_version = state.version if checkpoint else -1
+        self._round = 0
+        self._servers: dict[int, int] = {}  # incarnations, by shard
+        self._prepared: tuple[Contribution, ...] | None = None  # taken over: what shard 0 holds of the next version
+        self._before: dict[int, CoordinatorState] = {}  # with standbys: by version, from where some shard may stand
         if checkpoint:
             self.schedule.reset(now, state.version)
 
+    @classmethod
+    def resume(
+        cls,
+        rules: Rules,
+        state: CoordinatorState,
+        start: Rollback,
+        *,
+        last: Commit | None,
+        prepared: Iterable[Contribution],
+        checkpoint: str = "",
+        checkpoint_version: int = -1,
+        wished_world: int | None = None,
+        intervals: Intervals | None = None,
+        now: float = 0.0,
+    ) -> Coordinator:
+        """Go on in the same term, in the place of a coordinator that is gone.
+
+        Args:
+            state: as of the last commit that this shard's standby held.
+            start: where the term began.
+            last: the commit that made `state.version`, if one of this term did.
+            prepared: the gradients whose mean shard 0 holds for `state.version`: what the commit after it may name.
+            checkpoint, checkpoint_version: the newest whole one.
+        """
+        new = cls(rules, state, checkpoint="", wished_world=wished_world, intervals=intervals, now=now)
+        new.checkpoint, new._checkpoint_version = checkpoint, checkpoint_version
+        new._start = start
+        new._prepared = tuple(prepared)
+        # Numbers of decisions that nobody else has given: the dead one's answers must not be taken for ours.
+        new._round = state.version << 32
+        if last is not None:
+            new._commits.append(last)
+            new._applied = dict.fromkeys(new._applied, last.version)
+            for contribution in last.contributions:
+                new._used[identity(contribution.id)] = last.version
+        if new.over:
+            new._ending = _Ending(now, stored=not rules.stores, evaluated=not rules.evaluates)
+        return new
+
     # ---- What shards say ----
 
-    def hello(self, now: float, shard: int, term: int, version: int) -> list[Decision]:
+    def hello(
+        self,
+        now: float,
+        shard: int,
+        term: int,
+        version: int,
+        *,
+        incarnation: int = 0,
+        last: Commit | None = None,
+        prepared: Iterable[Contribution] = (),
+    ) -> list[Decision]:
         """A shard's server connected and stands at (term, version); (0, 0) when it holds nothing yet.
 
         What it holds of gradients, it tells again after this.
+
+        Args:
+            incarnation: the server's.
+            last: with standbys, the newest commit of the term that it was told, applied or not.
+            prepared: with standbys, the gradients whose mean it holds for `version`.
         """
-        del now
         start = self._start
+        before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
         self._ledger.lose_all(shard)  # it tells again what it holds
+        out: list[Decision] = []
+        if self.rules.replicates and term == self.state.term and not self._restarting and self.finished is None:
+            if incarnation > before:
+                # Its gradients died with the one before it: what was not certain yet is decided again.
+                out += self._take_back()
+            known = max(version, last.version + 1 if last is not None else 0)
+            if known > self.state.version:
+                if not self._adoptable(last):
+                    return [*out, *self._lost(shard)]
+                assert last is not None
+                out += self._adopt(now, last)
+            if not self._can_replay(version, tuple(prepared)):
+                return [*out, *self._lost(shard)]
+            if incarnation > before:
+                out += self._write_again(now, shard, version)
+            if self._ending is not None and not self._ending.stored and len(self._servers) == self.rules.shards:
+                out += self.save(now)  # taken over at the end: nobody else asks for it
         if term == self.state.term and self._replayable(version):
             self._applied[shard] = max(self._applied[shard], version)
-            out: list[Decision] = [Send(shard, commit) for commit in self._commits if commit.version >= version]
+            out += [Send(shard, commit) for commit in self._commits if commit.version >= version]
             out += [Send(shard, self._norm_request(pending)) for pending in self._pending if pending.needs_norm]
             return out + self._farewell(shard)
         if self.finished is not None:
@@ -157,10 +235,96 @@ class Coordinator:
         if self._restarting:
             return []
         if self.state.version == start.version:
-            return [Send(shard, start), *self._farewell(shard)]
+            return [*out, Send(shard, start), *self._farewell(shard)]
         # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
+        return [*out, *self._lost(shard)]
+
+    def _lost(self, shard: int) -> list[Decision]:
         self._restarting = True
         return [Restart(shard)]
+
+    def _write_again(self, now: float, shard: int, version: int) -> list[Decision]:
+        """The checkpoints that a server which is gone was writing: its standby can, if it stands there."""
+        out: list[Decision] = []
+        for due in self.schedule.waited_for(shard):
+            if due == version:
+                out.append(Send(shard, Save(term=self.state.term, version=due)))
+            elif due < version:
+                out += self._checkpoint_failed(
+                    now, due, f"the server of shard {shard} was lost while it wrote its part"
+                )
+        return out
+
+    def _can_replay(self, version: int, prepared: tuple[Contribution, ...]) -> bool:
+        """Whether a shard at `version` can apply the commit that is next for it, if that is made already."""
+        due = next((commit for commit in self._commits if commit.version == version), None)
+        return due is None or tuple(due.contributions) == prepared
+
+    def _adoptable(self, last: Commit | None) -> bool:
+        """Whether a commit that the coordinator before this one made can be made part of this history."""
+        return (
+            last is not None
+            and self._prepared is not None
+            and (last.term, last.version) == (self.state.term, self.state.version)
+            and tuple(last.contributions) == self._prepared
+        )
+
+    def _adopt(self, now: float, commit: Commit) -> list[Decision]:
+        self._prepared = None
+        self._before[self.state.version] = self.state
+        self.state = after(self.state, commit)
+        for contribution in commit.contributions:
+            self._used[identity(contribution.id)] = commit.version
+        if commit.checkpoint:
+            self.schedule.begin(now, commit.term, self.state.version, self.state.copy().to_json())
+        self._commits.append(commit)
+        if commit.final:
+            self._ending = _Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+        return [Send(None, commit)]
+
+    def _take_back(self) -> list[Decision]:
+        """Undo the decisions that no shard was told as a commit; their gradients are asked for again."""
+        if not self._pending:
+            return []
+        first = self._pending[0].before
+        assert first is not None
+        out: list[Decision] = []
+        for pending in self._pending:
+            self._before.pop(pending.commit.version, None)
+            if pending.commit.checkpoint:
+                self.schedule.end(pending.commit.version + 1, whole=False)
+            for contribution in pending.commit.contributions:
+                gradient = contribution.id
+                self._used.pop(identity(gradient), None)
+        self.state = first
+        self._ending = None
+        for pending in self._pending:
+            out += [Send(None, self._reject(c.id, RejectReason.ABANDONED)) for c in pending.commit.contributions]
+        self._pending.clear()
+        return out
+
+    def state_at(self, version: int) -> CoordinatorState:
+        """A copy of the state as of `version`, which some shard stands at.
+
+        Raises:
+            KeyError: it is older than every shard.
+        """
+        return (self.state if version == self.state.version else self._before[version]).copy()
+
+    @property
+    def start_of_term(self) -> Rollback:
+        """Where this term began."""
+        return self._start
+
+    def told(self, now: float, term: int, version: int) -> list[Decision]:
+        """A worker holds `version` of `term`: a coordinator that is behind it has missed a part of the history."""
+        del now
+        ahead = term == self.state.term and version > self.state.version
+        if not self.rules.replicates or not ahead or self._restarting or self.finished is not None:
+            return []
+        if self._prepared is not None and version == self.state.version + 1:
+            return []  # a shard has told it that much, and will tell us
+        return self._lost(0)
 
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
@@ -175,6 +339,8 @@ class Coordinator:
         self._pending.clear()
         self._commits.clear()
         self._used.clear()
+        self._before.clear()
+        self._prepared = None
         self._applied = dict.fromkeys(self._applied, state.version)
         self._restarting = False
         if state.version < self.rules.steps:
@@ -211,7 +377,8 @@ class Coordinator:
     def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
         """A shard's sum of squares."""
         for pending in self._pending:
-            if (pending.commit.term, pending.commit.version) == (norm.term, norm.version):
+            current = not self.rules.replicates or pending.round == norm.round
+            if current and (pending.commit.term, pending.commit.version) == (norm.term, norm.version):
                 pending.norms[shard] = norm.sum_of_squares
         return [*self._release(), *self._end_if_over(now)]
 
@@ -223,6 +390,8 @@ class Coordinator:
         while self._commits and self._commits[0].version < low:
             for contribution in self._commits.popleft().contributions:
                 self._used.pop(identity(contribution.id), None)
+        for old in [known for known in self._before if known < low]:
+            del self._before[old]
         return []
 
     def written(self, now: float, shard: int, written: Written) -> list[Decision]:
@@ -394,11 +563,17 @@ class Coordinator:
         state = self.state
         version = state.version
         skip = not all(info.finite for info in infos)
-        out: list[Decision] = []
+        replicates = self.rules.replicates
+        self._prepared = None
+        self._round += 1
+        before = state.copy() if replicates else None
+        if before is not None:
+            self._before[version] = before
+        counted: list[Counted] = []
         for contribution, info in zip(chosen, infos, strict=True):
             gradient = contribution.id
             outcome = Outcome.APPLIED if info.finite else Outcome.NON_FINITE
-            out.append(self._count(gradient, outcome, info, version - gradient.version))
+            counted.append(self._count(gradient, outcome, info, version - gradient.version))
             state.key_steps[gradient.rank] = gradient.key_step + 1
             self._used[identity(gradient)] = version
         self._ledger.forget(contribution.id for contribution in chosen)
@@ -420,9 +595,14 @@ class Coordinator:
         )
         if checkpoint:
             self.schedule.begin(now, state.term, state.version, state.copy().to_json())
-        needs_norm = self.rules.clip_norm is not None and not skip
-        pending = _Pending(commit, infos, needs_norm=needs_norm)
+        needs_norm = replicates or (self.rules.clip_norm is not None and not skip)
+        pending = _Pending(commit, infos, needs_norm=needs_norm, round=self._round, before=before)
         self._pending.append(pending)
+        out: list[Decision] = []
+        if replicates:
+            pending.counted = tuple(counted)
+        else:
+            out += counted
         if needs_norm:
             out.append(Send(None, self._norm_request(pending)))
         out += self._release()
@@ -455,7 +635,14 @@ class Coordinator:
 
     def _norm_request(self, pending: _Pending) -> NormRequest:
         commit = pending.commit
-        return NormRequest(term=commit.term, version=commit.version, contributions=commit.contributions)
+        return NormRequest(
+            term=commit.term,
+            version=commit.version,
+            contributions=commit.contributions,
+            round=pending.round,
+            replicate=self.rules.replicates,
+            unclipped=commit.skip or self.rules.clip_norm is None,
+        )
 
     def _release(self) -> list[Decision]:
         """Send the commits whose norms are known, in order of version."""
@@ -466,9 +653,11 @@ class Coordinator:
             if pending.needs_norm:
                 if len(pending.norms) < self.rules.shards:
                     break
-                commit = self._clipped(pending)
+                if self.rules.clip_norm is not None and not commit.skip:
+                    commit = self._clipped(pending)
             self._pending.popleft()
             self._commits.append(commit)
+            out += pending.counted
             out += [Send(None, commit), Updated(commit, pending.infos)]
         return out
 

@@ -70,6 +70,10 @@ class Schedule:
         flight.files[shard] = tuple(written.files)
         return flight if len(flight.files) == self._shards else None
 
+    def waited_for(self, shard: int) -> list[int]:
+        """The versions in flight of which `shard` has not stored its files."""
+        return [version for version, flight in self._in_flight.items() if shard not in flight.files]
+
     def overdue(self, now: float, seconds: float) -> list[int]:
         """The versions that have been in flight for at least so long."""
         return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]

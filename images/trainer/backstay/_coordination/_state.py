@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from backstay_rpc.control_pb2 import Commit
+
 Mode: TypeAlias = Literal["Sync", "Async"]
 
-__all__ = ["CoordinatorState", "Rules", "World"]
+__all__ = ["CoordinatorState", "Rules", "World", "after"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Rules:
         clip_norm: upper bound of the mean gradient's norm; None clips nothing.
         stores: the last version is written as a checkpoint before the job is done.
         evaluates: the job waits for an evaluation of the last version.
+        replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
     """
 
     mode: Mode
@@ -35,6 +38,7 @@ class Rules:
     clip_norm: float | None = None
     stores: bool = False
     evaluates: bool = False
+    replicates: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,3 +125,21 @@ class CoordinatorState:
         if state.worlds[-1].world != state.world:
             raise ValueError(f"not a coordinator's state: worlds ends with {state.worlds[-1].world}, not {state.world}")
         return state
+
+
+def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
+    """The state that `commit`, the next one, makes of `state`: how a standby follows, and a successor catches up."""
+    if (commit.term, commit.version) != (state.term, state.version):
+        raise ValueError(
+            f"the commit of version {commit.version} in term {commit.term} does not follow version {state.version} "
+            f"in term {state.term}"
+        )
+    new = state.copy()
+    new.version += 1
+    for contribution in commit.contributions:
+        new.key_steps[contribution.id.rank] = contribution.id.key_step + 1
+    new.non_finite_run = new.non_finite_run + 1 if commit.skip else 0
+    if commit.world != new.world:
+        new.world = commit.world
+        new.worlds = (*new.worlds, World(version=new.version, world=commit.world, offset=commit.offset))
+    return new

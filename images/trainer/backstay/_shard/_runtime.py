@@ -24,6 +24,7 @@ from backstay_rpc.control_pb2 import (
     NormRequest,
     Reject,
     RejectReason,
+    ReplicaState,
     Save,
     Staged,
 )
@@ -40,7 +41,9 @@ from .._wire.seam import (
     Refusal,
     block_nbytes,
 )
+from ..errors import Superseded
 from ._published import Published
+from ._replication import Prepared, Replica, Replication
 from ._staging import Gradient, Gradients, describe
 
 __all__ = ["ShardRuntime"]
@@ -79,6 +82,7 @@ class ShardRuntime:
         incarnation: int,
         mode: Mode,
         on_checkpoint: CheckpointHook | None = None,
+        replication: Replication | None = None,
     ) -> None:
         """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
 
@@ -89,7 +93,9 @@ class ShardRuntime:
             incarnation: of this server.
             mode: of the job.
             on_checkpoint: see `CheckpointHook`.
+            replication: to this shard's standby; None when the job has none.
         """
+        self._replication = replication
         self._layout = layout
         self._shard = layout.shard
         self._sizes = block_nbytes(layout)
@@ -116,6 +122,8 @@ class ShardRuntime:
         self._norms: dict[int, NormRequest] = {}
         self._saves: set[int] = set()
         self._fresh = False  # the engine's version is not published yet
+        self._prepared: Prepared | None = None  # of the version that comes next
+        self._last: Commit | None = None  # that made the version, if one of this term did
         self._done: Done | None = None
         self._stopped: Refusal | None = None
         self._thread = threading.Thread(target=self._run, name=f"backstay-apply-{self._shard}", daemon=True)
@@ -139,6 +147,9 @@ class ShardRuntime:
                 if gradient.complete:
                     self._gradients.give(self._gradients.remove(gradient))
             self._term, self._engine, self._world, self._offset = term, engine, world, offset
+            self._prepared = self._last = None
+            if self._replication is not None:
+                self._replication.end()  # it dials again, and is filled with the new term's state
             self._version = engine.version
             self._published = None
             self._commits.clear()
@@ -148,6 +159,16 @@ class ShardRuntime:
             self._fresh = True
             self._work.notify()
             self._changed.notify_all()
+
+    def inherit(self, prepared: Prepared | None, last: Commit | None) -> None:
+        """After `reset`: what this shard held as a standby besides its state."""
+        with self._changed:
+            self._prepared, self._last = prepared, last
+
+    def admit_replica(self) -> None:
+        """A standby waits to be filled."""
+        with self._changed:
+            self._work.notify()
 
     def close(self, why: str = "the server is going away") -> None:
         """Refuses all streams as `UNAVAILABLE`, finishes the update that is running, and ends the apply thread."""
@@ -314,6 +335,10 @@ class ShardRuntime:
             gradient = self._gradients.find(reject.id)
             if gradient is None:
                 return
+            if self._replication is not None:  # a decision that named it was taken back
+                for version, request in list(self._norms.items()):
+                    if any(c.id == reject.id for c in request.contributions):
+                        del self._norms[version]
             gradient.outcome = reject.reason
             gradient.next_key_step = reject.next_key_step
             if gradient.complete:  # else the stream that fills it sees that the shard moved on
@@ -346,6 +371,8 @@ class ShardRuntime:
             while (work := self._next()) is not None:
                 work()
                 del work  # it holds gradients and the engine
+        except Superseded as error:
+            self._stop(Refusal("UNAVAILABLE", f"this server is going away: {error}"))
         except Exception as error:  # noqa: BLE001  # whatever it is, the job must hear of it instead of waiting
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
             self._stop(Refusal("INTERNAL", f"cannot go on: {error}"))
@@ -365,6 +392,8 @@ class ShardRuntime:
                         return lambda: self._fill(
                             engine, Published(version, self._world, len(self._sizes), self._offset), term
                         )
+                    if self._replication is not None and (joining := self._replication.joining()) is not None:
+                        return lambda: self._fill_replica(engine, joining, term)
                     if version in self._saves:
                         self._saves.discard(version)
                         return lambda: self._save(engine, term, version)
@@ -386,8 +415,19 @@ class ShardRuntime:
         with self._changed:
             if commit.term != self._term:
                 return
-            used = [self._held(c.id, "commit", commit.version) for c in commit.contributions]
-            if len(set(used)) != len(used) or not (used or commit.skip):
+            prepared = self._prepared
+            if self._replication is not None and not commit.skip:
+                if prepared is None or not prepared.is_of(commit.version, commit.contributions):
+                    raise RuntimeError(f"the commit of version {commit.version} names gradients that were not prepared")
+                # Where this server was the standby, it holds their mean and not themselves.
+                found = [self._gradients.find(c.id) for c in commit.contributions]
+                used = [gradient for gradient in found if gradient is not None and gradient.complete]
+            elif self._replication is not None:
+                found = [self._gradients.find(c.id) for c in commit.contributions]
+                used = [gradient for gradient in found if gradient is not None and gradient.complete]
+            else:
+                used = [self._held(c.id, "commit", commit.version) for c in commit.contributions]
+            if len(set(used)) != len(used) or not (commit.contributions or commit.skip):
                 raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one of them twice")
             freed: list[Staging | None] = [self._gradients.remove(gradient) for gradient in used]
             for gradient in used:
@@ -402,8 +442,16 @@ class ShardRuntime:
             self._version = commit.version + 1
             self._world, self._offset = commit.world, commit.offset
             self._published = None
+        hold: Callable[[], None] | None = None
+        if self._replication is not None:
+            hold = self._replication.commit(commit)
+            self._prepared = None
+        self._last = commit
         if commit.skip:
             engine.skip()
+        elif self._replication is not None:
+            assert prepared is not None
+            engine.apply([prepared.arrays()], weights=[1.0], divisor=1, clip_factor=commit.clip_factor)
         else:
             weights = [c.weight for c in commit.contributions]
             engine.apply(
@@ -413,37 +461,76 @@ class ShardRuntime:
                 clip_factor=commit.clip_factor,
             )
         try:
-            self._fill(
-                engine, Published(commit.version + 1, commit.world, len(self._sizes), commit.offset), commit.term
-            )
+            published = Published(commit.version + 1, commit.world, len(self._sizes), commit.offset)
+            self._fill(engine, published, commit.term, hold)
         finally:
             # Not before: the engine reads the gradients until the last block is computed.
             with self._changed:
                 for staging in freed:
                     self._gradients.give(staging)
-        del used, freed
+        del used, freed, prepared
         if commit.term != self._term:
             return
         self._coordination.applied(self._shard, commit.version + 1)
         if commit.checkpoint:
             self._save(engine, commit.term, commit.version + 1)
 
-    def _fill(self, engine: Engine, published: Published, term: int) -> None:
-        """Hands a version out, from when its first block is computed: whoever waits wakes once to something to send."""
+    def _fill(self, engine: Engine, published: Published, term: int, hold: Callable[[], None] | None = None) -> None:
+        """Hands a version out, from when its first block is computed: whoever waits wakes once to something to send.
+
+        `hold` waits until the standby has the version too: nobody gets the last block before that.
+        """
         count = len(self._sizes)
         try:
+            if hold is not None and count < 2:
+                hold()
             if count:
                 published.put(0, engine.block(0))
             with self._changed:
                 if term == self._term:
                     self._publish(published)
             for b in range(1, count):
+                if hold is not None and b == count - 1:
+                    hold()
                 published.put(b, engine.block(b))
         except BaseException:
             published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
             raise
 
+    def _fill_replica(self, engine: Engine, replica: Replica, term: int) -> None:
+        assert self._replication is not None
+        with self._changed:
+            state = ReplicaState(
+                term=term, version=self._version, world=self._world, offset=self._offset, last=self._last
+            )
+        self._replication.fill(replica, state, engine.snapshot(whole=True), self._prepared)
+
+    def _prepare(self, engine: Engine, request: NormRequest, replication: Replication) -> float | None:
+        """The mean of these gradients, held by the standby too when this returns. None: nobody wants it any more."""
+        prepared = self._prepared
+        if prepared is None or not prepared.is_of(request.version, request.contributions):
+            with self._changed:
+                found = [self._gradients.find(c.id) for c in request.contributions]
+                arrays = [g.staging.arrays for g in found if g is not None and g.complete and g.staging is not None]
+                if len(arrays) != len(request.contributions):
+                    _LOG.debug("the decision of version %d was taken back before it was prepared", request.version)
+                    return None
+            prepared = Prepared.of(engine, request, arrays, copy=not replication.in_sync)
+            self._prepared = prepared
+        hold = replication.mean(prepared)
+        total = 0.0 if request.unclipped else engine.sum_of_squares([prepared.arrays()], weights=[1.0], divisor=1)
+        hold()
+        return total
+
     def _norm(self, engine: Engine, request: NormRequest) -> None:
+        if self._replication is not None and request.replicate:
+            total = self._prepare(engine, request, self._replication)
+            if total is not None and request.term == self._term:
+                self._coordination.norm(
+                    self._shard,
+                    Norm(term=request.term, version=request.version, sum_of_squares=total, round=request.round),
+                )
+            return
         with self._changed:
             if request.term != self._term:
                 return
@@ -452,7 +539,8 @@ class ShardRuntime:
         weights = [c.weight for c in request.contributions]
         total = engine.sum_of_squares(arrays, weights=weights, divisor=len(weights))
         self._coordination.norm(
-            self._shard, Norm(term=request.term, version=request.version, sum_of_squares=float(total))
+            self._shard,
+            Norm(term=request.term, version=request.version, sum_of_squares=float(total), round=request.round),
         )
 
     def _save(self, engine: Engine, term: int, version: int) -> None:
@@ -504,6 +592,8 @@ class ShardRuntime:
     def _stop_locked(self, why: Refusal) -> None:
         if self._stopped is None:
             self._stopped = why
+        if self._replication is not None:
+            self._replication.stop()
         self._work.notify()
         self._changed.notify_all()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +96,8 @@ class Engine(Protocol):
     def sum_of_squares(
         self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: int
     ) -> float: ...
-    def snapshot(self) -> object: ...
+    def snapshot(self, *, whole: bool = False) -> object: ...
+    def mean(self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: int) -> Any: ...
 
 
 CheckpointHook: TypeAlias = Callable[[object, int, int], None]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
+from backstay_spec import contract
 
 from ..errors import PeerLost
 from . import frames
@@ -172,11 +173,20 @@ class StreamServer:
 class DataServer:
     """The data streams of a shard, over Arrow Flight."""
 
-    def __init__(self, shard: ShardPort, *, host: str, port: int, token: str) -> None:
+    def __init__(
+        self,
+        shard: ShardPort,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        replicate: Callable[[Hello, FrameStream], None] | None = None,
+    ) -> None:
         """Listens at once.
 
         Args:
             shard: serves the streams, from many threads.
+            replicate: serves the streams of servers: standbys.
             host: address to bind, such as ``0.0.0.0``.
             port: 0 for any.
             token: the job's, not empty.
@@ -187,7 +197,15 @@ class DataServer:
         from .flight import Listener
 
         self._shard = shard
-        self._listener: Listener = Listener(host, port, token, StreamServer(shard).serve)
+        workers = StreamServer(shard).serve
+
+        def serve(hello: Hello, stream: FrameStream) -> None:
+            if replicate is not None and hello.peer.role == contract.ROLE_SERVER:
+                replicate(hello, stream)
+            else:
+                workers(hello, stream)
+
+        self._listener: Listener = Listener(host, port, token, serve)
 
     @property
     def port(self) -> int:

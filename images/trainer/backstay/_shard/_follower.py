@@ -1,0 +1,212 @@
+"""A shard's active server and its standby: the standby's end. It holds the state, and follows update for update."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import Commit, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+
+from .._coordination import CoordinatorState, after
+from .._engine import ShardEngine, array_specs
+from .._wire.frames import Cover, kind_of
+from .._wire.memory import BufferPool, Staging
+from .._wire.seam import Bytes, Refusal, block_nbytes
+from ..errors import PeerLost, Refused
+from ._replication import HELD, Prepared
+
+if TYPE_CHECKING:
+    from .._partition import Partition
+    from .._rules import Rule
+    from .._wire.flight import ClientStream
+
+__all__ = ["Follower", "Held"]
+
+
+@dataclass
+class Held:
+    """What a standby holds: all that its shard is, as of the last commit that it was told.
+
+    Attributes:
+        last: the commit that made `engine.version`, if one of this term did.
+        prepared: the mean that the next commit may name.
+        coordinator, start: shard 0's: the state of the coordinator, and where the term began.
+    """
+
+    term: int
+    world: int
+    offset: int
+    engine: ShardEngine
+    last: Commit | None
+    prepared: Prepared | None = None
+    coordinator: CoordinatorState | None = None
+    start: Rollback | None = None
+
+
+class Follower:
+    """Follows an active server, stream after stream, until `take`. `follow` by one thread, the rest by any."""
+
+    def __init__(self, partition: Partition, shard: int, rule: Rule) -> None:
+        self._partition, self._shard, self._rule = partition, shard, rule
+        layout = partition.shards[shard]
+        self._sizes = block_nbytes(layout)
+        self._pool = BufferPool(self._sizes, [np.dtype(block.dtype) for block in layout.blocks])
+        self._dtypes = {spec.key: spec.dtype for spec in array_specs(rule)}
+        self._lock = threading.Lock()
+        self._held: Held | None = None
+        self._taken = False
+        self._staging: Staging | None = None  # of what is prepared
+
+    @property
+    def held(self) -> Held | None:
+        """None until it was filled."""
+        return self._held
+
+    def take(self) -> Held | None:
+        """Stop following, and give out what is held: this server is the active one now.
+
+        The stream stays as it is: to the one before, if that still lives, nothing must look as if its standby had died.
+        """
+        with self._lock:
+            self._taken = True
+            return self._held
+
+    def follow(self, stream: ClientStream) -> None:
+        """
+        Raises:
+            PeerLost: the stream ended.
+            Refused: the active server refuses.
+        """
+        while True:
+            frame, body = stream.read()
+            if kind_of(frame) == "refused":
+                raise Refused(frame.refused.code, frame.refused.message)
+            if kind_of(frame) != "replica" or body is not None:
+                raise PeerLost(f"a frame {kind_of(frame)!r} is none that an active server sends to its standby")
+            kind = frame.replica.WhichOneof("kind")
+            then: Callable[[], None] | None = None
+            if kind == "state":
+                change = self._receive_state(stream, frame.replica.state)
+            elif kind == "mean":
+                change = self._receive_mean(stream, frame.replica.mean)
+            elif kind == "commit":
+                commit = frame.replica.commit
+                change, then = lambda: self._commit(commit), self._settle  # noqa: B023
+            elif kind == "alive":
+                change = lambda: None  # noqa: E731
+            else:
+                raise PeerLost(f"a replica's frame {kind!r} cannot come here")
+            with self._lock:
+                if self._taken:
+                    return
+                change()
+            stream.write(HELD)
+            if then is not None:
+                then()
+
+    def _receive_state(self, stream: ClientStream, state: ReplicaState) -> Callable[[], None]:
+        arrays: dict[tuple[str, int, int], Bytes] = {}
+        filled: dict[tuple[str, int, int], int] = {}
+        while True:
+            frame, body = stream.read()
+            kind = frame.replica.WhichOneof("kind") if kind_of(frame) == "replica" else kind_of(frame)
+            if kind == "whole":
+                break
+            if kind != "array" or body is None:
+                raise PeerLost(f"a frame {kind!r} cannot come inside a state")
+            array: ReplicaArray = frame.replica.array
+            key = (array.key, array.start, array.stop)
+            if array.key not in self._dtypes:
+                raise PeerLost(f"the state has an array {array.key} that this job does not have")
+            memory = arrays.get(key)
+            if memory is None:
+                memory = arrays[key] = np.empty((array.stop - array.start) * self._dtypes[array.key].itemsize, np.uint8)
+            if array.offset != filled.get(key, 0) or array.offset + body.nbytes > memory.nbytes:
+                raise PeerLost(f"the bytes of array {array.key} do not come in order")
+            memory[array.offset : array.offset + body.nbytes] = body
+            filled[key] = array.offset + body.nbytes
+        for key, memory in arrays.items():
+            if filled.get(key) != memory.nbytes:
+                raise PeerLost(f"array {key[0]} came only in part")
+
+        def read(key: str, start: int, stop: int) -> Any:
+            try:
+                return arrays[key, start, stop].view(self._dtypes[key])
+            except KeyError:
+                raise PeerLost(f"the state lacks elements {start}:{stop} of array {key}") from None
+
+        engine = ShardEngine.restore(self._partition, self._shard, self._rule, read, state.version)
+        coordinator = CoordinatorState.from_json(json.loads(state.coordinator)) if state.coordinator else None
+        held = Held(
+            term=state.term,
+            world=state.world,
+            offset=state.offset,
+            engine=engine,
+            last=state.last if state.HasField("last") else None,
+            coordinator=coordinator,
+            start=state.start if state.HasField("start") else None,
+        )
+
+        def change() -> None:
+            self._held = held
+
+        return change
+
+    def _receive_mean(self, stream: ClientStream, mean: ReplicaMean) -> Callable[[], None]:
+        staging = self._pool.take()
+        cover = Cover(self._sizes)
+        while True:
+            frame, body = stream.read()
+            if kind_of(frame) == "chunk" and body is not None:
+                try:
+                    block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
+                except Refusal as refusal:
+                    raise PeerLost(refusal.message) from None
+                staging.blocks[block][start:stop] = body
+            elif kind_of(frame) == "replica" and frame.replica.whole and not cover.missing:
+                break
+            else:
+                raise PeerLost(f"a frame {kind_of(frame)!r} cannot come inside a mean gradient")
+
+        def change() -> None:
+            held = self._must_hold("a mean gradient")
+            held.prepared = Prepared(mean.version, mean.contributions, staging.arrays)
+            before, self._staging = self._staging, staging
+            if before is not None:
+                self._pool.give(before)
+
+        return change
+
+    def _commit(self, commit: Commit) -> None:
+        held = self._must_hold("a commit")
+        engine, prepared = held.engine, held.prepared
+        if (commit.term, commit.version) != (held.term, engine.version):
+            raise PeerLost(f"the commit of version {commit.version} does not follow version {engine.version}")
+        if commit.skip:
+            engine.skip()
+        elif prepared is not None and prepared.is_of(commit.version, commit.contributions):
+            engine.apply([prepared.arrays()], weights=[1.0], divisor=1, clip_factor=commit.clip_factor)
+        else:
+            raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
+        held.world, held.offset, held.last, held.prepared = commit.world, commit.offset, commit, None
+        if held.coordinator is not None:
+            held.coordinator = after(held.coordinator, commit)
+
+    def _settle(self) -> None:
+        """The update is computed: its gradient's memory is free again."""
+        held, staging = self._held, self._staging
+        if held is not None and staging is not None:
+            for index in range(len(self._sizes)):
+                held.engine.ready(index)
+            self._staging = None
+            self._pool.give(staging)
+
+    def _must_hold(self, what: str) -> Held:
+        if self._held is None:
+            raise PeerLost(f"{what} came before any state")
+        return self._held

@@ -1,0 +1,311 @@
+"""A shard's active server and its standby: the active one's end (see docs/internals/standby.md).
+
+What travels is what makes an update, not what an update makes: the mean gradient, once a version, and the commit that
+says to apply it. Both servers run the same compiled update on the same bits, so they stay the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    Frame,
+    Hello,
+    NormRequest,
+    ReplicaArray,
+    ReplicaMean,
+    ReplicaState,
+)
+from backstay_rpc.control_pb2 import Replica as ReplicaFrame
+
+from .._wire import frames
+from .._wire.frames import CHUNK_BYTES, kind_of
+from .._wire.seam import Engine, FrameStream, Refusal
+from ..errors import PeerLost
+
+__all__ = ["Prepared", "Replica", "Replication"]
+
+_LOG = logging.getLogger(__name__)
+
+BEAT_SECONDS: Final = 2.0
+HELD_SECONDS: Final = 10.0
+"""How long a standby may take for one thing before it is cut off."""
+
+BACKLOG: Final = 8
+"""How far behind a standby may be while it is filled; then training waits for it."""
+
+_WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
+HELD: Final = Frame(replica=ReplicaFrame(held=True))
+_ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
+
+
+class Prepared:
+    """The mean of the gradients that a decision names, ready to be applied."""
+
+    def __init__(self, version: int, contributions: Sequence[Contribution], blocks: Sequence[Any]) -> None:
+        """`blocks`: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet."""
+        self.version = version
+        self.contributions = tuple(contributions)
+        self._blocks = blocks
+
+    @classmethod
+    def of(
+        cls, engine: Engine, request: NormRequest, gradients: Sequence[Sequence[np.ndarray]], *, copy: bool
+    ) -> Prepared:
+        """
+        Args:
+            copy: whether it must outlive the gradients.
+        """
+        weights = [c.weight for c in request.contributions]
+        blocks: Sequence[Any]
+        if weights == [1.0]:
+            blocks = [block.copy() for block in gradients[0]] if copy else gradients[0]
+        else:
+            blocks = engine.mean(gradients, weights=weights, divisor=len(weights))
+        return cls(request.version, request.contributions, blocks)
+
+    def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
+        return version == self.version and self.contributions == tuple(contributions)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Host arrays; waits until they are computed."""
+        return [np.asarray(block) for block in self._blocks]
+
+    def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
+        """For the stream. Each block is sent as soon as it is computed."""
+        mean = ReplicaMean(version=self.version, contributions=self.contributions)
+        yield Frame(replica=ReplicaFrame(mean=mean)), None
+        for index, block in enumerate(self._blocks):
+            data = np.asarray(block).view(np.uint8)
+            for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
+                frame.chunk.block = index
+                yield frame, data[start:stop]
+        yield _WHOLE, None
+
+
+Item = Callable[[], Iterator[tuple[Frame, np.ndarray | None]]]
+
+
+class Replica:
+    """One standby's stream. Things are sent one at a time, and the next when the one before is held."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.in_sync = False
+        self._queue: deque[Item] = deque()
+        self._put = self._held = 0
+        self._changed = threading.Condition()
+        self.ended_at: float | None = None
+        self.closed_by_peer = False
+
+    def put(self, item: Item) -> int:
+        """Queue it; the number to wait for."""
+        with self._changed:
+            self._queue.append(item)
+            self._put += 1
+            self._changed.notify_all()
+            return self._put
+
+    def wait(self, number: int) -> bool:
+        """Until the standby holds it (while it is filled: until it is not too far behind). False: it is lost."""
+        with self._changed:
+            while True:
+                due = number if self.in_sync else number - BACKLOG
+                if self.ended_at is not None or self._held >= due:
+                    return self.ended_at is None
+                before = self._held
+                if not self._changed.wait_for(
+                    lambda: self.ended_at is not None or self._held > before,  # noqa: B023
+                    HELD_SECONDS,
+                ):
+                    _LOG.warning(
+                        "the standby (incarnation %d) did not answer for %.0f s", self.incarnation, HELD_SECONDS
+                    )
+                    self.end()
+
+    def end(self, *, closed_by_peer: bool = False) -> None:
+        """Nothing more is sent."""
+        with self._changed:
+            if self.ended_at is None:
+                self.ended_at = time.monotonic()
+                self.closed_by_peer = closed_by_peer
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def run(self, stream: FrameStream) -> None:
+        """Send until it ends."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self.ended_at is not None, BEAT_SECONDS)
+                    if self.ended_at is not None:
+                        return
+                    item = self._queue.popleft() if self._queue else None
+                if item is None:
+                    stream.write(_ALIVE)
+                else:
+                    for frame, body in item():
+                        stream.write(frame, body)
+                item, sent = None, item is not None  # it holds the mean
+                if not self._answered(stream):
+                    return
+                with self._changed:
+                    self._held += sent
+                    if not self._queue and self._held == self._put and self._put > 0 and not self.in_sync:
+                        self.in_sync = True
+                        _LOG.info("the standby (incarnation %d) holds the same state", self.incarnation)
+                    self._changed.notify_all()
+        except (PeerLost, Refusal) as error:
+            _LOG.debug("the standby's stream: %s", error)
+        finally:
+            self.end(closed_by_peer=True)
+
+    @staticmethod
+    def _answered(stream: FrameStream) -> bool:
+        answer = stream.read()
+        if answer is None:
+            return False
+        frame, body = answer
+        if kind_of(frame) != "replica" or not frame.replica.held or body is not None:
+            raise Refusal("INVALID_ARGUMENT", "a standby answers with `held` and nothing else")
+        return True
+
+
+class Replication:
+    """All that a shard sends to standbys: at most one at a time. Thread-safe."""
+
+    def __init__(
+        self,
+        digest: bytes,
+        *,
+        incarnation: int,
+        admitted: Callable[[], None],
+        let_go: Callable[[float, bool], None],
+        coordinator: Callable[[ReplicaState], None],
+    ) -> None:
+        """
+        Args:
+            digest: of the partition.
+            incarnation: of this server.
+            admitted: told that a standby waits to be filled (`joining`).
+            let_go: ``let_go(when, closed)``: the standby was lost then. Returns when it is certain that it was not
+                promoted; raises when it was.
+            coordinator: adds what shard 0's standby must know of the coordinator.
+        """
+        self._digest, self._incarnation = digest, incarnation
+        self._admitted, self._let_go, self._coordinator = admitted, let_go, coordinator
+        self._lock = threading.Lock()
+        self._joining: Replica | None = None
+        self._current: Replica | None = None
+        self._stopped = False
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether there is no standby that is still behind."""
+        current = self._current
+        return current is None or current.in_sync
+
+    @property
+    def standby(self) -> int:
+        """The incarnation of the standby that holds everything; 0: none."""
+        current = self._current
+        return current.incarnation if current is not None and current.in_sync and current.ended_at is None else 0
+
+    def serve(self, hello: Hello, stream: FrameStream) -> None:
+        """A standby's stream, until it ends."""
+        if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
+            stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "another incarnation, or another partition")))
+            return
+        replica = Replica(hello.peer.incarnation)
+        with self._lock:
+            if self._stopped:
+                return
+            if self._joining is not None:
+                self._joining.end()
+            self._joining = replica
+        self._admitted()
+        replica.run(stream)
+
+    def joining(self) -> Replica | None:
+        """A standby to be filled now, told once."""
+        with self._lock:
+            replica, self._joining = self._joining, None
+            return replica if replica is not None and replica.ended_at is None else None
+
+    def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Prepared | None) -> None:
+        """From now on `replica` gets everything, beginning with the state as of now."""
+        before = self._current
+        if before is not None:
+            before.end()
+            self._settle(before)
+        self._coordinator(state)
+        entries = snapshot.entries
+        replica.put(lambda: _state_frames(state, entries))
+        if prepared is not None:
+            replica.put(prepared.frames)
+        self._current = replica
+        _LOG.info("filling the standby (incarnation %d) from version %d", replica.incarnation, state.version)
+
+    def mean(self, prepared: Prepared) -> Callable[[], None]:
+        """Send it; the function waits until it is held."""
+        return self._send(prepared.frames)
+
+    def commit(self, commit: Commit) -> Callable[[], None]:
+        """Send it; the function waits until it is held."""
+        return self._send(lambda: iter([(Frame(replica=ReplicaFrame(commit=commit)), None)]))
+
+    def end(self) -> None:
+        """What they hold is over: they dial again."""
+        with self._lock:
+            for replica in (self._joining, self._current):
+                if replica is not None:
+                    replica.end()
+            self._current = None
+
+    def stop(self) -> None:
+        """For good."""
+        self._stopped = True
+        self.end()
+
+    def _send(self, item: Item) -> Callable[[], None]:
+        replica = self._current
+        if replica is None:
+            return _nothing
+        number = replica.put(item)
+
+        def hold() -> None:
+            if not replica.wait(number):
+                self._settle(replica)
+
+        return hold
+
+    def _settle(self, replica: Replica) -> None:
+        """It is lost: go on without it, once that is certain to be right."""
+        if self._current is replica:
+            if replica.in_sync and not self._stopped:
+                assert replica.ended_at is not None
+                self._let_go(replica.ended_at, replica.closed_by_peer)
+            self._current = None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _state_frames(state: ReplicaState, entries: Sequence[Any]) -> Iterator[tuple[Frame, np.ndarray | None]]:
+    yield Frame(replica=ReplicaFrame(state=state)), None
+    for entry in entries:
+        data = entry.value.view(np.uint8)
+        for at in range(0, data.nbytes, CHUNK_BYTES):
+            array = ReplicaArray(key=entry.key, start=entry.start, stop=entry.stop, offset=at)
+            yield Frame(replica=ReplicaFrame(array=array)), data[at : at + CHUNK_BYTES]
+    yield _WHOLE, None

@@ -1,0 +1,220 @@
+"""A standby's pod: it follows its shard's active server until the operator says that it is the active one now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import (
+    EvaluatedRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
+    Hello,
+    JoinReply,
+    JoinRequest,
+    Leaf,
+    Peer,
+    ProgressReply,
+    ProgressRequest,
+)
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+from ._control import ControlServer, Driving, Peers
+from ._control._auth import open_channel, refusal_of
+from ._engine import ShardEngine
+from ._environment import Environment
+from ._exit import Stop
+from ._metrics import HttpPort, Metrics
+from ._script import Plan, Script
+from ._shard._follower import Follower, Held
+from ._wire.flight import ClientStream
+from .errors import PeerLost, Refused, Superseded
+
+__all__ = ["Inherited", "Standby"]
+
+_LOG = logging.getLogger(__name__)
+
+_BACK_OFF_SECONDS = 0.1
+_CALL_SECONDS = 5.0
+
+
+@dataclass
+class Inherited:
+    """What a server that was a standby starts with.
+
+    Attributes:
+        held: its shard; None when it was never filled: then it starts as any other new server.
+        become_ready: says how to know that the server is ready, from now on.
+    """
+
+    held: Held | None
+    control: ControlServer
+    peers: Peers
+    http: HttpPort
+    become_ready: Callable[[Callable[[], bool]], None]
+
+
+class Standby:
+    """A control service's `Host` while it waits. It answers the operator, and nobody else."""
+
+    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+        self.shard, self.incarnation = environment.index, environment.incarnation
+        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
+        self._peer = Peer(
+            role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
+        )
+        self._follower = Follower(plan.partition, self.shard, plan.rule)
+        self._wake = threading.Event()
+        stop.then(self._wake.set)
+        self._promoted = False
+        self._error: BaseException | None = None
+        self._is_ready: Callable[[], bool] = lambda: self._follower.held is not None
+        self._http = HttpPort(metrics, self._ready_now, bind=environment.bind, port=environment.metrics_port)
+        self._peers = Peers()
+        self._control = ControlServer(
+            self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
+        )
+
+    def run(self) -> Inherited | None:
+        """Follow until this server is promoted; None when it was told to stop instead.
+
+        Raises:
+            Superseded: a newer incarnation has taken its place.
+            Refused: the active server refuses it for good.
+        """
+        threading.Thread(target=self._follow_forever, name="backstay-follower", daemon=True).start()
+        self._wake.wait()
+        if self._error is not None:
+            raise self._error
+        if not self._promoted:
+            self._control.close()
+            self._http.close()
+            return None
+        held = self._follower.take()
+        at = "nothing yet" if held is None else f"version {held.engine.version} of term {held.term}"
+        _LOG.info("this server is the active one now; it holds %s", at)
+        return Inherited(held, self._control, self._peers, self._http, self._become_ready)
+
+    def _ready_now(self) -> bool:
+        return self._is_ready()
+
+    def _become_ready(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+
+    # ---- Following ----
+
+    def _follow_forever(self) -> None:
+        try:
+            # What an update runs is compiled before there is anybody to wait for it.
+            engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, self._script.initial())
+            engine.compile((1,), clipped=self._script.clip_norm is not None)
+            del engine
+            while not self._wake.is_set():
+                try:
+                    self._follow()
+                except PeerLost as lost:
+                    _LOG.debug("the active server: %s", lost)
+                except Refused as refusal:
+                    if refusal.code in {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}:
+                        raise
+                    _LOG.debug("the active server refuses: %s", refusal)
+                self._wake.wait(_BACK_OFF_SECONDS)
+        except BaseException as error:  # noqa: BLE001  # `run` raises it
+            if not self._promoted:
+                self._error = error
+                self._wake.set()
+
+    def _follow(self) -> None:
+        reply = self._join()
+        if reply.incarnation == self.incarnation:
+            raise PeerLost("the Service leads here: the operator will say what that means")
+        hello = Hello(
+            peer=self._peer,
+            shard=self.shard,
+            expected_incarnation=reply.incarnation,
+            term=reply.term,
+            partition_digest=self._plan.partition.digest,
+        )
+        stream = ClientStream(reply.data_address, hello, self._env.token)
+        try:
+            self._follower.follow(stream)
+        except (PeerLost, Refused):
+            stream.close()
+            raise
+
+    def _join(self) -> JoinReply:
+        """Ask the active server where its data streams are. Raises as `_follow`."""
+        request = JoinRequest(
+            peer=self._peer,
+            shard=self.shard,
+            leaves=self._plan.leaves,
+            partition_digest=self._plan.partition.digest,
+            steps=self._script.steps,
+        )
+        channel = open_channel(self._env.servers[self.shard])
+        try:
+            stub = ControlStub(channel)  # type: ignore[no-untyped-call]
+            reply: JoinReply = stub.Join(request, timeout=_CALL_SECONDS, metadata=bearer(self._env.token))
+            return reply
+        except grpc.RpcError as error:
+            refusal = refusal_of(error)
+            if refusal is not None:
+                raise refusal from None
+            raise PeerLost(f"shard {self.shard}: {getattr(error, 'details', lambda: '')()}") from None
+        finally:
+            channel.close()
+
+    # ---- Host ----
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        return self._plan.leaves
+
+    @property
+    def digest(self) -> bytes:
+        return self._plan.partition.digest
+
+    @property
+    def driving(self) -> Driving | None:
+        return None
+
+    def not_ready(self) -> str:
+        return f"this is the standby of shard {self.shard}"
+
+    def joined(self, peer: Peer) -> JoinReply:
+        raise AssertionError(f"{peer.role} {peer.index} joins a standby")  # `not_ready` says no before
+
+    def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        del request
+        return HeartbeatReply()
+
+    def left(self, peer: Peer) -> None:
+        pass
+
+    def evaluated(self, request: EvaluatedRequest) -> bool:
+        del request
+        return False
+
+    def progress(self, request: ProgressRequest) -> ProgressReply:
+        serving = request.incarnations.get(self._env.name, 0)
+        if serving == self.incarnation:
+            self._promoted = True
+            self._wake.set()
+        elif serving > self.incarnation and self._error is None:
+            self._error = Superseded("PERMISSION_DENIED", f"this standby was replaced by incarnation {serving}")
+            self._wake.set()
+        held = self._follower.held
+        if held is None:
+            return ProgressReply(incarnation=self.incarnation)
+        return ProgressReply(incarnation=self.incarnation, term=held.term, step=held.engine.version, world=held.world)
+
+    def superseded(self, by: int) -> None:
+        pass
+
+    def fence(self, incarnations: Mapping[str, int]) -> None:
+        pass
