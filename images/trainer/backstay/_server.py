@@ -24,7 +24,6 @@ from backstay_rpc.control_pb2 import (
     Reject,
     Rollback,
     Save,
-    Written,
 )
 from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
@@ -39,6 +38,7 @@ from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, write_termination
 from ._leader import Leader
 from ._metrics import HttpPort, Metrics
+from ._relays import Timed, Watched
 from ._script import Plan, Script
 from ._shard import ShardRuntime
 from ._shard._follower import Held
@@ -121,7 +121,7 @@ class Server:
         if store is not None:
             self._writer = CheckpointWriter(
                 store,
-                _Watched(coordination, self._saved),
+                Watched(coordination, self._saved),
                 shard=self.shard,
                 shards=config.shards,
                 incarnation=self.incarnation,
@@ -139,7 +139,7 @@ class Server:
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
             plan.partition.digest,
-            _Timed(coordination, self),
+            Timed(coordination, self),
             incarnation=self.incarnation,
             mode=config.mode,
             on_checkpoint=self._writer,
@@ -592,37 +592,3 @@ class Server:
 
     def _failed(self) -> str:
         return "" if self._done is None or not self._done.failed else f"{self._done.reason}: {self._done.failed}"
-
-
-class _Timed:
-    """Passes on what the shard says, and notes when updates were applied."""
-
-    def __init__(self, coordination: Coordination, server: Server) -> None:
-        self._server = server
-        self.staged = coordination.staged
-        self.lost = coordination.lost
-        self.norm = coordination.norm
-        self.written = coordination.written
-        self.failed = coordination.failed
-        self._applied = coordination.applied
-
-    def applied(self, shard: int, version: int) -> None:
-        self._server.applied(version)
-        self._applied(shard, version)
-
-
-class _Watched:
-    """Passes on what was written, and sets an event then."""
-
-    def __init__(self, coordination: Coordination, event: threading.Event) -> None:
-        self._event = event
-        self.staged = coordination.staged
-        self.lost = coordination.lost
-        self.norm = coordination.norm
-        self.applied = coordination.applied
-        self.failed = coordination.failed
-        self._written = coordination.written
-
-    def written(self, shard: int, written: Written) -> None:
-        self._written(shard, written)
-        self._event.set()

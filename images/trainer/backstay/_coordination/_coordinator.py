@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import (
     Commit,
@@ -29,19 +28,20 @@ from backstay_rpc.control_pb2 import (
 
 from . import _async, _sync
 from ._decisions import (
+    OUTCOME_OF,
     CheckpointFailed,
     Counted,
     Decision,
     Finished,
     Outcome,
-    Restart,
     Send,
     Updated,
     WriteManifest,
 )
 from ._ledger import Ledger, identity
 from ._schedule import Intervals, Schedule
-from ._state import CoordinatorState, Rules, after
+from ._state import CoordinatorState, Rules
+from ._succession import Ending, Pending, Succession, start_of
 from ._world import change_world, next_world
 
 __all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Coordinator"]
@@ -55,50 +55,8 @@ STORING_SECONDS = 600.0
 STORE_AGAIN_SECONDS = 30.0
 """The longest pause between two of these tries; the first is 1 s."""
 
-_OUTCOMES = {
-    RejectReason.LATE: Outcome.LATE,
-    RejectReason.DUPLICATE: Outcome.DUPLICATE,
-    RejectReason.STALE: Outcome.STALE,
-    RejectReason.OLD_TERM: Outcome.OLD_TERM,
-    RejectReason.OLD_INCARNATION: Outcome.OLD_INCARNATION,
-    RejectReason.NOT_IN_WORLD: Outcome.NOT_IN_WORLD,
-    RejectReason.ABANDONED: Outcome.ABANDONED,
-    RejectReason.OUT_OF_ORDER: Outcome.OUT_OF_ORDER,
-}
 
-
-@dataclass
-class _Pending:
-    """A commit that is decided and waits for norms."""
-
-    commit: Commit
-    infos: tuple[GradientInfo, ...]
-    norms: dict[int, float] = field(default_factory=dict)
-    needs_norm: bool = False
-    round: int = 0
-    before: CoordinatorState | None = None  # with standbys: what taking it back restores
-    counted: tuple[Counted, ...] = ()  # told once it is certain
-
-
-@dataclass
-class _Ending:
-    """The last version is decided: what is still waited for."""
-
-    began: float
-    stored: bool
-    evaluated: bool
-    store_again_at: float | None = None
-    pause: float = 0.5
-    error: str = ""
-
-
-def _start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
-    return Rollback(
-        term=state.term, version=state.version, checkpoint=checkpoint, world=state.world, offset=state.offset
-    )
-
-
-class Coordinator:
+class Coordinator(Succession):
     """Decides every update of one job. Not thread-safe; `now` never goes back, in seconds of any monotonic clock.
 
     Args:
@@ -126,8 +84,8 @@ class Coordinator:
         self.checkpoint = checkpoint
         self.finished: Finished | None = None
         self._ledger = Ledger(rules.shards)
-        self._start = _start_of(state, checkpoint)
-        self._pending: deque[_Pending] = deque()
+        self._start = start_of(state, checkpoint)
+        self._pending: deque[Pending] = deque()
         self._commits: deque[Commit] = deque()  # those that some shard may not have applied
         self._applied = dict.fromkeys(range(rules.shards), state.version)
         self._incarnations: dict[int, int] = {}
@@ -135,7 +93,7 @@ class Coordinator:
         self._used: dict[tuple[int, ...], int] = {}  # gradients of commits that some shard may not have applied
         self._counted: dict[tuple[int, int], GradientId] = {}  # by (rank, incarnation), the newest told of
         self._restarting = False
-        self._ending: _Ending | None = None
+        self._ending: Ending | None = None
         self._checkpoint_version = state.version if checkpoint else -1
         self._round = 0
         self._servers: dict[int, int] = {}  # incarnations, by shard
@@ -180,7 +138,7 @@ class Coordinator:
             for contribution in last.contributions:
                 new._used[identity(contribution.id)] = last.version
         if new.over:
-            new._ending = _Ending(now, stored=not rules.stores, evaluated=not rules.evaluates)
+            new._ending = Ending(now, stored=not rules.stores, evaluated=not rules.evaluates)
         return new
 
     # ---- What shards say ----
@@ -239,93 +197,6 @@ class Coordinator:
         # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
         return [*out, *self._lost(shard)]
 
-    def _lost(self, shard: int) -> list[Decision]:
-        self._restarting = True
-        return [Restart(shard)]
-
-    def _write_again(self, now: float, shard: int, version: int) -> list[Decision]:
-        """The checkpoints that a server which is gone was writing: its standby can, if it stands there."""
-        out: list[Decision] = []
-        for due in self.schedule.waited_for(shard):
-            if due == version:
-                out.append(Send(shard, Save(term=self.state.term, version=due)))
-            elif due < version:
-                out += self._checkpoint_failed(
-                    now, due, f"the server of shard {shard} was lost while it wrote its part"
-                )
-        return out
-
-    def _can_replay(self, version: int, prepared: tuple[Contribution, ...]) -> bool:
-        """Whether a shard at `version` can apply the commit that is next for it, if that is made already."""
-        due = next((commit for commit in self._commits if commit.version == version), None)
-        return due is None or tuple(due.contributions) == prepared
-
-    def _adoptable(self, last: Commit | None) -> bool:
-        """Whether a commit that the coordinator before this one made can be made part of this history."""
-        return (
-            last is not None
-            and self._prepared is not None
-            and (last.term, last.version) == (self.state.term, self.state.version)
-            and tuple(last.contributions) == self._prepared
-        )
-
-    def _adopt(self, now: float, commit: Commit) -> list[Decision]:
-        self._prepared = None
-        self._before[self.state.version] = self.state
-        self.state = after(self.state, commit)
-        for contribution in commit.contributions:
-            self._used[identity(contribution.id)] = commit.version
-        if commit.checkpoint:
-            self.schedule.begin(now, commit.term, self.state.version, self.state.copy().to_json())
-        self._commits.append(commit)
-        if commit.final:
-            self._ending = _Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
-        return [Send(None, commit)]
-
-    def _take_back(self) -> list[Decision]:
-        """Undo the decisions that no shard was told as a commit; their gradients are asked for again."""
-        if not self._pending:
-            return []
-        first = self._pending[0].before
-        assert first is not None
-        out: list[Decision] = []
-        for pending in self._pending:
-            self._before.pop(pending.commit.version, None)
-            if pending.commit.checkpoint:
-                self.schedule.end(pending.commit.version + 1, whole=False)
-            for contribution in pending.commit.contributions:
-                gradient = contribution.id
-                self._used.pop(identity(gradient), None)
-        self.state = first
-        self._ending = None
-        for pending in self._pending:
-            out += [Send(None, self._reject(c.id, RejectReason.ABANDONED)) for c in pending.commit.contributions]
-        self._pending.clear()
-        return out
-
-    def state_at(self, version: int) -> CoordinatorState:
-        """A copy of the state as of `version`, which some shard stands at.
-
-        Raises:
-            KeyError: it is older than every shard.
-        """
-        return (self.state if version == self.state.version else self._before[version]).copy()
-
-    @property
-    def start_of_term(self) -> Rollback:
-        """Where this term began."""
-        return self._start
-
-    def told(self, now: float, term: int, version: int) -> list[Decision]:
-        """A worker holds `version` of `term`: a coordinator that is behind it has missed a part of the history."""
-        del now
-        ahead = term == self.state.term and version > self.state.version
-        if not self.rules.replicates or not ahead or self._restarting or self.finished is not None:
-            return []
-        if self._prepared is not None and version == self.state.version + 1:
-            return []  # a shard has told it that much, and will tell us
-        return self._lost(0)
-
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
         if state.term <= self.state.term:
@@ -334,7 +205,7 @@ class Coordinator:
         state.redone = self.state.redone + max(0, self.state.version - state.version)
         self.state = state
         self.checkpoint, self._checkpoint_version = checkpoint, state.version if checkpoint else -1
-        self._start = _start_of(state, checkpoint)
+        self._start = start_of(state, checkpoint)
         self._ledger.clear()
         self._pending.clear()
         self._commits.clear()
@@ -532,7 +403,7 @@ class Coordinator:
         self._ledger.forget([staged.id])
         out: list[Decision] = []
         if staged.id != self._counted.get((staged.id.rank, staged.id.incarnation)):
-            out.append(self._count(staged.id, _OUTCOMES[reason], staged.info))
+            out.append(self._count(staged.id, OUTCOME_OF[reason], staged.info))
         if self.rules.mode == "Async" or staged.id.version >= self.state.version or reason != RejectReason.LATE:
             # Every shard that holds it answers its worker, and those that have not yet seen it will ask again.
             to = shard if reason in {RejectReason.OLD_TERM, RejectReason.NOT_IN_WORLD} else None
@@ -596,7 +467,7 @@ class Coordinator:
         if checkpoint:
             self.schedule.begin(now, state.term, state.version, state.copy().to_json())
         needs_norm = replicates or (self.rules.clip_norm is not None and not skip)
-        pending = _Pending(commit, infos, needs_norm=needs_norm, round=self._round, before=before)
+        pending = Pending(commit, infos, needs_norm=needs_norm, round=self._round, before=before)
         self._pending.append(pending)
         out: list[Decision] = []
         if replicates:
@@ -615,7 +486,7 @@ class Coordinator:
                 f"{state.non_finite_run} updates in a row (update.maxNonFinite is {self.rules.max_non_finite})",
             )
         if final:
-            self._ending = _Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+            self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
             out += self._end_if_over(now)
         return out
 
@@ -633,7 +504,7 @@ class Coordinator:
                     out += self._refuse(staged, reason, None)
         return out
 
-    def _norm_request(self, pending: _Pending) -> NormRequest:
+    def _norm_request(self, pending: Pending) -> NormRequest:
         commit = pending.commit
         return NormRequest(
             term=commit.term,
@@ -661,7 +532,7 @@ class Coordinator:
             out += [Send(None, commit), Updated(commit, pending.infos)]
         return out
 
-    def _clipped(self, pending: _Pending) -> Commit:
+    def _clipped(self, pending: Pending) -> Commit:
         limit = self.rules.clip_norm
         assert limit is not None
         # In order of shard, so that the sum is the same run after run.
@@ -691,7 +562,7 @@ class Coordinator:
             return []
         if self._ending is None:
             # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
-            self._ending = _Ending(now, stored=True, evaluated=True)
+            self._ending = Ending(now, stored=True, evaluated=True)
         ending = self._ending
         out: list[Decision] = []
         if not ending.stored and self._checkpoint_version >= self.state.version:

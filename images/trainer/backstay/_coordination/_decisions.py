@@ -7,9 +7,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from backstay_rpc.control_pb2 import Commit, Done, File, GradientId, GradientInfo, NormRequest, Reject, Rollback, Save
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Done,
+    File,
+    GradientId,
+    GradientInfo,
+    NormRequest,
+    Reject,
+    RejectReason,
+    Rollback,
+    Save,
+)
 
 __all__ = [
+    "OUTCOME_OF",
     "CheckpointFailed",
     "Counted",
     "Decision",
@@ -39,6 +51,18 @@ class Outcome(StrEnum):
     NOT_IN_WORLD = "not_in_world"
     ABANDONED = "abandoned"
     OUT_OF_ORDER = "out_of_order"
+
+
+OUTCOME_OF = {
+    RejectReason.LATE: Outcome.LATE,
+    RejectReason.DUPLICATE: Outcome.DUPLICATE,
+    RejectReason.STALE: Outcome.STALE,
+    RejectReason.OLD_TERM: Outcome.OLD_TERM,
+    RejectReason.OLD_INCARNATION: Outcome.OLD_INCARNATION,
+    RejectReason.NOT_IN_WORLD: Outcome.NOT_IN_WORLD,
+    RejectReason.ABANDONED: Outcome.ABANDONED,
+    RejectReason.OUT_OF_ORDER: Outcome.OUT_OF_ORDER,
+}
 
 
 @dataclass(frozen=True, slots=True)

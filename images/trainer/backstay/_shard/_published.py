@@ -7,8 +7,9 @@ import threading
 import numpy as np
 
 from .._wire.seam import Refusal
+from ._staging import Gradient
 
-__all__ = ["Published"]
+__all__ = ["Published", "Waiter"]
 
 
 class Published:
@@ -50,3 +51,14 @@ class Published:
                 assert self._stopped is not None
                 raise self._stopped
             return data
+
+
+class Waiter:
+    """A stream that waits for a version."""
+
+    __slots__ = ("gradient", "min_version", "published")
+
+    def __init__(self, gradient: Gradient | None, min_version: int) -> None:
+        self.gradient = gradient
+        self.min_version = min_version
+        self.published: Published | None = None

@@ -42,7 +42,7 @@ from .._wire.seam import (
     block_nbytes,
 )
 from ..errors import Superseded
-from ._published import Published
+from ._published import Published, Waiter
 from ._replication import Prepared, Replica, Replication
 from ._staging import Gradient, Gradients, describe
 
@@ -57,17 +57,6 @@ _LATE = RejectReason.LATE
 _NONE = RejectReason.REJECT_UNSPECIFIED
 # Sync: what comes too late, or twice, is answered with the version that it should have been part of.
 _WAITS_FOR_ITS_VERSION: Final = frozenset({RejectReason.LATE, RejectReason.DUPLICATE})
-
-
-class _Waiter:
-    """A stream that waits for a version."""
-
-    __slots__ = ("gradient", "min_version", "published")
-
-    def __init__(self, gradient: Gradient | None, min_version: int) -> None:
-        self.gradient = gradient
-        self.min_version = min_version
-        self.published: Published | None = None
 
 
 class ShardRuntime:
@@ -108,7 +97,7 @@ class ShardRuntime:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
         self._work = threading.Condition(lock)  # the apply thread waits for it
-        self._waiting: set[_Waiter] = set()
+        self._waiting: set[Waiter] = set()
         self._gradients = Gradients(BufferPool(self._sizes, [np.dtype(b.dtype) for b in layout.blocks]))
         self._newest_peer: dict[str, int] = {}
         # The state of a term; replaced as a whole by `reset`.
@@ -280,7 +269,7 @@ class ShardRuntime:
 
     def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
         gradient = None if incoming is None else _gradient(incoming)
-        waiter = _Waiter(gradient, min_version)
+        waiter = Waiter(gradient, min_version)
         with self._changed:
             term = self._term if gradient is None else gradient.id.term
             self._waiting.add(waiter)

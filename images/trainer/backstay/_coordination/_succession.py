@@ -1,0 +1,170 @@
+"""What the coordinator does because its place may be taken, or because a shard's may: only with standbys.
+
+A decision is taken in two steps then: first every shard's standby holds the mean that it names, then the commit goes
+out. So what any shard was told as a commit can be finished by whoever comes after, and what none was told can be taken
+back. It is a part of `Coordinator`, cut off to be read alone; docs/internals/standby.md tells why it is right.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    GradientId,
+    GradientInfo,
+    Reject,
+    RejectReason,
+    Rollback,
+    Save,
+)
+
+from ._decisions import Counted, Decision, Finished, Restart, Send
+from ._ledger import identity
+from ._schedule import Schedule
+from ._state import CoordinatorState, Rules, after
+
+__all__ = ["Ending", "Pending", "Succession", "start_of"]
+
+
+@dataclass
+class Pending:
+    """A commit that is decided and waits for norms."""
+
+    commit: Commit
+    infos: tuple[GradientInfo, ...]
+    norms: dict[int, float] = field(default_factory=dict)
+    needs_norm: bool = False
+    round: int = 0
+    before: CoordinatorState | None = None  # with standbys: what taking it back restores
+    counted: tuple[Counted, ...] = ()  # told once it is certain
+
+
+@dataclass
+class Ending:
+    """The last version is decided: what is still waited for."""
+
+    began: float
+    stored: bool
+    evaluated: bool
+    store_again_at: float | None = None
+    pause: float = 0.5
+    error: str = ""
+
+
+def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
+    return Rollback(
+        term=state.term, version=state.version, checkpoint=checkpoint, world=state.world, offset=state.offset
+    )
+
+
+class Succession:
+    """See the module; the attributes are `Coordinator`'s."""
+
+    rules: Rules
+    state: CoordinatorState
+    schedule: Schedule
+    finished: Finished | None
+    _start: Rollback
+    _pending: deque[Pending]
+    _commits: deque[Commit]
+    _used: dict[tuple[int, ...], int]
+    _restarting: bool
+    _ending: Ending | None
+    _prepared: tuple[Contribution, ...] | None
+    _before: dict[int, CoordinatorState]
+
+    def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
+        raise NotImplementedError
+
+    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
+        raise NotImplementedError
+
+    def _lost(self, shard: int) -> list[Decision]:
+        self._restarting = True
+        return [Restart(shard)]
+
+    def _write_again(self, now: float, shard: int, version: int) -> list[Decision]:
+        """The checkpoints that a server which is gone was writing: its standby can, if it stands there."""
+        out: list[Decision] = []
+        for due in self.schedule.waited_for(shard):
+            if due == version:
+                out.append(Send(shard, Save(term=self.state.term, version=due)))
+            elif due < version:
+                out += self._checkpoint_failed(
+                    now, due, f"the server of shard {shard} was lost while it wrote its part"
+                )
+        return out
+
+    def _can_replay(self, version: int, prepared: tuple[Contribution, ...]) -> bool:
+        """Whether a shard at `version` can apply the commit that is next for it, if that is made already."""
+        due = next((commit for commit in self._commits if commit.version == version), None)
+        return due is None or tuple(due.contributions) == prepared
+
+    def _adoptable(self, last: Commit | None) -> bool:
+        """Whether a commit that the coordinator before this one made can be made part of this history."""
+        return (
+            last is not None
+            and self._prepared is not None
+            and (last.term, last.version) == (self.state.term, self.state.version)
+            and tuple(last.contributions) == self._prepared
+        )
+
+    def _adopt(self, now: float, commit: Commit) -> list[Decision]:
+        self._prepared = None
+        self._before[self.state.version] = self.state
+        self.state = after(self.state, commit)
+        for contribution in commit.contributions:
+            self._used[identity(contribution.id)] = commit.version
+        if commit.checkpoint:
+            self.schedule.begin(now, commit.term, self.state.version, self.state.copy().to_json())
+        self._commits.append(commit)
+        if commit.final:
+            self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+        return [Send(None, commit)]
+
+    def _take_back(self) -> list[Decision]:
+        """Undo the decisions that no shard was told as a commit; their gradients are asked for again."""
+        if not self._pending:
+            return []
+        first = self._pending[0].before
+        assert first is not None
+        out: list[Decision] = []
+        for pending in self._pending:
+            self._before.pop(pending.commit.version, None)
+            if pending.commit.checkpoint:
+                self.schedule.end(pending.commit.version + 1, whole=False)
+            for contribution in pending.commit.contributions:
+                gradient = contribution.id
+                self._used.pop(identity(gradient), None)
+        self.state = first
+        self._ending = None
+        for pending in self._pending:
+            out += [Send(None, self._reject(c.id, RejectReason.ABANDONED)) for c in pending.commit.contributions]
+        self._pending.clear()
+        return out
+
+    def state_at(self, version: int) -> CoordinatorState:
+        """A copy of the state as of `version`, which some shard stands at.
+
+        Raises:
+            KeyError: it is older than every shard.
+        """
+        return (self.state if version == self.state.version else self._before[version]).copy()
+
+    @property
+    def start_of_term(self) -> Rollback:
+        """Where this term began."""
+        return self._start
+
+    def told(self, now: float, term: int, version: int) -> list[Decision]:
+        """A worker holds `version` of `term`: a coordinator that is behind it has missed a part of the history."""
+        del now
+        ahead = term == self.state.term and version > self.state.version
+        if not self.rules.replicates or not ahead or self._restarting or self.finished is not None:
+            return []
+        if self._prepared is not None and version == self.state.version + 1:
+            return []  # a shard has told it that much, and will tell us
+        return self._lost(0)
