@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,24 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def is_standard_input(path: Path) -> bool:
+    """Whether the file is what is piped into the command."""
+    return str(path) in {"-", "/dev/stdin"}
+
+
+def folder_of(path: Path) -> Path:
+    """Where a file's relative paths begin: its folder; the current one where it is piped in."""
+    return Path.cwd() if is_standard_input(path) else path.resolve().parent
+
+
 def read_job(path: Path) -> dict[str, Any]:
-    """The TrainingJob in a YAML (or JSON) file, checked.
+    """The TrainingJob in a YAML (or JSON) file, or in what is piped in for ``-``, checked.
 
     Raises:
         BadInput: the file cannot be read, is no YAML, holds not exactly one TrainingJob, or a wrong one.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backstay_cli.jobfile import BadInput, check, job_of_script, localise, read_job
+from backstay_cli.jobfile import BadInput, check, folder_of, job_of_script, localise, read_job
 
 BAD_INPUT = 2
 
@@ -38,7 +38,7 @@ def _options(
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="A TrainingJob (YAML), or a training script (.py).")],
+    file: Annotated[Path, typer.Argument(help="A TrainingJob (YAML; - for one piped in), or a training script (.py).")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
     ] = None,
@@ -90,7 +90,7 @@ def run(
         if print_job:
             print(as_yaml(job), end="")
             return
-        job = localise(job, file.resolve().parent)
+        job = localise(job, folder_of(file))
         check(job, str(file))
     except BadInput as error:
         _refuse(str(error))

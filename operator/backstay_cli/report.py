@@ -11,7 +11,7 @@ from typing import Any
 
 from backstay_cli.follow import JobView
 from backstay_cli.view import number
-from backstay_cli.words import on_one_line, plain, printable
+from backstay_cli.words import count, on_one_line, plain, printable
 
 _TAIL_LINES = 15
 _TAIL_BYTES = 64_000
@@ -54,7 +54,7 @@ def _finite(value: float | None) -> float | None:
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     """What was seen, for people."""
     desired = {role: values.desired for role, values in view.roles.items()}
-    shape = f"{desired.get('ParameterServer', 0)} servers, {desired.get('Worker', 0)} workers"
+    shape = f"{count(desired.get('ParameterServer', 0), 'server')}, {count(desired.get('Worker', 0), 'worker')}"
     if view.step or view.phase == "Succeeded":
         when = f"after {number(view.step)} updates in {seconds:.1f} s"
     else:
@@ -81,8 +81,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
 
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
-    """How each pod ended; what several of them said alike is shown once."""
-    shown: dict[tuple[str, ...], str] = {}
+    """How each pod ended; those that ended alike together, with what they printed last."""
+    alike: dict[tuple[str, tuple[str, ...]], list[tuple[str, Path]]] = {}
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
         for container in status.get("containerStatuses", []):
@@ -91,15 +91,13 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
                 continue
             log = logs / meta["namespace"] / meta["name"] / f"{container['name']}.log"
             how = f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})"
-            yield f"  {meta['name']} ended with {how}: {shortened(str(log))}"
-            said = tuple(tail(log))
-            if not said:
-                yield "    | (it printed nothing)"
-            elif said in shown:
-                yield f"    | the same as {shown[said]}"
-            else:
-                shown[said] = meta["name"]
-                yield from said
+            alike.setdefault((how, tuple(tail(log))), []).append((meta["name"], log))
+    for (how, said), ends in alike.items():
+        first, log = ends[0]
+        yield f"  {first} ended with {how}: {shortened(str(log))}"
+        yield from said or ("    | (it printed nothing)",)
+        if len(ends) > 1:
+            yield f"    so did {', '.join(name for name, _ in ends[1:])}"
 
 
 def tail(log: Path) -> Iterator[str]:

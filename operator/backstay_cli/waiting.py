@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backstay_cli.follow import JobView
-from backstay_cli.words import on_one_line
+from backstay_cli.words import count, on_one_line
 from backstay_spec import contract
 
 _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
@@ -35,14 +35,10 @@ def waiting_for(view: JobView) -> str:
     servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
     ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
     if not ready:
-        return f"starting Python and JAX in {_count(len(running), 'pod')}"
+        return f"starting Python and JAX in {count(len(running), 'pod')}"
     if len(ready_servers) < len(servers):
-        return f"preparing the parameters: {len(ready_servers)} of {_count(len(servers), 'server')} ready"
-    return f"compiling the first step: {len(ready)} of {_count(len(running), 'pod')} ready"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+        return f"preparing the parameters: {len(ready_servers)} of {count(len(servers), 'server')} ready"
+    return f"compiling the first step: {len(ready)} of {count(len(running), 'pod')} ready"
 
 
 def _role(pod: dict[str, Any]) -> str:

@@ -25,3 +25,8 @@ def plain(message: str) -> list[str]:
 def on_one_line(message: str) -> str:
     """The same where there is room for one line."""
     return " ".join(line.strip() for line in plain(message))
+
+
+def count(number: int, noun: str) -> str:
+    """Such as ``1 server``, ``2 servers``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

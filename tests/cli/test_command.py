@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from backstay_cli import report
 from backstay_cli.follow import view_of
-from backstay_cli.jobfile import BadInput, claims_of, job_of_script, localise, read_job
+from backstay_cli.jobfile import BadInput, claims_of, folder_of, job_of_script, localise, read_job
 from backstay_cli.main import app
 from backstay_cli.view import LineDisplay, LiveDisplay
 from backstay_spec.validation import parse_job
@@ -127,6 +127,22 @@ def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
     assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "/x"}}, tmp_path)["spec"]["workingDir"] == "/x"
     claims = {**JOB, "spec": {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "ck"}}}}}
     assert claims_of(claims) == ["ck"]
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_a_job_can_be_piped_in_and_runs_in_the_current_folder(name: str) -> None:
+    result = RUNNER.invoke(app, ["run", name, "--print-job"], input=yaml.safe_dump(JOB))
+    assert result.exit_code == 0, result.stderr
+    assert yaml.safe_load(result.stdout) == JOB
+    assert folder_of(Path(name)) == Path.cwd()
+    assert RUNNER.invoke(app, ["run", name, "--print-job"], input=b"\xff").exit_code == 2
+
+
+def test_the_shell_completes_the_commands() -> None:
+    result = RUNNER.invoke(app, ["--show-completion", "bash"])
+    assert "complete" in result.stdout
+    words = {"_BACKSTAY_COMPLETE": "complete_bash", "COMP_WORDS": "backstay v", "COMP_CWORD": "1"}
+    assert RUNNER.invoke(app, [], env=words, prog_name="backstay").stdout.split() == ["validate"]
 
 
 STATUS = {
