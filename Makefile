@@ -43,7 +43,8 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minu
 	$(BIN)/python bench/chaos.py --goodput --seconds 60 --standbys $(STANDBYS)
 	$(BIN)/python bench/jobs.py
 
-chaos: $(VENV)/.installed  ## ten minutes of faults by a seed, then the quiet run; prints what became of it
+chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet run; what became of it
+	$(BIN)/python bench/moments.py
 	$(BIN)/python bench/chaos.py --seconds $(SECONDS_OF_CHAOS) --seed $(SEED) --standbys $(STANDBYS)
 
 tools:
