@@ -152,7 +152,8 @@ class LineDisplay:
             self._phase = view.phase
             self._say(f"{view.name} is {view.phase}")
         now = self._clock()
-        if waiting and waiting != self._waiting:
+        # Where pods die again and again, their events say it better.
+        if waiting and waiting != self._waiting and not view.restarts:
             self._say(waiting)
         self._waiting = waiting
         if view.step and view.step != self._step and not view.ended and now - self._last >= self._interval:

@@ -29,6 +29,8 @@ def waiting_for(view: JobView) -> str:
     if not pods:
         return "creating pods" if not view.restarts else "waiting: pods that died before they worked start again soon"
     running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if view.restarts and len(running) < desired:
+        return f"{len(running)} of {count(desired, 'pod')} run, the others start again"
     if len(running) < len(pods) or len(pods) < desired:
         return f"starting pods: {len(running)} of {max(desired, len(pods))} run"
     ready = [pod for pod in running if _is_ready(pod)]

@@ -1,0 +1,113 @@
+"""The command as a user runs it: what it prints, how it ends, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
+SAYS_NAN = """
+import runpy, sys, jax.numpy as jnp
+sys.path.insert(0, {folder!r})
+import backstay, tiny
+def evaluate(params):
+    raise ValueError("no \\x1b[2J evaluation")
+settings = {{**tiny.SETTINGS, "evaluate": evaluate}}
+if "nan" in sys.argv:
+    settings["loss"] = lambda params, batch: jnp.sum(params["w"]) * jnp.nan
+backstay.train(**settings)
+"""
+
+
+def processes(folder: Path) -> list[str]:
+    """The command lines of all that was started with this folder in its arguments or its environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                if os.fsencode(folder) in command + (entry / "environ").read_bytes():
+                    found.append(f"{entry.name} {command.replace(bytes(1), b' ').decode(errors='replace')}")
+    return found
+
+
+def wait_until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while (left := processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where the command keeps its files; whatever still uses it is killed after the test."""
+    yield tmp_path / "run"
+    for line in processes(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+
+
+def start(folder: Path, script: Path, *arguments: str) -> subprocess.Popen[str]:
+    # The folder in the environment marks what descends from it.
+    return subprocess.Popen(
+        [sys.executable, "-m", "backstay_cli.main", "run", str(script), "--data-dir", str(folder), *arguments],
+        env={**os.environ, "BACKSTAY_TEST_FOLDER": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_program_gets_one_object_and_a_person_hears_of_the_failed_evaluation(folder: Path, tmp_path: Path) -> None:
+    """Exit status 0; what a pod printed reaches the terminal without the characters that it would obey."""
+    script = tmp_path / "tïny trainer.py"
+    script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
+    out, err = start(folder, script, "--workers", "1", "--output", "json").communicate(timeout=200)
+    seen = json.loads(out)
+    assert (seen["phase"], seen["step"], seen["metrics"], seen["restarts"]) == ("Succeeded", 40, {}, 0), err
+    assert seen["loss"] > 0
+    assert "the evaluation failed: at step 40: ValueError: no \\x1b[2J evaluation" in err
+    wait_until_gone(folder)
+
+
+def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_path: Path) -> None:
+    """Exit status 1, the reason with step and rank, and nothing left."""
+    script = tmp_path / "nan.py"
+    script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
+    process = start(folder, script, "--servers", "2", "--workers", "1", "--", "nan")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1, err
+    assert "NonFiniteGradients" in out
+    assert "rank 0" in out
+    assert "Traceback" not in err
+    wait_until_gone(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command(folder: Path, number: signal.Signals) -> None:
+    """Ctrl-C says so and exits with 130; after SIGKILL the children notice by themselves."""
+    process = start(folder, SCRIPT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "starting Python and JAX" in line:
+            break
+    assert len(processes(folder)) > 4
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130, err
+        assert "nothing is left running" in out
+    wait_until_gone(folder)
