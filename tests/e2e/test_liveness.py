@@ -1,4 +1,4 @@
-"""What hangs is replaced and charged as such, what is deleted is replaced for nothing (T2, T8, O4): all in one job."""
+"""What hangs is replaced and charged as such, what is deleted is replaced for nothing (T2, T7, T8, O4): in one job."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ Submit = Callable[..., str]
 def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     cluster: Any, submit: Submit, tmp_path: Path
 ) -> None:
-    """SIGSTOP of a worker, `kubectl delete` of a worker, SIGSTOP of a server; no update waits for either worker."""
-    gate = tmp_path / "gate"
+    """Storage that errs for a while, SIGSTOP of a worker, `kubectl delete` of a worker, SIGSTOP of a server."""
+    gate, folder = tmp_path / "gate", tmp_path / "ckpt"
+    (tmp_path / "broken").write_text("no folder")
+    (tmp_path / "real").mkdir()
+    folder.symlink_to(tmp_path / "real")
     spec = {
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 3},
         "update": {"mode": "Sync", "backups": 1},
-        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 20},
+        "checkpoint": {"uri": str(folder), "everySteps": 20},
     }
     name = submit(spec, env={"PAUSE": "0.05", "STEPS": "2000", "GATE": str(gate)})
 
@@ -57,6 +60,15 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
             os.kill(pid, signal.SIGSTOP)
 
     cluster.wait(f"{name} trains", lambda: status().get("step", 0) > 20 and worked("worker-2"))
+    for target, value, reason in (("broken", "False", "WriteFailed"), ("real", "True", "")):
+        (tmp_path / "link").symlink_to(tmp_path / target)
+        (tmp_path / "link").replace(folder)
+
+        def told(value: str = value, reason: str = reason) -> bool:
+            condition = cluster.condition(name, "Checkpointing")
+            return condition.get("status") == value and reason in condition["reason"]
+
+        cluster.wait(f"checkpoints with a {target} folder are told of", told)
     before = status()["step"]
     stop(pod_of("worker-2"))
     cluster.wait("the stopped worker is replaced", lambda: status()["incarnations"]["worker-2"] == 2)
@@ -79,7 +91,8 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     roles = ended["roles"]
     assert (roles["Worker"]["restarts"], roles["Worker"]["disruptions"]) == (1, 1), cluster.describe(name)
     assert roles["ParameterServer"]["restarts"] == 1, cluster.describe(name)
-    told = json.dumps([[event["reason"], event["message"]] for event in cluster.events(name)])
-    assert "no heartbeat for" in told
-    assert "its server has not answered for" in told
-    assert backstay.load(str(tmp_path / "ckpt")).step == 2000
+    told_of = json.dumps([[event["reason"], event["message"]] for event in cluster.events(name)])
+    assert "no heartbeat for" in told_of
+    assert "its server has not answered for" in told_of
+    assert "CheckpointFailed" in told_of
+    assert backstay.load(str(folder)).step == 2000

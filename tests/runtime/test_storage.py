@@ -23,13 +23,22 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     job, tmp_path: Path
 ) -> None:
     """T7, T8: a folder that vanishes and comes back; log, metric and `Progress` tell; no update waits for it."""
-    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    folder = tmp_path / "checkpoints"
+    real, broken = tmp_path / "real", tmp_path / "broken"
+    real.mkdir()
+    broken.write_text("no folder")
+    folder.symlink_to(real)
+
+    def put(what: Path) -> None:
+        link = tmp_path / "link"
+        link.symlink_to(what)
+        link.replace(folder)
+
     tiny = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2})
     tiny.environment = {"STEPS": "10"}
     server, worker = tiny.server(0), tiny.worker(0, SLOW_FROM="3", SLOW="0.2")
     tiny.wait_for(server, "checkpoint of step 2")
-    folder.rename(away)
-    folder.write_text("in the way")
+    put(broken)
     tiny.wait_for(server, "of step 8 could not be stored")
     tiny.wait_for(server, "the job fails unless it is stored within 600 s")
     told = progress(tiny.control_port(0))
@@ -41,8 +50,7 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     assert float(failures.split()[-1]) >= 2
     stored = next(line for line in lines if line.startswith("backstay_checkpoint_timestamp_seconds"))
     assert float(stored.split()[-1]) == told.checkpoint.unix_seconds > 0
-    folder.unlink()
-    away.rename(folder)
+    put(real)
     assert [server.wait(), worker.wait()] == [0, 0]
     assert server.words()["result"] == "Succeeded"
     assert "step-000000000010" in str(server.words()["checkpoint"])
