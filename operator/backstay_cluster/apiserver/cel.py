@@ -111,6 +111,8 @@ def _comparable(name: str) -> Any:
     base, boolean = getattr(_celpy().celtypes, name), _celpy().celtypes.BoolType
 
     def equal(self: Any, other: Any) -> Any:
+        if _mixes_booleans(self, other):
+            return boolean(False)
         try:
             return base.__eq__(self, other)
         except TypeError:
@@ -120,6 +122,18 @@ def _comparable(name: str) -> Any:
         return boolean(not equal(self, other))
 
     return type(name, (base,), {"__eq__": equal, "__ne__": unequal, "__hash__": base.__hash__})
+
+
+def _mixes_booleans(left: Any, right: Any) -> bool:
+    """Whether two containers have a boolean opposite a number: to cel-python, as to Python, they are equal."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        pairs = [(left[key], right[key]) for key in left if key in right]
+    elif isinstance(left, list) and isinstance(right, list):
+        pairs = list(zip(left, right, strict=False))
+    else:
+        boolean = _celpy().celtypes.BoolType
+        return isinstance(left, boolean) != isinstance(right, boolean)
+    return any(_mixes_booleans(one, other) for one, other in pairs)
 
 
 def to_cel(value: Any, schema: Obj) -> Any:
