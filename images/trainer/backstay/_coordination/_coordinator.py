@@ -192,6 +192,10 @@ class Coordinator(Succession):
             return self._farewell(shard)
         if self._restarting:
             return []
+        if (term, version) > (start.term, start.version) and term >= self.state.term:
+            # It has lived on after a coordinator that stored nothing: only a term above its own can take it back (T6).
+            self.state.term = term
+            return [*out, *self._lost(shard)]
         if self.state.version == start.version:
             return [*out, Send(shard, start), *self._farewell(shard)]
         # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
