@@ -1,0 +1,23 @@
+"""T6, T8: found by chaos: a coordinator that died before any checkpoint was whole, while another shard lived on."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules
+
+
+@given(st.integers(1, 5), st.integers(0, 50))
+def test_a_shard_of_an_unstored_history_is_taken_back_in_a_higher_term(term: int, version: int) -> None:
+    """The new coordinator starts in term 1, where, or above which, the shard already is: it would wait for ever."""
+    rules = Rules(
+        mode="Sync", shards=2, steps=100, backups=0, max_non_finite=3, max_staleness=None, staleness_damping=False,
+        clip_norm=None, stores=True, evaluates=False,
+    )  # fmt: skip
+    state = CoordinatorState(term=1, version=0, world=1)
+    coordinator = Coordinator(rules, state, checkpoint="", wished_world=1, intervals=Intervals(), now=0.0)
+    decisions = coordinator.hello(0.0, 1, term, version)
+    restarts = [decision for decision in decisions if type(decision).__name__ == "Restart"]
+    assert bool(restarts) == ((term, version) > (1, 0))
+    assert not restarts or coordinator.state.term >= term
