@@ -70,7 +70,7 @@ class Link:
         self._version = 0
         # With standbys: what the next coordinator must know, if there is one.
         self._last: Commit | None = None
-        self._requested: NormRequest | None = None
+        self._requests: dict[int, NormRequest] = {}  # by round, not answered yet
         self._prepared: tuple[Contribution, ...] = ()
         self._coordinator = 0
         self._call: grpc.Call | None = None
@@ -124,8 +124,8 @@ class Link:
     def norm(self, shard: int, norm: Norm) -> None:
         del shard
         with self._lock:
-            requested = self._requested
-            if requested is not None and (requested.version, requested.round) == (norm.version, norm.round):
+            requested = self._requests.pop(norm.round, None)
+            if requested is not None:
                 self._prepared = tuple(requested.contributions)
             self._put(ShardMessage(norm=norm))
 
@@ -215,10 +215,15 @@ class Link:
         with self._lock:
             match message:
                 case NormRequest():
-                    self._requested = message
+                    if message.replicate:
+                        self._requests[message.round] = message
                 case Commit():
                     if self._last is None or message.version > self._last.version:
                         self._last = message
+                    # What was asked before it was answered, or taken back.
+                    for number, request in list(self._requests.items()):
+                        if request.version <= message.version:
+                            del self._requests[number]
                     for contribution in message.contributions:
                         self._held.pop(_key(contribution.id), None)
                     if self._mode == "Sync":
@@ -232,5 +237,5 @@ class Link:
                     self._written.clear()
                     # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.
                     self._term = self._version = 0
-                    self._last, self._requested, self._prepared = None, None, ()
+                    self._last, self._requests, self._prepared = None, {}, ()
         deliver(message, self._sink)

@@ -96,6 +96,7 @@ class Coordinator(Succession):
         self._ending: Ending | None = None
         self._checkpoint_version = state.version if checkpoint else -1
         self._round = 0
+        self._deferred: list[tuple[int, Staged]] = []
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] | None = None  # taken over: what shard 0 holds of the next version
         self._before: dict[int, CoordinatorState] = {}  # with standbys: by version, from where some shard may stand
@@ -170,7 +171,7 @@ class Coordinator(Succession):
         if self.rules.replicates and term == self.state.term and not self._restarting and self.finished is None:
             if incarnation > before:
                 # Its gradients died with the one before it: what was not certain yet is decided again.
-                out += self._take_back()
+                out += self._take_back(now, shard)
             known = max(version, last.version + 1 if last is not None else 0)
             if known > self.state.version:
                 if not self._adoptable(last):
@@ -215,6 +216,7 @@ class Coordinator(Succession):
         self._commits.clear()
         self._used.clear()
         self._before.clear()
+        self._deferred.clear()
         self._prepared = None
         self._applied = dict.fromkeys(self._applied, state.version)
         self._restarting = False
@@ -233,6 +235,8 @@ class Coordinator(Succession):
                 return [Send(shard, self._reject(gradient, RejectReason.DUPLICATE))]
             return []
         reason = self._judge(gradient)
+        if self._defers(shard, staged, reason):
+            return []
         if reason != RejectReason.REJECT_UNSPECIFIED:
             return self._refuse(staged, reason, shard)
         out: list[Decision] = []
@@ -391,7 +395,7 @@ class Coordinator(Succession):
         if reason != RejectReason.REJECT_UNSPECIFIED:
             return reason
         complete = self._ledger.complete_of(gradient.rank)
-        if complete is not None:
+        if complete is not None and not self._sent_again(complete.id, gradient):
             return RejectReason.REJECT_UNSPECIFIED if complete.id == gradient else RejectReason.DUPLICATE
         if gradient.incarnation < self._incarnations.get(gradient.rank, -1):
             return RejectReason.OLD_INCARNATION
@@ -531,6 +535,7 @@ class Coordinator(Succession):
                 if self.rules.clip_norm is not None and not commit.skip:
                     commit = self._clipped(pending)
             self._pending.popleft()
+            self._deferred.clear()
             self._commits.append(commit)
             out += pending.counted
             out += [Send(None, commit), Updated(commit, pending.infos)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import GradientId, Staged
 
-__all__ = ["Held", "Ledger", "identity"]
+__all__ = ["Held", "Ledger", "identity", "sent"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
@@ -20,6 +20,11 @@ def identity(gradient: GradientId) -> tuple[int, ...]:
         gradient.incarnation,
         gradient.attempt,
     )
+
+
+def sent(gradient: GradientId) -> tuple[int, int]:
+    """Orders what one rank sent: a later one takes the place of an earlier."""
+    return gradient.incarnation, gradient.attempt
 
 
 @dataclass

@@ -19,10 +19,11 @@ from backstay_rpc.control_pb2 import (
     RejectReason,
     Rollback,
     Save,
+    Staged,
 )
 
 from ._decisions import Counted, Decision, Finished, Restart, Send
-from ._ledger import identity
+from ._ledger import identity, sent
 from ._schedule import Schedule
 from ._state import CoordinatorState, Rules, after
 
@@ -75,6 +76,10 @@ class Succession:
     _ending: Ending | None
     _prepared: tuple[Contribution, ...] | None
     _before: dict[int, CoordinatorState]
+    _deferred: list[tuple[int, Staged]]
+
+    def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
+        raise NotImplementedError
 
     def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
         raise NotImplementedError
@@ -107,7 +112,7 @@ class Succession:
         """Whether a commit that the coordinator before this one made can be made part of this history."""
         return (
             last is not None
-            and self._prepared is not None
+            and bool(self._prepared)
             and (last.term, last.version) == (self.state.term, self.state.version)
             and tuple(last.contributions) == self._prepared
         )
@@ -125,8 +130,30 @@ class Succession:
             self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
         return [Send(None, commit)]
 
-    def _take_back(self) -> list[Decision]:
-        """Undo the decisions that no shard was told as a commit; their gradients are asked for again."""
+    def _sent_again(self, complete: GradientId, gradient: GradientId) -> bool:
+        """A server may be gone, and a worker know it, before anybody has told us: then it sends again what is not
+        complete any more."""
+        return self.rules.replicates and sent(complete) < sent(gradient)
+
+    def _defers(self, shard: int, staged: Staged, reason: RejectReason) -> bool:
+        """Whether it is too early to say that a gradient is late: the decision of its version may be taken back."""
+        early = (
+            self.rules.mode == "Sync"
+            and self.rules.replicates
+            and reason == RejectReason.LATE
+            and bool(self._pending)
+            and staged.id.version == self._pending[0].commit.version
+        )
+        if early:
+            self._deferred.append((shard, staged))
+        return early
+
+    def _take_back(self, now: float, lost: int) -> list[Decision]:
+        """Undo the decisions that no shard was told as a commit; their gradients are asked for again.
+
+        Args:
+            lost: the shard whose server died with them.
+        """
         if not self._pending:
             return []
         first = self._pending[0].before
@@ -144,6 +171,10 @@ class Succession:
         for pending in self._pending:
             out += [Send(None, self._reject(c.id, RejectReason.ABANDONED)) for c in pending.commit.contributions]
         self._pending.clear()
+        deferred, self._deferred = self._deferred, []
+        for shard, staged in deferred:
+            if shard != lost:  # that one tells again what it holds
+                out += self.staged(now, shard, staged)
         return out
 
     def state_at(self, version: int) -> CoordinatorState:
@@ -165,6 +196,6 @@ class Succession:
         ahead = term == self.state.term and version > self.state.version
         if not self.rules.replicates or not ahead or self._restarting or self.finished is not None:
             return []
-        if self._prepared is not None and version == self.state.version + 1:
+        if self._prepared and version == self.state.version + 1:
             return []  # a shard has told it that much, and will tell us
         return self._lost(0)

@@ -1,0 +1,265 @@
+"""T1, T3, T6 with standbys: servers die at any moment, the coordinator's too, and there is one history without a gap.
+
+The simulation keeps what `_shard` and `_control._link` keep: a shard answers a decision once its standby holds the
+mean, and gives out a version once its standby holds the commit. Links deliver in order, at any pace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backstay._coordination import Coordinator, CoordinatorState, Finished, Restart, Rules, Send, after
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    GradientId,
+    GradientInfo,
+    Norm,
+    NormRequest,
+    Reject,
+    Rollback,
+    Staged,
+)
+
+STEPS = 6
+
+
+@dataclasses.dataclass
+class Held:
+    """What a server and its standby have in common."""
+
+    version: int = 0
+    last: Commit | None = None
+    prepared: tuple[Contribution, ...] = ()
+    history: tuple[Commit, ...] = ()
+    state: CoordinatorState | None = None  # shard 0's standby
+
+
+class Shard:
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.incarnation = 1
+        self.active, self.standby = Held(), Held()
+        self.told: Commit | None = None  # the newest commit heard, applied or not
+        self.published = 0
+        self.staged: dict[bytes, Staged] = {}
+        self.inbox: deque[object] = deque()
+        self.outbox: deque[object] = deque()
+        self.linked = False
+        self.commits: dict[int, Commit] = {}
+        self.requests: dict[int, NormRequest] = {}
+
+
+def key_of(gradient: GradientId) -> bytes:
+    return gradient.SerializeToString(deterministic=True)
+
+
+class Job:
+    def __init__(self, shards: int, ranks: int, backups: int, mode: str, random: Random) -> None:
+        self.random = random
+        self.rules = Rules(
+            mode=mode, shards=shards, steps=STEPS, backups=backups, clip_norm=1.0, max_non_finite=99, replicates=True
+        )
+        state = CoordinatorState(term=1, version=0, world=ranks)
+        self.start = Rollback(term=1, version=0, world=ranks)
+        self.coordinator = Coordinator(self.rules, state.copy())
+        self.shards = [Shard(index) for index in range(shards)]
+        self.shards[0].standby.state = state
+        self.workers: list[GradientId | None] = [None] * ranks
+        self.attempt = 0
+        self.key_steps = [0] * ranks
+        self.history: dict[int, bytes] = {}
+
+    def carry_out(self, decisions: list[object]) -> None:
+        for decision in decisions:
+            assert not isinstance(decision, Restart), "nothing is lost, so nothing starts again"
+            if isinstance(decision, Finished):
+                assert not decision.reason
+            if isinstance(decision, Send) and not isinstance(decision.message, Rollback):
+                for shard in self.shards:
+                    if shard.linked and decision.shard in (None, shard.index):
+                        shard.inbox.append(decision.message)
+
+    def link(self, shard: Shard) -> None:
+        shard.linked = True
+        shard.inbox.clear()
+        shard.outbox.clear()
+        self.carry_out(
+            self.coordinator.hello(
+                0.0,
+                shard.index,
+                1,
+                shard.active.version,
+                incarnation=shard.incarnation,
+                last=shard.told,
+                prepared=shard.active.prepared,
+            )
+        )
+        shard.outbox.extend(shard.staged.values())
+        shard.outbox.append(shard.active.version)
+
+    def hear(self, shard: Shard) -> None:
+        message = shard.inbox.popleft()
+        match message:
+            case NormRequest():
+                shard.requests[message.version] = message
+            case Commit():
+                if message.version < shard.active.version:
+                    return
+                if shard.told is None or message.version > shard.told.version:
+                    shard.told = message
+                shard.commits[message.version] = message
+            case Reject():
+                shard.staged.pop(key_of(message.id), None)
+
+    def prepare(self, shard: Shard) -> None:
+        request = shard.requests.pop(shard.active.version, None)
+        if request is None:
+            return
+        contributions = tuple(request.contributions)
+        if shard.active.prepared != contributions:
+            if any(key_of(c.id) not in shard.staged for c in contributions):
+                return  # taken back meanwhile
+            shard.active.prepared = shard.standby.prepared = contributions
+        shard.outbox.append(Norm(term=1, version=request.version, sum_of_squares=4.0, round=request.round))
+
+    def apply(self, shard: Shard) -> None:
+        self.prepare(shard)
+        commit = shard.commits.pop(shard.active.version, None)
+        if commit is None:
+            return
+        assert shard.active.prepared == tuple(commit.contributions), "a shard holds what it is told to apply"
+        decided = commit.SerializeToString(deterministic=True)
+        assert self.history.setdefault(commit.version, decided) == decided, "T1, T6: one history"
+        state = shard.standby.state
+        for held in (shard.active, shard.standby):
+            held.version += 1
+            held.last, held.prepared, held.history = commit, (), (*held.history, commit)
+        if state is not None:
+            shard.standby.state = after(state, commit)
+        for staged_key, staged in list(shard.staged.items()):
+            if self.rules.mode == "Sync" or any(c.id == staged.id for c in commit.contributions):
+                del shard.staged[staged_key]
+        shard.published = shard.active.version
+        shard.outbox.append(shard.active.version)
+
+    def speak(self, shard: Shard) -> None:
+        message = shard.outbox.popleft()
+        match message:
+            case Staged():
+                self.carry_out(self.coordinator.staged(0.0, shard.index, message))
+            case Norm():
+                self.carry_out(self.coordinator.norm(0.0, shard.index, message))
+            case int():
+                self.carry_out(self.coordinator.applied(0.0, shard.index, message))
+
+    def kill(self, shard: Shard) -> None:
+        """The active server dies; its standby serves, and a new standby is filled from it."""
+        shard.incarnation += 1
+        shard.active = dataclasses.replace(shard.standby, state=None)
+        shard.told = shard.active.last
+        shard.published = shard.active.version
+        shard.staged.clear()
+        shard.commits.clear()
+        shard.requests.clear()
+        shard.linked = False
+        self.workers = [None] * len(self.workers)  # they join again, and push again
+        if shard.index == 0:
+            assert shard.standby.state is not None
+            self.coordinator = Coordinator.resume(
+                self.rules,
+                shard.standby.state.copy(),
+                self.start,
+                last=shard.active.last,
+                prepared=shard.active.prepared,
+            )
+            for each in self.shards:
+                each.linked = False
+
+    def push(self, rank: int) -> None:
+        versions = {shard.published for shard in self.shards}
+        if self.rules.mode == "Sync" and len(versions) > 1:
+            return
+        version = min(versions)
+        self.carry_out(self.coordinator.told(0.0, 1, version))
+        key_step = version
+        if self.rules.mode == "Async":
+            key_step = self.coordinator.state.key_steps.get(rank, 0)
+        self.attempt += 1
+        gradient = GradientId(
+            term=1, version=version, rank=rank, key_step=key_step, incarnation=1, attempt=self.attempt
+        )
+        for shard in self.shards:
+            staged = Staged(id=gradient, info=GradientInfo(finite=self.random.random() < 0.9))
+            shard.staged[key_of(gradient)] = staged
+            if shard.linked:
+                shard.outbox.append(staged)
+        self.workers[rank] = gradient
+
+    def step(self, chaos: float) -> None:
+        shard = self.random.choice(self.shards)
+        if self.random.random() < chaos:
+            self.kill(shard)
+        elif not shard.linked:
+            self.link(shard)
+        else:
+            what = self.random.randrange(4)
+            rank = self.random.randrange(len(self.workers))
+            if what == 0 and shard.inbox:
+                self.hear(shard)
+            elif what == 1 and shard.outbox:
+                self.speak(shard)
+            elif what == 2:
+                self.apply(shard)
+            elif what == 3 and self.wants_to_push(rank):
+                self.push(rank)
+
+    def wants_to_push(self, rank: int) -> bool:
+        gradient = self.workers[rank]
+        if gradient is None:
+            return True
+        if all(key_of(gradient) not in shard.staged for shard in self.shards):
+            return True  # it was used, or refused
+        return self.rules.mode == "Sync" and min(shard.published for shard in self.shards) > gradient.version
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2**32)))
+def test_whoever_dies_there_is_one_history_and_nothing_of_it_is_lost(mode: str, data) -> None:
+    shards, ranks, backups, seed = data
+    job = Job(shards, ranks, backups if mode == "Sync" else 0, mode, Random(seed))
+    for _ in range(600):
+        job.step(0.02)
+    for _ in range(6_000):
+        if all(shard.active.version == STEPS for shard in job.shards):
+            break
+        job.step(0.0)
+    else:
+        pytest.fail(f"it stands still at {[shard.active.version for shard in job.shards]}")
+    histories = [[commit.SerializeToString(deterministic=True) for commit in s.active.history] for s in job.shards]
+    assert all(history == histories[0] for history in histories)
+    used = [(c.id.rank, c.id.key_step) for commit in job.shards[0].active.history for c in commit.contributions]
+    assert len(used) == len(set(used)), "T3"
+
+
+def test_a_stale_standby_is_not_guessed_about() -> None:
+    """It is behind a worker, or behind a shard by more than the mean that it holds: a new term begins."""
+    rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
+    start = Rollback(term=1, version=0, world=1)
+
+    def resumed() -> Coordinator:
+        return Coordinator.resume(rules, CoordinatorState(term=1, version=2, world=1), start, last=None, prepared=())
+
+    assert resumed().told(0.0, 1, 3) == [Restart(0)]
+    assert resumed().told(0.0, 1, 2) == []
+    ahead = Commit(term=1, version=2, contributions=[Contribution(id=GradientId(term=1, version=2))], world=1)
+    assert resumed().hello(0.0, 1, 1, 3, incarnation=1, last=ahead) == [Restart(1)]
+    far = Commit(term=1, version=4, world=1)
+    assert resumed().hello(0.0, 1, 1, 5, incarnation=1, last=far) == [Restart(1)]
