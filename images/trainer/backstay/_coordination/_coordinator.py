@@ -598,7 +598,3 @@ class Coordinator(Succession):
 
     def _farewell(self, shard: int) -> list[Decision]:
         return [] if self.finished is None else [Send(shard, self._done())]
-
-    def open_gradients(self) -> Iterable[Staged]:
-        """Gradients whose fate is open, for tests and reports."""
-        return self._ledger.open()

@@ -8,6 +8,7 @@ back. It is a part of `Coordinator`, cut off to be read alone; docs/internals/st
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import (
@@ -23,7 +24,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ._decisions import Counted, Decision, Finished, Restart, Send
-from ._ledger import identity, sent
+from ._ledger import Ledger, identity, sent
 from ._schedule import Schedule
 from ._state import CoordinatorState, Rules, after
 
@@ -76,6 +77,7 @@ class Succession:
     _ending: Ending | None
     _prepared: tuple[Contribution, ...] | None
     _before: dict[int, CoordinatorState]
+    _ledger: Ledger
     _deferred: list[tuple[int, Staged]]
 
     def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
@@ -176,6 +178,10 @@ class Succession:
             if shard != lost:  # that one tells again what it holds
                 out += self.staged(now, shard, staged)
         return out
+
+    def open_gradients(self) -> Iterable[Staged]:
+        """Gradients whose fate is open, for tests and reports."""
+        return self._ledger.open()
 
     def state_at(self, version: int) -> CoordinatorState:
         """A copy of the state as of `version`, which some shard stands at.
