@@ -38,6 +38,9 @@ STANDBYS ?= 0
 bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minutes
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/apply.py
+	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/standby.py
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/recovery.py --standbys $(STANDBYS)
 	$(BIN)/python bench/chaos.py --goodput --seconds 60 --standbys $(STANDBYS)
