@@ -68,7 +68,7 @@ def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | No
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    hint = f"Ctrl-C stops; kubectl --kubeconfig {report.shortened(str(folder / 'backstay.kubeconfig'))} get tj,pods"
+    hint = f"Ctrl-C stops; for kubectl: export KUBECONFIG={report.shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
     started = time.monotonic()
     try:

@@ -104,10 +104,10 @@ class LiveDisplay:
             for kind, reason, message in view.events[-_EVENTS:]
         ]
         parts: list[RenderableType] = [head, Text(), numbers, Text()]
-        if view.roles:
+        if roles.row_count:
             parts += [roles, Text()]
         if not view.ended:
-            events.append(Text(self._hint, "dim", no_wrap=True, overflow="ellipsis"))
+            events.append(Text(self._hint, "dim", overflow="fold"))  # a path that is cut is of no use
         return Group(*parts, *events)
 
 
