@@ -105,8 +105,11 @@ class Cluster:
             self.run(self.api.request("DELETE", path, propagationPolicy="Background"))
         self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
 
-    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 90) -> Any:
-        """Wait until `holds` gives something true; how long that takes is not judged, only that it ends."""
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 90, job: str | None = None) -> Any:
+        """Wait until `holds` gives something true; how long that takes is not judged, only that it ends.
+
+        When it does not, the error says how `job` is.
+        """
 
         async def poll() -> Any:
             loop = asyncio.get_running_loop()
@@ -119,7 +122,8 @@ class Cluster:
         try:
             return self.run(asyncio.wait_for(poll(), seconds), seconds + 30)
         except TimeoutError:
-            raise AssertionError(f"waited {seconds} s in vain until {what}") from None
+            state = "" if job is None else f"\n{self.describe(job)}"
+            raise AssertionError(f"waited {seconds} s in vain until {what}{state}") from None
 
     def wait_for_end(self, name: str, seconds: float = 120) -> dict[str, Any]:
         def ended() -> dict[str, Any] | None:

@@ -52,7 +52,9 @@ def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_tells_how_to_do_
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T1, T4, O4: 2 -> 4 -> 1 workers: no pod restarted, nothing charged, the result that of the recorded worlds."""
-    environment = {"BEHAVE": "numbers", "PAUSE": "0.1", "STEPS": "500"}
+    # Slow until the last change has been seen, so that the job cannot end before; then fast.
+    gate = tmp_path / "gate"
+    environment = {"BEHAVE": "numbers", "PAUSE": "0.2", "STEPS": "500", "GATE": str(gate)}
     spec = {
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 2},
@@ -77,8 +79,9 @@ def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_tells_how_to_do_
     assert len(workers()) == 4
     assert first < workers(), "those that lived go on"
     scale(1)
-    cluster.wait("three pods are gone", lambda: len(workers()) == 1)
+    cluster.wait("three pods are gone", lambda: len(workers()) == 1, job=name)
     assert world() == 1, "not before the smaller world was in force"
+    gate.touch()
     status = cluster.wait_for_end(name)
     assert status["phase"] == "Succeeded", cluster.describe(name)
     assert status["step"] == 500
