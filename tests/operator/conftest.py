@@ -32,12 +32,6 @@ KEY: JobKey = ("team", "digits")
 SECRET_KEY = b"k" * 32
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_default_loop() -> None:
-    """looptime's plug-in asks for the default loop before each test, and would make one that nobody closes."""
-    asyncio.set_event_loop(None)
-
-
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run in an event loop whose time jumps to the next timer when there is nothing else to do."""
     with asyncio.Runner(loop_factory=lambda: looptime.new_event_loop(start=0.0)) as runner:
