@@ -90,7 +90,7 @@ def main() -> None:
             shard=0,
             shards=1,
             incarnation=0,
-            metrics=Metrics("bench", "parameter-server", 0),
+            metrics=Metrics("bench", "ParameterServer", 0),
         )
         quiet, during, snapshots, writes, pauses, raws = [], [], [], [], [], []
         size = 0

@@ -28,6 +28,7 @@ from backstay_operator.slim import Json
 from backstay_operator.tell import tell
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
+from backstay_spec.names import ROLE_OF_LABEL
 from backstay_spec.observed import Refusal
 from backstay_spec.token import token_for
 
@@ -104,7 +105,7 @@ class Executor:
                 return Done(again=True)
             for death in plan.deaths:
                 memory.died[death.role, death.index] = str(death.cause)
-                self._metrics.pod_deaths.labels(death.role, str(death.cause)).inc()
+                self._metrics.pod_deaths.labels(ROLE_OF_LABEL[death.role], str(death.cause)).inc()
                 uncharged = "" if death.charged else " (uncharged)"
                 log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
             for event in plan.events:
@@ -190,13 +191,14 @@ class Executor:
                 self._cluster.removed(JOBS, key, action.uid)
 
     def _count_pod(self, action: act.CreatePod, memory: JobMemory) -> None:
-        self._metrics.pods_created.labels(action.role).inc()
+        role = ROLE_OF_LABEL[action.role]
+        self._metrics.pods_created.labels(role).inc()
         ended = memory.ended.pop((action.role, action.index), None)
         # A place that backs off is filled by a later plan, which no longer knows the cause.
         died = memory.died.pop((action.role, action.index), None)
         cause = died if action.cause is None else str(action.cause)
         if cause is not None:
-            self._metrics.pods_replaced.labels(action.role, cause).inc()
+            self._metrics.pods_replaced.labels(role, cause).inc()
             if ended is not None and action.cause is not None:
                 self._metrics.replacement_seconds.observe(self._clock() - ended)
 

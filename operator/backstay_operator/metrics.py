@@ -1,4 +1,7 @@
-"""Every metric that the operator exports, in one place, so that a dashboard can be tested against the list."""
+"""Every metric that the operator exports, in one place, so that a dashboard can be tested against the list.
+
+The label `role` is spelled as in a job's status, `ParameterServer`, `Worker` or `Evaluator`, here and in the pods' own.
+"""
 
 from __future__ import annotations
 

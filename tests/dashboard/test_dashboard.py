@@ -24,7 +24,7 @@ def exported() -> dict[str, frozenset[str]]:
     """Every series that the code exports -> its own labels and its target's."""
     made = vars(operator.Metrics()).values()
     families = [(m, TARGET) for m in made if isinstance(m, MetricWrapperBase)]
-    families += [(m, TRAINER_TARGET) for m in trainer.Metrics("job", "role", 0).families]
+    families += [(m, TRAINER_TARGET) for m in trainer.Metrics("job", "Worker", 0).families]
     labels = {f"{m._name}{suffix}": target | frozenset(m._labelnames) for m, target in families for suffix in SUFFIXES}
     found = {name: labels.get(name, TARGET) for name in operator.metric_names() | trainer.metric_names()}
     return {name: known | ({"le"} if name.endswith("_bucket") else set()) for name, known in found.items()}

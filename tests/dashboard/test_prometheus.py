@@ -354,11 +354,11 @@ def test_every_panel_has_data(
         assert {s["metric"]["part"] for s in ask("Step of the mean worker")} == {"batch_wait", "compute", "exchange"}
         assert {s["metric"]["direction"] for s in ask("Tensors on the wire")} == {"sent", "received"}
         assert {"applied", "late"} <= {s["metric"]["outcome"] for s in ask("Gradients by what became of them")}
-        assert {(s["metric"]["role"], s["metric"]["cause"]) for s in ask("Pods replaced")} == {("worker", "Deleted")}
+        assert {(s["metric"]["role"], s["metric"]["cause"]) for s in ask("Pods replaced")} == {("Worker", "Deleted")}
         assert float(ask("Pods lost", "B")[0]["value"][1]) == 1
         assert float(ask("Pods lost", "A")[0]["value"][1]) == 0
         assert {s["metric"]["phase"] for s in ask("Jobs by phase") if float(s["value"][1]) > 0} == {"Running"}
         # The labels of a training pod's series are Kubernetes', and are not there twice.
-        (world,) = prometheus.query('backstay_world{role="parameter-server", index="0"}')
+        (world,) = prometheus.query('backstay_world{role="ParameterServer", index="0"}')
         assert {"job": JOB, "namespace": NAMESPACE}.items() <= world["metric"].items()
         assert not [label for label in world["metric"] if label.startswith("exported_")]

@@ -20,7 +20,7 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
         asked.set()
         return gone.wait(60)
 
-    port = HttpPort(Metrics("job", "worker", 0), ready, bind="127.0.0.1", port=0)
+    port = HttpPort(Metrics("job", "Worker", 0), ready, bind="127.0.0.1", port=0)
     try:
         with socket.create_connection(("127.0.0.1", port.port)) as probe:
             probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")

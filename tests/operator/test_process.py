@@ -481,7 +481,7 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
             return [pod for pod in named if not pod["metadata"].get("deletionTimestamp")]
 
         eventually(lambda: not stalled_and_alive())
-        wanted = 'backstay_operator_pods_replaced_total{cause="Stalled",role="worker"} 1.0'
+        wanted = 'backstay_operator_pods_replaced_total{cause="Stalled",role="Worker"} 1.0'
         eventually(lambda: wanted in operator.get("/metrics")[1])
         assert "fault in the operator" not in operator.said()
     finally:

@@ -80,7 +80,7 @@ def test_a_job_becomes_its_objects_all_owned_by_it(kube: Any, operator_on: Any, 
             assert "finalizers" not in obj["metadata"]
     assert "finalizers" not in kube.objects["trainingjobs", *KEY]["metadata"]
     assert set(status(kube)["incarnations"].values()) == {1}
-    assert operator.metrics.registry.get_sample_value("backstay_operator_pods_created_total", {"role": "worker"}) == 3
+    assert operator.metrics.registry.get_sample_value("backstay_operator_pods_created_total", {"role": "Worker"}) == 3
 
 
 def test_running_again_writes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
@@ -140,7 +140,7 @@ def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make
     assert len(fresh) == 1
     assert others <= set(names(kube))
     value = operator.metrics.registry.get_sample_value
-    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) == 1
     assert value("backstay_operator_replacement_duration_seconds_count") == 1
     assert value("backstay_operator_replacement_duration_seconds_sum") == pytest.approx(0.05)
     assert value("backstay_job_restarts", {"namespace": "team", "job": "digits", "role": "Worker"}) == 1
@@ -158,12 +158,12 @@ def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
     wait = operator.reconcile()
     assert 0 < wait <= 2
     value = operator.metrics.registry.get_sample_value
-    assert value("backstay_operator_pod_deaths_total", {"role": "worker", "cause": "Crashed"}) == 1
-    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) is None
+    assert value("backstay_operator_pod_deaths_total", {"role": "Worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) is None
     operator.seconds += 3
     operator.reconcile()
     assert len(of_role(kube, "worker")) == 4
-    assert value("backstay_operator_pods_replaced_total", {"role": "worker", "cause": "Crashed"}) == 1
+    assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) == 1
     assert value("backstay_operator_replacement_duration_seconds_count") == 0
 
 

@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_named(server: ControlServer, host: FakeHost) ->
     with pytest.raises(OSError, match=f"port {server.port}"):
         ControlServer(host, Peers(), bind="127.0.0.1", port=server.port, token=TOKEN)
     with pytest.raises(OSError, match=f"port {server.port}"):
-        HttpPort(Metrics("job", "worker", 0), lambda: True, bind="127.0.0.1", port=server.port)
+        HttpPort(Metrics("job", "Worker", 0), lambda: True, bind="127.0.0.1", port=server.port)
 
 
 def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:

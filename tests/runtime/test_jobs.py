@@ -131,7 +131,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
         text = reply.read().decode()
     later = {"backstay_evaluation", "backstay_straggler_delay_seconds"}
     assert {name for name in metric_names() if f"\n{name}{{" not in text} == later
-    assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="parameter-server"} 0.0' in text
+    assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="ParameterServer"} 0.0' in text
     # Told to stop, a server without checkpoints just ends, and its worker leaves as well.
     for pod in (server, tiny.pods[1]):
         pod.process.send_signal(signal.SIGTERM)

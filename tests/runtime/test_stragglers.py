@@ -15,7 +15,7 @@ from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 
 def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: pytest.LogCaptureFixture) -> None:
-    live, metrics = Liveness("Sync"), Metrics("job", "parameter-server", 0)
+    live, metrics = Liveness("Sync"), Metrics("job", "ParameterServer", 0)
     leader = Leader(live, threading.Lock(), metrics, 10, 0)
     state = CoordinatorState(term=1, version=3, world=3)
     peers = [Peer(role="worker", index=rank, incarnation=1) for rank in range(3)]
@@ -31,7 +31,7 @@ def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: 
         return [slow.rank for slow in reply.stragglers]
 
     assert told(0, 0.1, 0.1, 0.5) == [2]
-    series = 'backstay_straggler_delay_seconds{index="0",job="job",rank="2",role="parameter-server"} 0.4'
+    series = 'backstay_straggler_delay_seconds{index="0",job="job",rank="2",role="ParameterServer"} 0.4'
     assert series in generate_latest(metrics.registry).decode()
     assert told(5, 0.1, 0.1, 0.5) == [2]
     assert [record.getMessage() for record in caplog.records] == [

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
 
+from backstay_spec.types_status import Role
+
 from ._coordination import Outcome
 
 __all__ = ["HttpPort", "Metrics", "metric_names"]
@@ -32,7 +34,7 @@ STEP_PARTS: Final = ("batch_wait", "compute", "exchange")
 class Metrics:
     """The metrics of one pod; labels `job`, `role`, `index` are on all of them."""
 
-    def __init__(self, job: str, role: str, index: int) -> None:
+    def __init__(self, job: str, role: Role, index: int) -> None:
         self.registry = CollectorRegistry()
         self._who = (job, role, str(index))
         self.families: list[MetricWrapperBase] = []
@@ -129,7 +131,7 @@ class Metrics:
 
 def metric_names() -> frozenset[str]:
     """The names of all time series that training pods export, as a query writes them."""
-    metrics = Metrics("job", "role", 0)
+    metrics = Metrics("job", "Worker", 0)
     names: list[str] = []
     for family in metrics.families:
         base = next(iter(family.describe())).name

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from backstay_spec import contract
+from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults
 from ._batch_key import BatchKey
@@ -150,7 +151,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     _faults.install(environment, os.environ)
     stop = Stop()
     stop.install()
-    metrics = Metrics(environment.job, environment.role, environment.index)
+    metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
     _share_compilations()
     plan = script.plan(environment.config.shards)
     _LOG.debug("planned after %.2f s", time.monotonic() - began)
