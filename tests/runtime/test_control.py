@@ -254,6 +254,21 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server.close()
 
 
+def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
+    """It was only stopped, and its link is still open when it goes on: its gradients are not those of its successor."""
+    rules = Rules(mode="Sync", shards=2, steps=100)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    older, newer = Recorder(), Recorder()
+    driving.attach(1, older, 0, 0, incarnation=1)
+    driving.attach(1, newer, 0, 0, incarnation=2)
+    gradient = GradientId(term=1, version=0, rank=0, attempt=1)
+    message = ShardMessage(staged=Staged(id=gradient, info=GradientInfo(finite=True)))
+    driving.hear(1, older, message)
+    assert not list(driving._coordinator.open_gradients())
+    driving.hear(1, newer, message)
+    assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
+
+
 def test_a_shard_may_answer_from_inside_a_call() -> None:
     """Decisions keep their order, and nothing deadlocks, when a sink calls the coordinator back at once."""
     rules = Rules(mode="Sync", shards=1, steps=50)

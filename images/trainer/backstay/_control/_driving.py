@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, Staged, Written
+from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, ShardMessage, Staged, Written
 
 from .._coordination import (
     CheckpointFailed,
@@ -120,6 +120,32 @@ class Driving:
         with self._lock:
             state.coordinator = json.dumps(self._coordinator.state_at(state.version).to_json())
             state.start.CopyFrom(self._coordinator.start_of_term)
+
+    def hear(self, shard: int, sink: ServerSink, message: ShardMessage) -> None:
+        """What a shard's server says on its link. Nothing happens when another link has taken its place: a server that
+        was only stopped may still speak after the one that replaced it (T6)."""
+
+        def event(now: float) -> Sequence[Decision]:
+            if self._sinks.get(shard) is not sink:
+                return ()
+            coordinator = self._coordinator
+            match message.WhichOneof("kind"):
+                case "staged":
+                    return coordinator.staged(now, shard, message.staged)
+                case "lost":
+                    return coordinator.lost(now, shard, message.lost)
+                case "norm":
+                    return coordinator.norm(now, shard, message.norm)
+                case "written":
+                    return coordinator.written(now, shard, message.written)
+                case "applied":
+                    return coordinator.applied(now, shard, message.applied)
+                case "failed":
+                    return coordinator.failed(now, shard, message.failed)
+                case _:
+                    return ()
+
+        self._do(event)
 
     def detach(self, shard: int, sink: ServerSink) -> None:
         """The connection broke; nothing happens when another took its place."""

@@ -151,7 +151,7 @@ class _Service(ControlServicer):
     def __init__(self, host: Host, peers: Peers) -> None:
         self._host = host
         self._peers = peers
-        self.links: set[_RemoteSink] = set()
+        self.links: dict[_RemoteSink, int] = {}  # and their shards
         self.links_lock = threading.Lock()
 
     def become(self, host: Host) -> None:
@@ -255,7 +255,10 @@ class _Service(ControlServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
         sink = _RemoteSink()
         with self.links_lock:
-            self.links.add(sink)
+            for older, shard in self.links.items():
+                if shard == peer.index:
+                    older.end()
+            self.links[sink] = peer.index
         context.add_callback(sink.end)
         driving.attach(
             peer.index,
@@ -275,25 +278,13 @@ class _Service(ControlServicer):
         finally:
             driving.detach(peer.index, sink)
             with self.links_lock:
-                self.links.discard(sink)
+                self.links.pop(sink, None)
 
     @staticmethod
     def _listen(driving: Driving, shard: int, messages: Iterator[ShardMessage], sink: _RemoteSink) -> None:
         try:
             for message in messages:
-                match message.WhichOneof("kind"):
-                    case "staged":
-                        driving.staged(shard, message.staged)
-                    case "lost":
-                        driving.lost(shard, message.lost)
-                    case "norm":
-                        driving.norm(shard, message.norm)
-                    case "written":
-                        driving.written(shard, message.written)
-                    case "applied":
-                        driving.applied(shard, message.applied)
-                    case "failed":
-                        driving.failed(shard, message.failed)
+                driving.hear(shard, sink, message)
         except grpc.RpcError:
             pass  # the link broke: its shard links again
         finally:
