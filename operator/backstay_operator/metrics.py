@@ -115,6 +115,12 @@ class Metrics:
         self.job_redone = Gauge(
             "backstay_job_steps_redone", "Updates that were lost with a server and applied again.", by_job, registry=to
         )
+        self.job_standbys = Gauge(
+            "backstay_job_standbys_in_sync",
+            "Shards whose standby holds all that their server does; only of jobs with standbys.",
+            by_job,
+            registry=to,
+        )
         self.job_pods = Gauge(
             "backstay_job_pods",
             "Pods of a job by role; state is desired or ready.",
@@ -168,6 +174,13 @@ class Metrics:
         self.job_restarts.labels(namespace, job, role).set(restarts)
         self.job_disruptions.labels(namespace, job, role).set(lost)
 
+    def job_standbys_in_sync(self, namespace: str, job: str, count: int | None) -> None:
+        """How many of a job's shards would lose nothing with their server; None where it has no standbys."""
+        if count is None:
+            self._drop(self.job_standbys, namespace, job)
+        else:
+            self.job_standbys.labels(namespace, job).set(count)
+
     def job_stopped(self, namespace: str, job: str) -> None:
         """A job trains no longer: a rate that has ended must not be shown as if it went on."""
         self._drop(self.job_rate, namespace, job)
@@ -177,7 +190,7 @@ class Metrics:
         phase = self._phases.pop((namespace, job), None)
         if phase is not None:
             self.jobs.labels(phase).dec()
-        for gauge in (self.job_step, self.job_rate, self.job_loss, self.job_redone):
+        for gauge in (self.job_step, self.job_rate, self.job_loss, self.job_redone, self.job_standbys):
             self._drop(gauge, namespace, job)
         for role in self._roles.pop((namespace, job), set()):
             for state in ("desired", "ready"):

@@ -79,9 +79,9 @@ class Round:
 
 
 def combine(
-    replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, heard: Mapping[int, datetime] | None = None
+    replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, heard: Mapping[str, datetime] | None = None
 ) -> Progress | None:
-    """One round's answers as the planner wants them; `heard` is when each shard's server answered last.
+    """One round's answers as the planner wants them; `heard` is when each pod answered last, by its uid.
 
     What the whole job does is said by the coordinator (shard 0); that a worker is stalled, or has handed in a
     gradient, by any shard. None when no server answered.
@@ -116,6 +116,7 @@ def combine(
         taken=taken,
         reached=frozenset(replies),
         heard=heard or {},
+        in_sync={shard: reply.standby for shard, reply in sorted(replies.items()) if reply.standby},
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         **said,
@@ -126,7 +127,7 @@ def urgent(before: Progress | None, after: Progress) -> bool:
     """Does `after` say more than that training goes on: something to plan for now, and not in ten seconds?"""
     if before is None:
         return True
-    fields = ("reached", "term", "world", "stalled", "contributed", "checkpoint_error", "done")
+    fields = ("reached", "term", "world", "stalled", "contributed", "in_sync", "checkpoint_error", "done")
     return any(getattr(before, name) != getattr(after, name) for name in fields)
 
 
@@ -230,14 +231,11 @@ class Poller:
             await lines.pop(uid).channel.close(None)
             heard_at.pop(uid, None)
         answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
-        replies = {
-            server.shard: reply
-            for server, reply in zip(todo.servers, answers, strict=True)
-            if reply is not None and server.serves
-        }
+        answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
+        replies = {server.shard: reply for server, reply in answered if server.serves}
         now = self._now()
-        heard_at.update((server.pod_uid, now) for server in todo.servers if server.shard in replies)
-        heard = {server.shard: heard_at[server.pod_uid] for server in todo.servers if server.pod_uid in heard_at}
+        heard_at.update((server.pod_uid, now) for server, _ in answered)
+        heard = {server.pod_uid: heard_at[server.pod_uid] for server in todo.servers if server.pod_uid in heard_at}
         combined = combine(replies, now, heard)
         if combined is not None:
             self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)

@@ -247,6 +247,8 @@ class Reconciler:
         self._metrics.job_phase(*key, phase)
         if phase != "Running":
             self._metrics.job_stopped(*key)
+        if memory := self._memories.get(key):
+            self._metrics.job_standbys_in_sync(*key, _in_sync(job, memory.progress))
         for role, counts in (status.get("roles") or {}).items():
             self._metrics.job_role(
                 *key,
@@ -274,6 +276,15 @@ def _typed(job: Json, spec: TrainingJobSpec) -> TrainingJob:
 
 def _status(job: Json) -> TrainingJobStatus:
     return TrainingJobStatus.model_validate(job.get("status") or {})
+
+
+def _in_sync(job: Json, progress: Progress | None) -> int | None:
+    """How many shards would lose nothing with their server; None without standbys."""
+    active: Mapping[str, int] = (job.get("status") or {}).get("active") or {}
+    if not active or progress is None:
+        return None
+    serving = {shard: active.get(slot_key(contract.ROLE_SERVER, shard), 0) for shard in progress.in_sync}
+    return sum(1 for shard, standby in progress.in_sync.items() if standby > serving[shard])
 
 
 def _serves_anew(job: Json, status: Mapping[str, Any] | None) -> bool:

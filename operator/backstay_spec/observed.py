@@ -31,7 +31,8 @@ class Progress:
     Attributes:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
-        heard: shard -> when its server answered last, in this round or one before it.
+        heard: uid of a server's pod, a standby's too -> when it answered last, in this round or one before it.
+        in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.
@@ -43,7 +44,8 @@ class Progress:
 
     taken: datetime
     reached: frozenset[int] = frozenset()
-    heard: Mapping[int, datetime] = field(default_factory=dict)
+    heard: Mapping[str, datetime] = field(default_factory=dict)
+    in_sync: Mapping[int, int] = field(default_factory=dict)
     term: int | None = None
     step: int | None = None
     loss: float | None = None

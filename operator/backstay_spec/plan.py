@@ -7,7 +7,8 @@ goes in, `backstay_spec.actions` is what comes out and how to carry it out.
 The order of things in a job's life:
 
 1. Secret, NetworkPolicy and one Service a shard; their addresses go into the pods' environment.
-2. A pod for each place (`plan_slots`), replaced as it dies, until a server tells the outcome (`plan_end`).
+2. A pod for each place (`plan_slots`), replaced as it dies or succeeded by its standby (`plan_standbys`), until a
+   server tells the outcome (`plan_end`).
 3. Clean-up, and at last the job's own deletion.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
-from backstay_spec import contract, manifests, manifests_pod, names, status
+from backstay_spec import contract, manifests, manifests_pod, names, plan_standbys, status
 from backstay_spec.actions import (
     CreateNetworkPolicy,
     CreatePod,
@@ -34,17 +35,16 @@ from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings, Progress
 from backstay_spec.plan_draft import Draft
 from backstay_spec.plan_end import apply_active_deadline, apply_outcome, clean_up, suspend
-from backstay_spec.plan_pods import PodView, is_deleting, is_owned, own_pods
-from backstay_spec.plan_slots import (
+from backstay_spec.plan_places import (
     REFUSED_RETRY,
     Hindered,
-    Slots,
-    desired_slots,
+    Places,
     newest_pod,
     record_seen,
-    remove_superfluous,
     serving_incarnation,
 )
+from backstay_spec.plan_pods import PodView, is_deleting, is_owned, own_pods
+from backstay_spec.plan_slots import Slots, desired_slots, remove_superfluous
 from backstay_spec.quorum import quorum_of
 from backstay_spec.types import ObjectMeta, TrainingJob
 from backstay_spec.types_status import TrainingJobStatus
@@ -125,12 +125,13 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
     ]
     servers = [manifests.address(ip) for ip in addresses if ip is not None]
     can_create = observed.secret_ensured and len(servers) == shards
-    judged = Slots(draft, job, observed, can_create=can_create)
+    judged = Places(draft, job, observed, can_create=can_create)
+    judge = Slots(judged)
     wanted = set(slots)
-    for key in set(draft.backoff) - {slot.key for slot in slots}:
+    for key in set(draft.backoff) - {key for slot in slots for key in (slot.key, plan_standbys.backoff_key(slot))}:
         del draft.backoff[key]
     for slot in slots:
-        judged.judge(slot)
+        judge.judge(slot)
         if draft.finished():
             return
     _apply_pending_deadline(draft, job, judged.hindered)
@@ -160,6 +161,7 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
         _point_services(draft, job, services)
     remove_superfluous(draft, wanted, observed.progress)
     _describe_pods(draft, slots, judged, observed.progress, can_create=can_create)
+    plan_standbys.describe(judged)
 
 
 def _start(draft: Draft) -> None:
@@ -271,8 +273,10 @@ def _apply_pending_deadline(draft: Draft, job: TrainingJob, hindered: Sequence[H
     quorum = quorum_of(job.spec.update.backups, world) if job.spec.update.mode == "Sync" else 1
     missing = sum(1 for h in hindered if h.slot.role == contract.ROLE_WORKER)
     for h in hindered:
-        if h.slot.role == contract.ROLE_EVALUATOR or (
-            h.slot.role == contract.ROLE_WORKER and world - missing >= quorum
+        if (
+            h.standby
+            or h.slot.role == contract.ROLE_EVALUATOR
+            or (h.slot.role == contract.ROLE_WORKER and world - missing >= quorum)
         ):
             continue
         if draft.now >= h.since + limit:
@@ -307,7 +311,7 @@ def _describe_checkpoints(draft: Draft, job: TrainingJob, progress: Progress | N
 
 
 def _describe_pods(
-    draft: Draft, slots: Sequence[Slot], judged: Slots, progress: Progress | None, *, can_create: bool
+    draft: Draft, slots: Sequence[Slot], judged: Places, progress: Progress | None, *, can_create: bool
 ) -> None:
     """The conditions PodsCreated, PodsReady and Running."""
     newest = {slot: newest_pod(draft, slot) for slot in slots}
@@ -321,7 +325,7 @@ def _describe_pods(
         draft.condition(status.PODS_READY, True, "AllReady", message)
     elif obstacles:
         worst = obstacles[0]
-        text = f"{worst.slot.text}: {worst.obstacle.text}"
+        text = f"{worst.text}: {worst.obstacle.text}"
         if draft.condition(status.PODS_READY, False, worst.obstacle.blocked, f"{message}; {text}"):
             draft.events.append(warning(worst.obstacle.blocked, text))
     else:
@@ -347,7 +351,7 @@ def _describe_pods(
         draft.condition(status.RUNNING, False, status.REASON_PENDING, "no pod has started")
 
 
-def _describe_creation(draft: Draft, judged: Slots, newest: dict[Slot, PodView | None], *, can_create: bool) -> None:
+def _describe_creation(draft: Draft, judged: Places, newest: dict[Slot, PodView | None], *, can_create: bool) -> None:
     """PodsCreated is Unknown from the status that records a new incarnation until all are seen: an operator that finds
     it so, and a pod missing, cannot know that it ever was."""
     before = draft.conditions.get(status.PODS_CREATED)

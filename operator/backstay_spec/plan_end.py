@@ -11,8 +11,8 @@ from backstay_spec.causes import Outcome, outcome_of
 from backstay_spec.events import normal
 from backstay_spec.observed import Progress
 from backstay_spec.plan_draft import Draft, checkpoint_status
+from backstay_spec.plan_places import newest_pod
 from backstay_spec.plan_pods import PodView, gone_by
-from backstay_spec.plan_slots import newest_pod
 from backstay_spec.types import RunPolicy, TrainingJob
 
 # When the last step is stored the pods leave by themselves; deleting them at once would only spoil their last words.

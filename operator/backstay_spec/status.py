@@ -17,6 +17,7 @@ RUNNING: Final = "Running"
 PODS_CREATED: Final = "PodsCreated"
 PODS_READY: Final = "PodsReady"
 CHECKPOINTING: Final = "Checkpointing"
+STANDBYS_IN_SYNC: Final = "StandbysInSync"
 
 # Reasons of RUNNING=False that tell two phases apart.
 REASON_PENDING: Final = "PodsPending"

@@ -108,7 +108,7 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
         assert progress == Progress(
             taken=NOW,
             reached=frozenset({0, 1}),
-            heard={0: NOW, 1: NOW},
+            heard={"u0": NOW, "u1": NOW},
             term=2,
             step=7,
             loss=0.5,

@@ -13,10 +13,15 @@ SERVER = contract.ROLE_SERVER
 SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 1}}
 
 
+def answering(cluster):
+    """All servers answer now."""
+    return {pod["metadata"]["uid"]: cluster.now for name, pod in cluster.pods.items() if "-ps-" in name}
+
+
 @pytest.fixture
 def training(running):
     cluster = running(SPEC)
-    cluster.answer(step=7, reached=frozenset({0, 1}), heard={0: cluster.now, 1: cluster.now})
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
     cluster.settle()
     return cluster
 
@@ -27,7 +32,7 @@ def test_a_server_that_neither_kubelet_nor_operator_hears_is_killed_replaced_and
     heard = cluster.now
     cluster.tick(8)
     cluster.run(name, ready=False)
-    cluster.answer(step=7, reached=frozenset({0}), heard={0: cluster.now, 1: heard})
+    cluster.answer(step=7, reached=frozenset({0}), heard=answering(cluster) | {uid: heard})
     todo = cluster.plan()
     assert not [a for a in todo.actions if isinstance(a, DeletePod)]
     assert todo.requeue_after == timedelta(seconds=2)
@@ -45,7 +50,7 @@ def test_a_server_that_loads_is_not_ready_but_answers(training):
     cluster.run(name, ready=False)
     for _ in range(40):
         cluster.tick(5)
-        cluster.answer(step=7, reached=frozenset({0, 1}), heard={0: cluster.now, 1: cluster.now})
+        cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
         cluster.settle()
     assert cluster.named(SERVER, 1) == name
     assert not cluster.deaths
