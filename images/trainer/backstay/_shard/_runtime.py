@@ -42,6 +42,7 @@ from .._wire.seam import (
     block_nbytes,
 )
 from ..errors import Superseded
+from ._admission import Admission
 from ._published import Published, Waiter
 from ._replication import Prepared, Replica, Replication
 from ._staging import Gradient, Gradients, describe
@@ -88,9 +89,7 @@ class ShardRuntime:
         self._layout = layout
         self._shard = layout.shard
         self._sizes = block_nbytes(layout)
-        self._digest = digest
         self._coordination = coordination
-        self._incarnation = incarnation
         self._sync = mode == "Sync"
         self._hook = on_checkpoint
 
@@ -99,7 +98,7 @@ class ShardRuntime:
         self._work = threading.Condition(lock)  # the apply thread waits for it
         self._waiting: set[Waiter] = set()
         self._gradients = Gradients(BufferPool(self._sizes, [np.dtype(b.dtype) for b in layout.blocks]))
-        self._newest_peer: dict[str, int] = {}
+        self._admission = Admission(self._shard, incarnation, digest)
         # The state of a term; replaced as a whole by `reset`.
         self._term = 0
         self._engine: Engine | None = None
@@ -193,37 +192,20 @@ class ShardRuntime:
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
         with self._changed:
-            for name, incarnation in incarnations.items():
-                self._newest_peer[name] = max(incarnation, self._newest_peer.get(name, 0))
+            self._admission.fence(incarnations)
 
     def admit(self, hello: Hello) -> None:
         with self._changed:
             self._check_running()
-            if hello.shard != self._shard:
-                raise Refusal("FAILED_PRECONDITION", f"this is shard {self._shard}: shard {hello.shard} was meant")
-            if hello.expected_incarnation not in (0, self._incarnation):
-                raise Refusal(
-                    "FAILED_PRECONDITION",
-                    f"shard {self._shard} is served by incarnation {self._incarnation} here: "
-                    f"incarnation {hello.expected_incarnation} was meant",
-                )
-            if hello.partition_digest != self._digest:
-                raise Refusal(
-                    "INVALID_ARGUMENT",
-                    f"the partition differs: {hello.partition_digest.hex()[:16] or 'none'} there, "
-                    f"{self._digest.hex()[:16]} here; parameters, optimizer and number of shards must be the same in "
-                    "every pod",
-                )
+            self._admission.check_server(hello)
             self._check_term(hello.term)
-            self._check_peer(hello)
-            name = _name(hello)
-            self._newest_peer[name] = max(hello.peer.incarnation, self._newest_peer.get(name, 0))
+            self._admission.admit(hello)
 
     def begin(self, hello: Hello, push: GradientId, info: GradientInfo) -> Incoming:
         with self._changed:
             self._check_running()
             self._check_term(push.term)
-            self._check_peer(hello)
+            self._admission.check_peer(hello)
             peer = hello.peer
             if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
                 raise Refusal(
@@ -566,14 +548,6 @@ class ShardRuntime:
                 "FAILED_PRECONDITION", f"shard {self._shard} is in term {self._term}, not in term {term}: join again"
             )
 
-    def _check_peer(self, hello: Hello) -> None:
-        newest = self._newest_peer.get(_name(hello), 0)
-        if hello.peer.incarnation < newest:
-            raise Refusal(
-                "PERMISSION_DENIED",
-                f"{_name(hello)} of incarnation {hello.peer.incarnation} was replaced by incarnation {newest}",
-            )
-
     def _stop(self, why: Refusal) -> None:
         with self._changed:
             self._stop_locked(why)
@@ -585,10 +559,6 @@ class ShardRuntime:
             self._replication.stop()
         self._work.notify()
         self._changed.notify_all()
-
-
-def _name(hello: Hello) -> str:
-    return f"{hello.peer.role}-{hello.peer.index}"
 
 
 def _gradient(incoming: Incoming) -> Gradient:

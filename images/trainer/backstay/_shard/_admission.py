@@ -1,0 +1,74 @@
+"""Whose streams a shard takes: of workers that mean this server and its partition, and that nobody has replaced (T6).
+
+Not thread-safe; `ShardRuntime` calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backstay_rpc.control_pb2 import Hello
+
+from .._wire.seam import Refusal
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """The door of one shard's server."""
+
+    def __init__(self, shard: int, incarnation: int, digest: bytes) -> None:
+        """
+        Args:
+            incarnation: of this server.
+            digest: of the partition.
+        """
+        self._shard, self._incarnation, self._digest = shard, incarnation, digest
+        self._newest: dict[str, int] = {}
+
+    def fence(self, incarnations: Mapping[str, int]) -> None:
+        """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
+        for name, incarnation in incarnations.items():
+            self._newest[name] = max(incarnation, self._newest.get(name, 0))
+
+    def check_server(self, hello: Hello) -> None:
+        """
+        Raises:
+            Refusal: another server was meant, or the partition differs.
+        """
+        if hello.shard != self._shard:
+            raise Refusal("FAILED_PRECONDITION", f"this is shard {self._shard}: shard {hello.shard} was meant")
+        if hello.expected_incarnation not in (0, self._incarnation):
+            raise Refusal(
+                "FAILED_PRECONDITION",
+                f"shard {self._shard} is served by incarnation {self._incarnation} here: "
+                f"incarnation {hello.expected_incarnation} was meant",
+            )
+        if hello.partition_digest != self._digest:
+            raise Refusal(
+                "INVALID_ARGUMENT",
+                f"the partition differs: {hello.partition_digest.hex()[:16] or 'none'} there, "
+                f"{self._digest.hex()[:16]} here; parameters, optimizer and number of shards must be the same in "
+                "every pod",
+            )
+
+    def check_peer(self, hello: Hello) -> None:
+        """
+        Raises:
+            Refusal: the peer was replaced.
+        """
+        newest = self._newest.get(_name(hello), 0)
+        if hello.peer.incarnation < newest:
+            raise Refusal(
+                "PERMISSION_DENIED",
+                f"{_name(hello)} of incarnation {hello.peer.incarnation} was replaced by incarnation {newest}",
+            )
+
+    def admit(self, hello: Hello) -> None:
+        """Take it, and refuse its predecessors from now on. Raises as `check_peer`."""
+        self.check_peer(hello)
+        self.fence({_name(hello): hello.peer.incarnation})
+
+
+def _name(hello: Hello) -> str:
+    return f"{hello.peer.role}-{hello.peer.index}"
