@@ -80,7 +80,7 @@ class Replicated:
             incarnation=1,
             admitted=self._admit,
             let_go=lambda when, closed: None,
-            coordinator=lambda state: None,
+            coordinator=lambda state: True,
         )
         self.shard = ShardRuntime(
             layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", replication=self.replication

@@ -263,3 +263,15 @@ def test_a_stale_standby_is_not_guessed_about() -> None:
     assert resumed().hello(0.0, 1, 1, 3, incarnation=1, last=ahead) == [Restart(1)]
     far = Commit(term=1, version=4, world=1)
     assert resumed().hello(0.0, 1, 1, 5, incarnation=1, last=far) == [Restart(1)]
+
+
+def test_t8_a_standby_is_told_nothing_of_a_history_that_was_left() -> None:
+    """Its shard still stands at the end of the old term, while the coordinator has begun the next."""
+    rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
+    coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    known = coordinator.state_at(1, 0)
+    assert known == coordinator.state
+    assert known is not coordinator.state
+    coordinator.restart(0.0, CoordinatorState(term=2, version=0, world=1), "")
+    assert coordinator.state_at(1, 0) is None
+    assert coordinator.state_at(2, 5) is None

@@ -134,7 +134,7 @@ class Server:
                 incarnation=self.incarnation,
                 admitted=self._admit_replica,
                 let_go=self._let_go,
-                coordinator=self._driving.describe if self._driving is not None else lambda _: None,
+                coordinator=self._driving.describe if self._driving is not None else lambda _: True,
             )
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
@@ -187,11 +187,15 @@ class Server:
         """The standby was lost: go on alone once it is certain that it was not promoted. Called by the apply thread.
 
         The operator says so, as it is the only one who promotes. A process that died closes its connections, which one
-        that was promoted does not: so after that training goes on without the operator too.
+        that was promoted does not: so after that training goes on without the operator too. Nor does one that was
+        promoted dial again.
         """
+        assert self._replication is not None
         _LOG.warning("the standby is lost: asking whether it was promoted")
         while not self._closing and self._superseded is None:
             if self._told_active > when or (closed and time.monotonic() > when + _ALONE_SECONDS):
+                return
+            if self._replication.dialled:
                 return
             self._told.wait(0.2)
             self._told.clear()

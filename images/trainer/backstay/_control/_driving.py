@@ -115,11 +115,16 @@ class Driving:
         """A worker holds this."""
         self._do(lambda now: self._coordinator.told(now, term, version))
 
-    def describe(self, state: ReplicaState) -> None:
-        """Adds what a successor must know of this coordinator, as of the version of `state`."""
+    def describe(self, state: ReplicaState) -> bool:
+        """Adds what a successor must know of this coordinator, as of the version of `state`; False: it has left that
+        history, and the shard will hear of it."""
         with self._lock:
-            state.coordinator = json.dumps(self._coordinator.state_at(state.version).to_json())
+            own = self._coordinator.state_at(state.term, state.version)
+            if own is None:
+                return False
+            state.coordinator = json.dumps(own.to_json())
             state.start.CopyFrom(self._coordinator.start_of_term)
+            return True
 
     def hear(self, shard: int, sink: ServerSink, message: ShardMessage) -> None:
         """What a shard's server says on its link. Nothing happens when another link has taken its place: a server that

@@ -183,13 +183,12 @@ class Succession:
         """Gradients whose fate is open, for tests and reports."""
         return self._ledger.open()
 
-    def state_at(self, version: int) -> CoordinatorState:
-        """A copy of the state as of `version`, which some shard stands at.
-
-        Raises:
-            KeyError: it is older than every shard.
-        """
-        return (self.state if version == self.state.version else self._before[version]).copy()
+    def state_at(self, term: int, version: int) -> CoordinatorState | None:
+        """A copy of the state as of `version`, where some shard stands; None: the history has left it behind."""
+        if term != self.state.term:
+            return None
+        state = self.state if version == self.state.version else self._before.get(version)
+        return None if state is None else state.copy()
 
     @property
     def start_of_term(self) -> Rollback:

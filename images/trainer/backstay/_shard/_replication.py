@@ -51,11 +51,18 @@ _ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
 class Prepared:
     """The mean of the gradients that a decision names, ready to be applied."""
 
-    def __init__(self, version: int, contributions: Sequence[Contribution], blocks: Sequence[Any]) -> None:
-        """`blocks`: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet."""
+    def __init__(
+        self, version: int, contributions: Sequence[Contribution], blocks: Sequence[Any], *, borrowed: bool = False
+    ) -> None:
+        """
+        Args:
+            blocks: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet.
+            borrowed: their memory is a gradient's, and another one's once this is applied.
+        """
         self.version = version
         self.contributions = tuple(contributions)
         self._blocks = blocks
+        self._borrowed = borrowed
 
     @classmethod
     def of(
@@ -66,12 +73,18 @@ class Prepared:
             copy: whether it must outlive the gradients.
         """
         weights = [c.weight for c in request.contributions]
-        blocks: Sequence[Any]
         if weights == [1.0]:
-            blocks = [block.copy() for block in gradients[0]] if copy else gradients[0]
-        else:
-            blocks = engine.mean(gradients, weights=weights, divisor=len(weights))
-        return cls(request.version, request.contributions, blocks)
+            alone = cls(request.version, request.contributions, gradients[0], borrowed=True)
+            return alone.kept() if copy else alone
+        return cls(
+            request.version, request.contributions, engine.mean(gradients, weights=weights, divisor=len(weights))
+        )
+
+    def kept(self) -> Prepared:
+        """The same, in memory that is nobody else's: it may be sent after it is applied."""
+        if not self._borrowed:
+            return self
+        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks])
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         return version == self.version and self.contributions == tuple(contributions)
@@ -102,7 +115,7 @@ class Replica:
         self.incarnation = incarnation
         self.in_sync = False
         self._queue: deque[Item] = deque()
-        self._put = self._held = 0
+        self._put = self._held = self._sent = 0  # in things, in things, in frames
         self._changed = threading.Condition()
         self.ended_at: float | None = None
         self.closed_by_peer = False
@@ -122,9 +135,10 @@ class Replica:
                 due = number if self.in_sync else number - BACKLOG
                 if self.ended_at is not None or self._held >= due:
                     return self.ended_at is None
-                before = self._held
+                before = self._held, self._sent
+                # A state may take long to send: while it moves, the standby lives.
                 if not self._changed.wait_for(
-                    lambda: self.ended_at is not None or self._held > before,  # noqa: B023
+                    lambda: self.ended_at is not None or (self._held, self._sent) != before,  # noqa: B023
                     HELD_SECONDS,
                 ):
                     _LOG.warning(
@@ -155,6 +169,10 @@ class Replica:
                 else:
                     for frame, body in item():
                         stream.write(frame, body)
+                        if not self.in_sync:
+                            with self._changed:
+                                self._sent += 1
+                                self._changed.notify_all()
                 item, sent = None, item is not None  # it holds the mean
                 if not self._answered(stream):
                     return
@@ -190,7 +208,7 @@ class Replication:
         incarnation: int,
         admitted: Callable[[], None],
         let_go: Callable[[float, bool], None],
-        coordinator: Callable[[ReplicaState], None],
+        coordinator: Callable[[ReplicaState], bool],
     ) -> None:
         """
         Args:
@@ -199,7 +217,7 @@ class Replication:
             admitted: told that a standby waits to be filled (`joining`).
             let_go: ``let_go(when, closed)``: the standby was lost then. Returns when it is certain that it was not
                 promoted; raises when it was.
-            coordinator: adds what shard 0's standby must know of the coordinator.
+            coordinator: adds what shard 0's standby must know of the coordinator; False: that has left this state.
         """
         self._digest, self._incarnation = digest, incarnation
         self._admitted, self._let_go, self._coordinator = admitted, let_go, coordinator
@@ -229,11 +247,21 @@ class Replication:
         with self._lock:
             if self._stopped:
                 return
+            newest = max(other.incarnation for other in (self._joining, self._current, replica) if other is not None)
+            if replica.incarnation < newest:
+                stream.write(frames.refused(Refusal("PERMISSION_DENIED", f"incarnation {newest} has taken its place")))
+                return
             if self._joining is not None:
                 self._joining.end()
             self._joining = replica
         self._admitted()
         replica.run(stream)
+
+    @property
+    def dialled(self) -> bool:
+        """Whether a standby waits to be filled: neither it nor one before it was promoted when it dialled."""
+        joining = self._joining
+        return joining is not None and joining.ended_at is None
 
     def joining(self) -> Replica | None:
         """A standby to be filled now, told once."""
@@ -243,15 +271,16 @@ class Replication:
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Prepared | None) -> None:
         """From now on `replica` gets everything, beginning with the state as of now."""
-        before = self._current
+        before, self._current = self._current, None
         if before is not None:
-            before.end()
-            self._settle(before)
-        self._coordinator(state)
+            before.end()  # and nothing to settle: whoever dials was not promoted
+        if not self._coordinator(state):
+            replica.end()  # it dials again
+            return
         entries = snapshot.entries
         replica.put(lambda: _state_frames(state, entries))
         if prepared is not None:
-            replica.put(prepared.frames)
+            replica.put(prepared.kept().frames)
         self._current = replica
         _LOG.info("filling the standby (incarnation %d) from version %d", replica.incarnation, state.version)
 

@@ -1,0 +1,154 @@
+"""The active server's end of replication, with a standby that is a script: T3, T6, T8."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backstay._shard import _replication
+from backstay._shard._replication import HELD, Prepared, Replica, Replication
+from backstay._wire.frames import kind_of
+from backstay_rpc.control_pb2 import Contribution, Frame, GradientId, Hello, NormRequest, Peer, ReplicaState
+
+DIGEST = b"digest"
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Standby:
+    """A `FrameStream` whose other end answers `held`; it takes frames only while it may."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[Frame, bytes | None]] = []
+        self.may = threading.Semaphore(0)
+        self._answers: queue.SimpleQueue[tuple[Frame, None] | None] = queue.SimpleQueue()
+
+    def write(self, frame: Frame, body: Any = None) -> None:
+        self.may.acquire()
+        self.got.append((frame, None if body is None else bytes(body)))
+        if kind_of(frame) == "replica" and frame.replica.WhichOneof("kind") in ("whole", "commit", "alive"):
+            self._answers.put((HELD, None))
+
+    def read(self) -> tuple[Frame, None] | None:
+        return self._answers.get()
+
+    def end(self) -> None:
+        self._answers.put(None)
+        self.may.release(1000)
+
+
+def replication(coordinator: Callable[[ReplicaState], bool] = lambda state: True) -> Replication:
+    return Replication(
+        DIGEST, incarnation=1, admitted=lambda: None, let_go=lambda when, closed: None, coordinator=coordinator
+    )
+
+
+def dial(replication: Replication, stream: Standby, incarnation: int = 2) -> threading.Thread:
+    hello = Hello(peer=Peer(incarnation=incarnation), expected_incarnation=1, partition_digest=DIGEST)
+    thread = threading.Thread(target=replication.serve, args=(hello, stream), daemon=True)
+    thread.start()
+    return thread
+
+
+def joining(replication: Replication) -> Replica:
+    found: list[Replica] = []
+    until(lambda: found.extend(filter(None, [replication.joining()])) or found)
+    return found[0]
+
+
+def snapshot(*values: np.ndarray) -> Any:
+    return types.SimpleNamespace(
+        entries=[
+            types.SimpleNamespace(key=f"k{index}", start=0, stop=value.size, value=value)
+            for index, value in enumerate(values)
+        ]
+    )
+
+
+def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
+    """The mean of one gradient is that gradient's own memory, which the next one uses: the standby must not get that,
+    however long the state before it takes."""
+    request = NormRequest(version=3, contributions=[Contribution(id=GradientId(version=3), weight=1.0)])
+    memory = np.full(4, 7.0, np.float32)
+    prepared = Prepared.of(None, request, [[memory]], copy=False)  # type: ignore[arg-type]
+    active, stream = replication(), Standby()
+    thread = dial(active, stream)
+    active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), prepared)
+    memory[:] = 8.0  # applied, and used again
+    stream.may.release(5)
+    stream.may.release(5)
+    until(lambda: any(kind_of(frame) == "chunk" for frame, _ in stream.got))
+    sent = [body for frame, body in stream.got if kind_of(frame) == "chunk"]
+    assert np.frombuffer(sent[0], np.float32).tolist() == [7.0] * 4
+    active.stop()
+    stream.end()
+    thread.join()
+
+
+def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_still_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A state takes as long as it takes; only one that does not move at all is lost."""
+    waits: list[float] = []
+    active, stream = replication(), Standby()
+    thread = dial(active, stream)
+    replica = joining(active)
+    active.fill(replica, ReplicaState(version=3), snapshot(*[np.zeros(1, np.float32)] * 5), None)
+
+    def wait_for(what: Callable[[], bool], seconds: float | None = None) -> bool:
+        """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""
+        if seconds != _replication.HELD_SECONDS:
+            return real(what, seconds)
+        waits.append(seconds)
+        if len(waits) > 4:
+            return False
+        stream.may.release()
+        return real(what, 30)
+
+    real = replica._changed.wait_for
+    monkeypatch.setattr(replica._changed, "wait_for", wait_for)
+    for _ in range(_replication.BACKLOG):
+        number = replica.put(lambda: iter(()))
+    assert not replica.wait(number + 1)
+    assert len(waits) == 5, "four frames of the state came, and then none"
+    assert replica.ended_at is not None
+    stream.end()
+    thread.join()
+
+
+def test_t6_a_standby_that_was_replaced_is_refused() -> None:
+    """It was stopped and given up; its successor is filled; then it dials again."""
+    active, newer, older = replication(), Standby(), Standby()
+    newer.may.release(1000)
+    older.may.release(1000)
+    threads = [dial(active, newer, 3)]
+    active.fill(joining(active), ReplicaState(), snapshot(), None)
+    threads.append(dial(active, older, 2))
+    threads[1].join()
+    assert [frame.refused.code for frame, _ in older.got] == ["PERMISSION_DENIED"]
+    active.stop()
+    newer.end()
+    threads[0].join()
+
+
+def test_t8_a_standby_that_comes_while_the_job_goes_back_is_filled_afterwards() -> None:
+    """The coordinator is in the next term already, this shard is not yet: there is nothing to give it."""
+    active, stream = replication(lambda state: False), Standby()
+    stream.may.release(1000)
+    thread = dial(active, stream)
+    active.fill(joining(active), ReplicaState(term=1, version=8), snapshot(), None)
+    thread.join()
+    assert not stream.got, "it ends, and dials again"
+    assert active.standby == 0
