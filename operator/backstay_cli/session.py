@@ -14,12 +14,16 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from backstay_cli.kube import CRDS, Api, ApiError
 from backstay_spec.crd import build_crd
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
+RESTART_SECONDS = 1.0
+RESTARTS = 5
+"""How often in a row an operator that died is started again; one that has lived for a minute begins a new row."""
 
 
 class SessionError(Exception):
@@ -34,7 +38,7 @@ class Session:
         folder: holds everything: logs of all pods, volumes, the kubeconfig.
         kubeconfig: for kubectl and for `Api`.
         api: an open connection.
-        died: completes, with the name of what died, when the cluster or the operator ends by itself.
+        died: completes, with the name of what died, when the cluster ends by itself, or the operator again and again.
     """
 
     folder: Path
@@ -79,29 +83,17 @@ async def start_session(folder: Path, say: Callable[[str], None] = lambda stage:
         await _wait_until_served(api, cluster, folder / "cluster.log")
         await _apply_crd(api)
         say("starting the operator")
-        operator = await stack.enter_async_context(
-            _process(
-                "operator",
-                folder,
-                "backstay_operator",
-                "--kubeconfig",
-                str(kubeconfig),
-                "--key-file",
-                str(key),
-                "--bind",
-                "127.0.0.1",
-                "--metrics-port",
-                "0",
-                "--die-with-parent",
-            )
+        arguments = ["--kubeconfig", str(kubeconfig), "--key-file", str(key), "--bind", "127.0.0.1"]
+        operator = asyncio.create_task(
+            _keep("operator", folder, "backstay_operator", *arguments, "--metrics-port", "0", "--die-with-parent")
         )
-        died = asyncio.create_task(_first_death({"cluster": cluster, "operator": operator}))
+        stack.push_async_callback(_end, operator)
+        stack.callback(_wake, cluster)  # the operator says goodbye to it
+        died = asyncio.create_task(_first_death({"cluster": asyncio.create_task(cluster.wait()), "operator": operator}))
         try:
             yield Session(folder, kubeconfig, api, died)
         finally:
-            died.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await died
+            await _end(died)
 
 
 def _private(path: str, flags: int) -> int:
@@ -129,11 +121,37 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
         await asyncio.shield(_stop(process))
 
 
+async def _keep(name: str, folder: Path, module: str, *arguments: str) -> None:
+    """Run it, and again when it dies, as a Deployment would; returns when that does not help."""
+    loop = asyncio.get_running_loop()
+    deaths = 0
+    while deaths <= RESTARTS:
+        started = loop.time()
+        async with _process(name, folder, module, *arguments) as process:
+            await process.wait()
+        deaths = deaths + 1 if loop.time() - started < START_SECONDS else 1
+        await asyncio.sleep(RESTART_SECONDS)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _wake(process: asyncio.subprocess.Process) -> None:
+    """Somebody may have stopped it: then it does not hear what it is told."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+
+
 async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
+    _wake(process)
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await process.wait()
@@ -143,14 +161,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _first_death(processes: dict[str, asyncio.subprocess.Process]) -> str:
-    waiting = {asyncio.create_task(process.wait()): name for name, process in processes.items()}
+async def _first_death(lives: dict[str, asyncio.Task[Any]]) -> str:
     try:
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        return waiting[done.pop()]
+        done, _ = await asyncio.wait(lives.values(), return_when=asyncio.FIRST_COMPLETED)
+        return next(name for name, life in lives.items() if life in done)
     finally:
-        for task in waiting:
-            task.cancel()
+        lives["cluster"].cancel()
 
 
 def _tail(log: Path, lines: int = 12) -> str:
