@@ -131,6 +131,7 @@ class Outcome:
             will not have: its parameters are not theirs.
         reason, message: why it failed.
         step, checkpoint: what it reached, None or empty where it did not say.
+        loss: of the last update, None where it did not say.
         metrics: of the last evaluation, finite values only.
     """
 
@@ -139,6 +140,7 @@ class Outcome:
     message: str = ""
     step: int | None = None
     checkpoint: str = ""
+    loss: float | None = None
     metrics: Mapping[str, float] | None = None
 
     @property
@@ -184,6 +186,7 @@ def outcome_of(pod: Manifest) -> Outcome | None:
         message=_text(said.get("message")),
         step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
         checkpoint=_text(said.get("checkpoint")),
+        loss=finite(said).get("loss"),
         metrics=finite(metrics) if isinstance(metrics, dict) else None,
     )
 

@@ -10,7 +10,7 @@ from backstay_spec.actions import DeleteJob, DeletePod
 from backstay_spec.causes import Outcome, outcome_of
 from backstay_spec.events import normal
 from backstay_spec.observed import Progress
-from backstay_spec.plan_draft import Draft, checkpoint_status
+from backstay_spec.plan_draft import Draft, checkpoint_status, readable
 from backstay_spec.plan_places import newest_pod
 from backstay_spec.plan_pods import PodView, gone_by
 from backstay_spec.types import RunPolicy, TrainingJob
@@ -54,6 +54,8 @@ def _succeed(draft: Draft, outcome: Outcome) -> None:
         draft.fields["step"] = outcome.step
         if outcome.checkpoint:
             draft.fields["checkpoint"] = checkpoint_status(draft.old, outcome.step, outcome.checkpoint, draft.now)
+    if outcome.loss is not None:
+        draft.fields["loss"] = readable(outcome.loss, 6)
     if outcome.metrics:
         draft.fields["metrics"] = dict(outcome.metrics)
     stored = f", stored as {outcome.checkpoint}" if outcome.checkpoint else ""
