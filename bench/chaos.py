@@ -52,6 +52,7 @@ class Chaos:
         self.on, self.job = on, job
         self.rng = random.Random(seed)
         self.strikes: list[Strike] = []
+        self.beyond = 0  # strikes that left a shard no server: one standby cannot mend that
         self._later: set[asyncio.Task[None]] = set()
         # What shall be rare is there once, what happens every day is there more often.
         self._kinds: list[Callable[[], Awaitable[str]]] = [
@@ -146,7 +147,11 @@ class Chaos:
     async def kill_several(self) -> str:
         pods = sorted(self.job.processes())
         some = self.rng.sample(pods, min(len(pods), self.rng.randint(2, 4)))
-        return " ".join(pod for pod in some if self._signal(pod, signal.SIGKILL))
+        struck = {pod for pod in some if self._signal(pod, signal.SIGKILL)}
+        for shard in range(self.job.servers):
+            servers = {pod for pod in pods if f"-ps-{shard}-" in pod}
+            self.beyond += bool(servers) and servers <= struck
+        return " ".join(sorted(struck))
 
     async def kill_operator(self) -> str:
         operator = self.on.part("backstay_operator")
@@ -284,11 +289,14 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     print()
     row("gradients that are missing in the parameters (lost)", str(heard.lost), "0")
     row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
-    row("updates redone after going back to a checkpoint", str(redone_of(updates)), "0 with standbys")
+    rollbacks = int(status.get("term") or 1) - 1
+    row("times training went back to a checkpoint", str(rollbacks))
+    row("  of them after a shard's servers were all struck at once", str(min(chaos.beyond, rollbacks)))
+    row("  for any other reason", str(max(0, rollbacks - chaos.beyond)), "0 with standbys")
+    row("  updates redone after that", str(redone_of(updates)))
     pods = {role: f"{r.get('restarts', 0)} + {r.get('disruptions', 0)}" for role, r in status["roles"].items()}
     row("workers replaced: crashes + disruptions", pods.get("Worker", ""))
     row("servers replaced: crashes + disruptions", pods.get("ParameterServer", ""))
-    row("terms", str(status.get("term")))
     await job.delete()
     quiet = Job(on, f"quiet-{mode.lower()}", **shape)
     _, peaceful = await train(quiet, None, seconds, 0)
