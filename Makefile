@@ -33,7 +33,7 @@ generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds tha
 
 SECONDS_OF_CHAOS ?= 600
 SEED ?= 0
-STANDBYS ?= 0
+STANDBYS ?= 1
 
 bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minutes
 	$(BIN)/python bench/wire.py
