@@ -275,3 +275,18 @@ def test_t8_a_standby_is_told_nothing_of_a_history_that_was_left() -> None:
     coordinator.restart(0.0, CoordinatorState(term=2, version=0, world=1), "")
     assert coordinator.state_at(1, 0) is None
     assert coordinator.state_at(2, 5) is None
+
+
+def test_t6_a_checkpoint_further_on_than_what_a_standby_holds_is_gone_back_to() -> None:
+    """It was given up, and promoted all the same: what it holds is not the newest."""
+    rules = Rules(mode="Sync", shards=1, steps=STEPS, replicates=True, stores=True)
+    start = Rollback(term=1, version=0, world=1)
+
+    def resumed(at: tuple[int, int]) -> Coordinator:
+        state = CoordinatorState(term=1, version=2, world=1)
+        return Coordinator.resume(rules, state, start, last=None, prepared=(), checkpoint="c", checkpoint_at=at)
+
+    assert resumed((1, 2)).start(0.0) == []
+    assert resumed((0, 5)).start(0.0) == []
+    assert resumed((1, 3)).start(0.0) == [Restart(0)]
+    assert resumed((2, 0)).start(0.0) == [Restart(0)]

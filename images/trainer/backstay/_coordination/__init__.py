@@ -7,7 +7,8 @@ The vocabulary is that of `backstay_rpc.control_pb2`.
 
 from __future__ import annotations
 
-from ._coordinator import EVALUATION_SECONDS, STORING_SECONDS, Coordinator
+from ._conclusion import EVALUATION_SECONDS, STORING_SECONDS
+from ._coordinator import Coordinator
 from ._decisions import (
     CheckpointFailed,
     Counted,

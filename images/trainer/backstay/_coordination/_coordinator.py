@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
-    Done,
     GradientId,
     GradientInfo,
     Norm,
@@ -21,15 +20,14 @@ from backstay_rpc.control_pb2 import (
     Reject,
     RejectReason,
     Rollback,
-    Save,
     Staged,
     Written,
 )
 
 from . import _async, _sync
+from ._conclusion import STORING_SECONDS, Ending
 from ._decisions import (
     OUTCOME_OF,
-    CheckpointFailed,
     Counted,
     Decision,
     Finished,
@@ -39,21 +37,13 @@ from ._decisions import (
     WriteManifest,
 )
 from ._ledger import Ledger, identity
+from ._pending import Pending
 from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
-from ._succession import Ending, Pending, Succession, start_of
+from ._succession import Succession, start_of
 from ._world import change_world, next_world
 
-__all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Coordinator"]
-
-EVALUATION_SECONDS = 600.0
-"""How long a job waits for the evaluation of its last version."""
-
-STORING_SECONDS = 600.0
-"""How long a job tries to store its last version before it fails."""
-
-STORE_AGAIN_SECONDS = 30.0
-"""The longest pause between two of these tries; the first is 1 s."""
+__all__ = ["Coordinator"]
 
 
 class Coordinator(Succession):
@@ -100,6 +90,7 @@ class Coordinator(Succession):
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] | None = None  # taken over: what shard 0 holds of the next version
         self._before: dict[int, CoordinatorState] = {}  # with standbys: by version, from where some shard may stand
+        self._outrun = False  # taken over: the history had gone further than what was held
         if checkpoint:
             self.schedule.reset(now, state.version)
 
@@ -113,7 +104,7 @@ class Coordinator(Succession):
         last: Commit | None,
         prepared: Iterable[Contribution],
         checkpoint: str = "",
-        checkpoint_version: int = -1,
+        checkpoint_at: tuple[int, int] = (0, -1),
         wished_world: int | None = None,
         intervals: Intervals | None = None,
         now: float = 0.0,
@@ -125,10 +116,11 @@ class Coordinator(Succession):
             start: where the term began.
             last: the commit that made `state.version`, if one of this term did.
             prepared: the gradients whose mean shard 0 holds for `state.version`: what the commit after it may name.
-            checkpoint, checkpoint_version: the newest whole one.
+            checkpoint, checkpoint_at: the newest whole one that is known, and its (term, version).
         """
         new = cls(rules, state, checkpoint="", wished_world=wished_world, intervals=intervals, now=now)
-        new.checkpoint, new._checkpoint_version = checkpoint, checkpoint_version
+        new.checkpoint, new._checkpoint_version = checkpoint, checkpoint_at[1]
+        new._outrun = checkpoint_at > (state.term, state.version)
         new._start = start
         new._prepared = tuple(prepared)
         # Numbers of decisions that nobody else has given: the dead one's answers must not be taken for ours.
@@ -339,33 +331,9 @@ class Coordinator(Succession):
         # The ranks that stay may have handed in all that the update needs now.
         return self._advance(now) if smaller else []
 
-    def save(self, now: float) -> list[Decision]:
-        """Write what there is, now: a server was told to stop."""
-        version = self.state.version
-        if (
-            not self.rules.stores
-            or self.finished is not None
-            or self._restarting
-            or version in {self._start.version, self._checkpoint_version}
-            or self.schedule.in_flight(version)
-        ):
-            return []
-        self.schedule.begin(now, self.state.term, version, self.state.copy().to_json())
-        if self._pending:  # the commit that makes this version has not gone out: it carries the wish
-            self._pending[-1].commit.checkpoint = True
-            return []
-        return [Send(None, Save(term=self.state.term, version=version))]
-
-    def fail(self, reason: str, why: str) -> list[Decision]:
-        """The job fails, once."""
-        if self.finished is not None:
-            return []
-        self.finished = Finished(self.state.version, reason, why)
-        return [Send(None, self._done()), self.finished]
-
     def start(self, now: float) -> list[Decision]:
         """Call once, before anything else: a history that starts at its end is over."""
-        return self._end_if_over(now)
+        return self._lost(0) if self._outrun else self._end_if_over(now)
 
     def tick(self, now: float) -> list[Decision]:
         """Deadlines: call it once a second or so (T8)."""
@@ -375,11 +343,6 @@ class Coordinator(Succession):
         return [*out, *self._end_if_over(now)]
 
     # ---- Decisions ----
-
-    @property
-    def over(self) -> bool:
-        """The last version is decided."""
-        return self.state.version >= self.rules.steps
 
     def _judge(self, gradient: GradientId) -> RejectReason:
         if gradient.term != self.state.term:
@@ -554,47 +517,3 @@ class Coordinator(Succession):
     def _replayable(self, version: int) -> bool:
         first = self._commits[0].version if self._commits else self.state.version - len(self._pending)
         return first <= version <= self.state.version
-
-    # ---- The end ----
-
-    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
-        self.schedule.end(version, whole=False)
-        if self._ending is not None and version == self.state.version:
-            self._ending.pause = min(2 * self._ending.pause, STORE_AGAIN_SECONDS)
-            self._ending.store_again_at = now + self._ending.pause
-            self._ending.error = error
-            error = f"{error}; it is the last version: the job fails unless it is stored within {STORING_SECONDS:.0f} s"
-        return [CheckpointFailed(version, error), *self._end_if_over(now)]
-
-    def _end_if_over(self, now: float) -> list[Decision]:
-        if self.finished is not None or not self.over or self._pending:
-            return []
-        if self._ending is None:
-            # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
-            self._ending = Ending(now, stored=True, evaluated=True)
-        ending = self._ending
-        out: list[Decision] = []
-        if not ending.stored and self._checkpoint_version >= self.state.version:
-            ending.stored = True
-            ending.began = now
-        if not ending.stored:
-            if now - ending.began >= STORING_SECONDS:
-                why = ending.error or "its shards did not answer in time"
-                return self.fail("CheckpointFailed", f"the last version could not be stored: {why}")
-            if ending.store_again_at is not None and now >= ending.store_again_at:
-                ending.store_again_at = None
-                out += self.save(now)
-            return out
-        if not ending.evaluated and now - ending.began < EVALUATION_SECONDS:
-            return out
-        self.finished = Finished(self.state.version)
-        return [*out, Send(None, self._done()), self.finished]
-
-    def _done(self) -> Done:
-        finished = self.finished
-        assert finished is not None
-        failed = finished.why or finished.reason
-        return Done(version=finished.version, checkpoint=self.checkpoint, failed=failed, reason=finished.reason)
-
-    def _farewell(self, shard: int) -> list[Decision]:
-        return [] if self.finished is None else [Send(shard, self._done())]

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
     GradientId,
-    GradientInfo,
     Reject,
     RejectReason,
     Rollback,
@@ -23,37 +21,12 @@ from backstay_rpc.control_pb2 import (
     Staged,
 )
 
-from ._decisions import Counted, Decision, Finished, Restart, Send
+from ._conclusion import Conclusion, Ending
+from ._decisions import Decision, Restart, Send
 from ._ledger import Ledger, identity, sent
-from ._schedule import Schedule
-from ._state import CoordinatorState, Rules, after
+from ._state import CoordinatorState, after
 
-__all__ = ["Ending", "Pending", "Succession", "start_of"]
-
-
-@dataclass
-class Pending:
-    """A commit that is decided and waits for norms."""
-
-    commit: Commit
-    infos: tuple[GradientInfo, ...]
-    norms: dict[int, float] = field(default_factory=dict)
-    needs_norm: bool = False
-    round: int = 0
-    before: CoordinatorState | None = None  # with standbys: what taking it back restores
-    counted: tuple[Counted, ...] = ()  # told once it is certain
-
-
-@dataclass
-class Ending:
-    """The last version is decided: what is still waited for."""
-
-    began: float
-    stored: bool
-    evaluated: bool
-    store_again_at: float | None = None
-    pause: float = 0.5
-    error: str = ""
+__all__ = ["Succession", "start_of"]
 
 
 def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
@@ -62,19 +35,11 @@ def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
     )
 
 
-class Succession:
+class Succession(Conclusion):
     """See the module; the attributes are `Coordinator`'s."""
 
-    rules: Rules
-    state: CoordinatorState
-    schedule: Schedule
-    finished: Finished | None
-    _start: Rollback
-    _pending: deque[Pending]
     _commits: deque[Commit]
     _used: dict[tuple[int, ...], int]
-    _restarting: bool
-    _ending: Ending | None
     _prepared: tuple[Contribution, ...] | None
     _before: dict[int, CoordinatorState]
     _ledger: Ledger
@@ -84,9 +49,6 @@ class Succession:
         raise NotImplementedError
 
     def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
-        raise NotImplementedError
-
-    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
         raise NotImplementedError
 
     def _lost(self, shard: int) -> list[Decision]:

@@ -1,0 +1,125 @@
+"""How a job ends: its last version is stored and evaluated, or it fails; and what becomes of checkpoints on the way.
+
+A part of `Coordinator`, cut off to be read alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from backstay_rpc.control_pb2 import Done, Rollback, Save
+
+from ._decisions import CheckpointFailed, Decision, Finished, Send
+from ._pending import Pending
+from ._schedule import Schedule
+from ._state import CoordinatorState, Rules
+
+__all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Conclusion", "Ending"]
+
+EVALUATION_SECONDS = 600.0
+"""How long a job waits for the evaluation of its last version."""
+
+STORING_SECONDS = 600.0
+"""How long a job tries to store its last version before it fails."""
+
+STORE_AGAIN_SECONDS = 30.0
+"""The longest pause between two of these tries; the first is 1 s."""
+
+
+@dataclass
+class Ending:
+    """The last version is decided: what is still waited for."""
+
+    began: float
+    stored: bool
+    evaluated: bool
+    store_again_at: float | None = None
+    pause: float = 0.5
+    error: str = ""
+
+
+class Conclusion:
+    """See the module; the attributes are `Coordinator`'s."""
+
+    rules: Rules
+    state: CoordinatorState
+    schedule: Schedule
+    checkpoint: str
+    finished: Finished | None
+    _start: Rollback
+    _pending: deque[Pending]
+    _restarting: bool
+    _ending: Ending | None
+    _checkpoint_version: int
+
+    @property
+    def over(self) -> bool:
+        """The last version is decided."""
+        return self.state.version >= self.rules.steps
+
+    def save(self, now: float) -> list[Decision]:
+        """Write what there is, now: a server was told to stop."""
+        version = self.state.version
+        if (
+            not self.rules.stores
+            or self.finished is not None
+            or self._restarting
+            or version in {self._start.version, self._checkpoint_version}
+            or self.schedule.in_flight(version)
+        ):
+            return []
+        self.schedule.begin(now, self.state.term, version, self.state.copy().to_json())
+        if self._pending:  # the commit that makes this version has not gone out: it carries the wish
+            self._pending[-1].commit.checkpoint = True
+            return []
+        return [Send(None, Save(term=self.state.term, version=version))]
+
+    def fail(self, reason: str, why: str) -> list[Decision]:
+        """The job fails, once."""
+        if self.finished is not None:
+            return []
+        self.finished = Finished(self.state.version, reason, why)
+        return [Send(None, self._done()), self.finished]
+
+    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
+        self.schedule.end(version, whole=False)
+        if self._ending is not None and version == self.state.version:
+            self._ending.pause = min(2 * self._ending.pause, STORE_AGAIN_SECONDS)
+            self._ending.store_again_at = now + self._ending.pause
+            self._ending.error = error
+            error = f"{error}; it is the last version: the job fails unless it is stored within {STORING_SECONDS:.0f} s"
+        return [CheckpointFailed(version, error), *self._end_if_over(now)]
+
+    def _end_if_over(self, now: float) -> list[Decision]:
+        if self.finished is not None or not self.over or self._pending:
+            return []
+        if self._ending is None:
+            # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
+            self._ending = Ending(now, stored=True, evaluated=True)
+        ending = self._ending
+        out: list[Decision] = []
+        if not ending.stored and self._checkpoint_version >= self.state.version:
+            ending.stored = True
+            ending.began = now
+        if not ending.stored:
+            if now - ending.began >= STORING_SECONDS:
+                why = ending.error or "its shards did not answer in time"
+                return self.fail("CheckpointFailed", f"the last version could not be stored: {why}")
+            if ending.store_again_at is not None and now >= ending.store_again_at:
+                ending.store_again_at = None
+                out += self.save(now)
+            return out
+        if not ending.evaluated and now - ending.began < EVALUATION_SECONDS:
+            return out
+        self.finished = Finished(self.state.version)
+        return [*out, Send(None, self._done()), self.finished]
+
+    def _done(self) -> Done:
+        finished = self.finished
+        assert finished is not None
+        failed = finished.why or finished.reason
+        return Done(version=finished.version, checkpoint=self.checkpoint, failed=failed, reason=finished.reason)
+
+    def _farewell(self, shard: int) -> list[Decision]:
+        return [] if self.finished is None else [Send(shard, self._done())]
