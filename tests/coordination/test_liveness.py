@@ -85,3 +85,22 @@ def test_the_rate_is_that_of_the_window_and_falls_when_nothing_happens() -> None
         rate.add(second, 5)
     assert rate.per_second(100) == pytest.approx(5)
     assert rate.per_second(200) < 1
+
+
+def test_the_silence_of_a_process_that_was_stopped_is_its_own() -> None:
+    """A server that was stopped, or starved, could hear nobody: no worker is replaced for that."""
+    live = Liveness("Sync")
+    for rank in range(2):
+        live.joined(0, worker(rank))
+        live.beat(0, worker(rank), TRAINING, 0)
+    live.moved(0, 1)
+    for now in range(10):
+        live.tick(now)
+        live.beat(now, worker(0), TRAINING, 0)
+    assert [peer.index for peer in live.lost(10)] == [1], "the process ran all the time: this silence is rank 1's"
+    assert live.live(60, "worker") == 2, "it stood still from 9 to 60: that is nobody's silence"
+    assert [stalled.rank for stalled in live.stalled(61, 30, 2)] == [1]
+    live.tick(61)
+    for now in range(62, 72):
+        live.tick(now)
+    assert [stalled.rank for stalled in live.stalled(72, 300, 2)] == [0, 1]

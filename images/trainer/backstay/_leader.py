@@ -134,13 +134,13 @@ class Leader:
 
     # ---- Told and asked ----
 
-    def start(self, state: CoordinatorState, checkpoint: str) -> None:
-        """Where the history begins."""
+    def start(self, state: CoordinatorState, checkpoint: str, checkpoint_step: int) -> None:
+        """Where the history begins, and the newest checkpoint then."""
         self._step = state.version
         self._metrics.term.set(state.term)
         if checkpoint:
             with self._lock:
-                self._checkpoint = CheckpointReport(uri=checkpoint, step=state.version, term=state.term)
+                self._checkpoint = CheckpointReport(uri=checkpoint, step=checkpoint_step, term=state.term)
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         """What an evaluator, or worker 0, found."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from backstay_rpc.control_pb2 import Written
+from backstay_rpc.control_pb2 import Norm, Written
 
+from . import _faults
 from ._coordination.seam import Coordination
 
 __all__ = ["Applies", "Timed", "Watched"]
@@ -19,16 +20,21 @@ class Applies(Protocol):
 
 
 class Timed:
-    """Passes on what the shard says, and notes when updates were applied."""
+    """Passes on what the shard says, and notes when updates were applied. Where a fault can strike before the
+    coordinator hears of it."""
 
     def __init__(self, coordination: Coordination, server: Applies) -> None:
         self._server = server
         self.staged = coordination.staged
         self.lost = coordination.lost
-        self.norm = coordination.norm
         self.written = coordination.written
         self.failed = coordination.failed
+        self._norm = coordination.norm
         self._applied = coordination.applied
+
+    def norm(self, shard: int, norm: Norm) -> None:
+        _faults.reach("norm", norm.version)
+        self._norm(shard, norm)
 
     def applied(self, shard: int, version: int) -> None:
         self._server.applied(version)

@@ -31,11 +31,12 @@ from backstay_spec.quorum import quorum_of
 from . import _faults
 from ._checkpoint._store import CheckpointStore
 from ._control import ControlClient, ControlServer, Driving, Link, Peers
-from ._coordination import Coordinator, Intervals, Liveness, Rules
+from ._coordination import Intervals, Liveness
 from ._coordination.seam import Coordination
 from ._engine import ShardEngine
 from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, write_termination
+from ._history import begin_history
 from ._leader import Leader
 from ._metrics import HttpPort, Metrics
 from ._relays import Timed, Watched
@@ -44,7 +45,7 @@ from ._shard import ShardRuntime
 from ._shard._follower import Held
 from ._shard._replication import Replication
 from ._standby import Inherited
-from ._storing import CheckpointWriter, ManifestStorage, NoStorage, restore
+from ._storing import CheckpointWriter, restore
 from ._wire.server import DataServer
 from .errors import CheckpointError, JobFailed, Superseded
 
@@ -111,7 +112,16 @@ class Server:
         self._link: Link | None = None
         if self.shard == 0:
             self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every)
-            self._driving = self._new_driving(self._leader, store, held)
+            self._driving, self._already_complete = begin_history(
+                environment,
+                script,
+                plan,
+                self._leader,
+                store,
+                held,
+                keep=lambda: self._keep,
+                world=lambda: self._wished_world,
+            )
             coordination: Coordination = self._driving
         else:
             self._link = Link(environment.servers[0], environment.token, self._peer, self, config.mode)
@@ -201,74 +211,6 @@ class Server:
             self._told.clear()
         raise Superseded("PERMISSION_DENIED", f"another incarnation serves shard {self.shard} now")
 
-    def _new_driving(self, leader: Leader, store: CheckpointStore | None, held: Held | None) -> Driving:
-        """
-        Raises:
-            CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
-        """
-        config, script = self._env.config, self._script
-        storage: ManifestStorage | NoStorage
-        if store is None:
-            storage = NoStorage(lambda: self._wished_world)
-        else:
-            storage = ManifestStorage(
-                store,
-                self._plan.partition,
-                self._plan.rule,
-                job=self._env.job,
-                incarnation=self.incarnation,
-                steps=script.steps,
-                keep=lambda: self._keep,
-                world=lambda: self._wished_world,
-                metrics=leader.evaluation,
-            )
-        successor = held is not None and held.coordinator is not None and held.start is not None
-        state, checkpoint = storage.newest(0)
-        if checkpoint and not successor:
-            _LOG.info("starting at step %d from %s", state.version, checkpoint)
-        self._already_complete = not successor and bool(checkpoint) and state.version >= script.steps
-        rules = Rules(
-            mode=config.mode,
-            shards=config.shards,
-            steps=script.steps,
-            backups=config.backups,
-            max_non_finite=config.max_non_finite,
-            max_staleness=config.max_staleness,
-            staleness_damping=config.staleness_damping,
-            clip_norm=script.clip_norm,
-            stores=store is not None,
-            evaluates=script.evaluate is not None,
-            replicates=config.standbys > 0,
-        )
-        intervals = Intervals()
-        if config.checkpoint is not None:
-            intervals = Intervals(config.checkpoint.every_steps, config.checkpoint.every_seconds)
-        if held is not None and held.coordinator is not None and held.start is not None:
-            leader.start(held.coordinator, checkpoint)
-            successor_of = Coordinator.resume(
-                rules,
-                held.coordinator,
-                held.start,
-                last=held.last,
-                prepared=() if held.prepared is None else held.prepared.contributions,
-                checkpoint=checkpoint,
-                checkpoint_version=state.version if checkpoint else -1,
-                wished_world=held.coordinator.world,
-                intervals=intervals,
-                now=time.monotonic(),
-            )
-            return Driving(successor_of, storage, leader)
-        leader.start(state, checkpoint)
-        coordinator = Coordinator(
-            rules,
-            state,
-            checkpoint=checkpoint,
-            wished_world=self._wished_world,
-            intervals=intervals,
-            now=time.monotonic(),
-        )
-        return Driving(coordinator, storage, leader)
-
     # ---- The life of the process ----
 
     def run(self) -> int:
@@ -296,7 +238,9 @@ class Server:
                     raise self._link.refused
                 self._metrics.version.set(self._runtime.version)
                 with self._lock:
-                    live = self._liveness.live(time.monotonic(), contract.ROLE_WORKER)
+                    now = time.monotonic()
+                    self._liveness.tick(now)
+                    live = self._liveness.live(now, contract.ROLE_WORKER)
                 self._metrics.live_workers.set(live)
                 if self._done is not None:
                     return self._end(self._done)
@@ -331,6 +275,7 @@ class Server:
     def _end(self, done: Done) -> int:
         if not done.failed and not self._already_complete:
             self._wait_applied(done)
+        _faults.reach("done", done.version)
         # A failure is any server's to tell: the operator may see another one's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
@@ -419,7 +364,13 @@ class Server:
 
     def _load(self, rollback: Rollback) -> None:
         plan, config = self._plan, self._env.config
-        if rollback.term <= self._term:
+        if rollback.term < self._term:
+            return
+        if rollback.term == self._term:
+            # The coordinator told it again, because the link broke before it had heard that this shard stands there.
+            if self._link is not None:
+                self._link.started(rollback.term, self._runtime.version)
+            self._ready = True
             return
         if rollback.checkpoint:
             uri = rollback.checkpoint

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backstay_rpc.control_pb2 import File, Range, Written
 
+from . import _faults
 from ._checkpoint._manifest import FileInfo, FileRange, Manifest, ManifestLeaf, order_of_manifest
 from ._checkpoint._reader import Reader
 from ._checkpoint._store import CheckpointStore, Entry
@@ -29,6 +30,9 @@ __all__ = ["CheckpointWriter", "ManifestStorage", "NoStorage", "restore"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+KNOWN_SECONDS = 2.0
+"""How long a server that takes over waits to hear which checkpoint is the newest."""
 
 READ_SECONDS = 60.0
 """How long a storage that errs is asked again. After that the process ends, and its replacement asks anew."""
@@ -145,11 +149,31 @@ class ManifestStorage:
             unix_seconds=time.time(),
         )
         self._store.write_manifest(manifest)
+        _faults.reach("manifest", manifest.version)
         try:
             self._store.prune(keep=self._keep(), term=order.term)
         except CheckpointError as error:
             _LOG.warning("old checkpoints could not be deleted: %s", error)
         return f"{self._store.uri.rstrip('/')}/{manifest.name}"
+
+    def known(self) -> tuple[str, tuple[int, int]]:
+        """The newest checkpoint as far as names and sizes tell, and its (term, version); ('', (0, -1)) when there is
+        none, or when the storage does not answer at once: whoever goes on from memory does not wait for it."""
+        found: list[Manifest | None] = []
+
+        def look() -> None:
+            try:
+                found.append(self._store.newest(verify=False).manifest)
+            except CheckpointError as error:
+                _LOG.warning("the newest checkpoint is not known: %s", error)
+
+        thread = threading.Thread(target=look, name="backstay-newest", daemon=True)
+        thread.start()
+        thread.join(KNOWN_SECONDS)
+        manifest = found[0] if found else None
+        if manifest is None:
+            return "", (0, -1)
+        return f"{self._store.uri.rstrip('/')}/{manifest.name}", manifest.order[:2]
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
         """See `Storage.newest`."""
@@ -179,6 +203,10 @@ class NoStorage:
 
     def write_manifest(self, order: WriteManifest) -> str:
         raise CheckpointError(f"version {order.version} cannot be stored: the job has no checkpoint")
+
+    def known(self) -> tuple[str, tuple[int, int]]:
+        """See `ManifestStorage.known`."""
+        return "", (0, -1)
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
         """See `Storage.newest`."""

@@ -21,6 +21,9 @@ SILENT_SECONDS = 10.0
 COMPILE_SECONDS = 1800.0
 """A worker that starts or compiles for longer than this (and `stallSeconds`) is stalled."""
 
+STOOD_STILL_SECONDS = 4.0
+"""After so long without a `tick` this process stood still itself, and could not have heard anybody."""
+
 _PREPARING = {STARTING, COMPILING}
 _SAMPLES = 16
 _MEDIANS = 20
@@ -48,9 +51,29 @@ class Liveness:
         self._members: dict[tuple[str, int], _Member] = {}
         self._version = 0
         self._version_since = 0.0
+        self._ticked: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Call it once a second or so, if at all: it tells a process that was stopped that the silence was its own."""
+        self._wake(now)
+        self._ticked = now
+
+    def _wake(self, now: float) -> None:
+        if self._ticked is None or (still := now - self._ticked) < STOOD_STILL_SECONDS:
+            return
+        self._ticked = now
+        self._version_since += still
+        for member in self._members.values():
+            member.joined += still
+            member.beat += still
+            member.activity_since += still
+            member.ready_since += still
+            if member.handed_in is not None:
+                member.handed_in += still
 
     def joined(self, now: float, peer: Peer) -> None:
         """A peer introduced itself (again)."""
+        self._wake(now)
         key = peer.role, peer.index
         old = self._members.get(key)
         if old is not None and old.peer.incarnation == peer.incarnation:
@@ -60,6 +83,7 @@ class Liveness:
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
         """A heartbeat. One of a peer that did not join counts for nothing."""
+        self._wake(now)
         member = self._member(peer)
         if member is None:
             return
@@ -78,10 +102,12 @@ class Liveness:
 
     def moved(self, now: float, version: int) -> None:
         """An update was decided: from now on workers of a Sync job owe the next gradient."""
+        self._wake(now)
         self._version, self._version_since = version, now
 
     def handed_in(self, now: float, rank: int, incarnation: int, version: int) -> None:
         """A gradient came in."""
+        self._wake(now)
         member = self._members.get(("worker", rank))
         if member is None or member.peer.incarnation != incarnation:
             return
@@ -92,6 +118,7 @@ class Liveness:
 
     def stalled(self, now: float, stall_seconds: float, world: int) -> list[Stalled]:
         """Workers of the world that hang."""
+        self._wake(now)
         found = []
         for (role, index), member in sorted(self._members.items()):
             if role != "worker" or index >= world:
@@ -103,6 +130,7 @@ class Liveness:
 
     def stragglers(self, now: float, world: int) -> list[Straggler]:
         """Living workers of the world whose gradient takes half again as long as the median of the others'."""
+        self._wake(now)
         times = {
             index: median(member.step_seconds)
             for (role, index), member in self._members.items()
@@ -120,10 +148,12 @@ class Liveness:
 
     def lost(self, now: float) -> list[Peer]:
         """Peers that did not leave and have been silent."""
+        self._wake(now)
         return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= SILENT_SECONDS]
 
     def live(self, now: float, role: str) -> int:
         """How many of a role live."""
+        self._wake(now)
         return sum(
             member_role == role and now - member.beat < SILENT_SECONDS
             for (member_role, _), member in self._members.items()

@@ -26,7 +26,7 @@ _ROLES: Final = {
 }
 POINTS: Final = {
     contract.ROLE_WORKER: ("compute", "push"),
-    contract.ROLE_SERVER: ("applied", "commit", "rename"),
+    contract.ROLE_SERVER: ("applied", "commit", "norm", "rename", "manifest", "done", "state", "follow"),
     contract.ROLE_EVALUATOR: ("evaluate",),
 }
 """Where a fault can strike, by role; the first is the default."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from backstay_rpc.control_pb2 import Commit, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
+from .. import _faults
 from .._coordination import CoordinatorState, after
 from .._engine import ShardEngine, array_specs
 from .._wire.frames import Cover, kind_of
@@ -105,6 +106,8 @@ class Follower:
                 if self._taken:
                     return
                 change()
+            if kind in ("state", "commit") and self._held is not None:
+                _faults.reach("state" if kind == "state" else "follow", self._held.engine.version)
             stream.write(HELD)
             if then is not None:
                 then()
