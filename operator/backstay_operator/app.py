@@ -108,6 +108,7 @@ class App:
             sink=self.cluster.event,
             indexed=self.cluster.attach,
             lease=self._leader.saw,
+            me=self._leader.me,
         )
         self._health = Health(self.metrics, self.alive, self.ready)
         self._watching = False

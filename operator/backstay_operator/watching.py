@@ -52,6 +52,7 @@ class Watch:
         sink: is told of each event, after the indexes know of it and not before all first lists are in.
         indexed: is given the index of each resource when Kopf starts.
         lease: is told of the operator's Lease.
+        me: this process. Kopf would else ask for the user's name, and the user of a pod often has none.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Watch:
         sink: Sink,
         indexed: Callable[[Resource, Mapping[JobKey, Iterable[Seen[Any]]]], None],
         lease: Callable[[Mapping[str, Any]], None],
+        me: str,
     ) -> None:
         self._kubeconfig = kubeconfig
         self._namespace = namespace
@@ -70,6 +72,7 @@ class Watch:
         self._sink = sink
         self._indexed = indexed
         self._lease = lease
+        self._me: Any = me
         self._stop = asyncio.Event()
         self.started = asyncio.Event()
 
@@ -83,6 +86,7 @@ class Watch:
             registry=self._registry(),
             settings=kopf_settings(),
             standalone=True,
+            identity=self._me,
             clusterwide=self._namespace is None,
             namespaces=() if self._namespace is None else (self._namespace,),
             stop_flag=self._stop,

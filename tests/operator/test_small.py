@@ -21,6 +21,7 @@ from backstay_operator.logs import JsonFormatter
 from backstay_operator.merge import merge_patch
 from backstay_operator.metrics import Metrics, metric_names
 from backstay_operator.settings import Patience, kopf_settings
+from backstay_operator.watching import Watch
 
 json_values = st.recursive(
     st.booleans() | st.integers(-3, 3) | st.text(max_size=2),
@@ -85,6 +86,21 @@ def test_kopf_writes_nothing_and_keeps_any_state_under_our_own_prefix() -> None:
     assert settings.watching.inactivity_timeout
     assert settings.watching.server_timeout
     assert isinstance(settings.watching.server_timeout, int)  # Kubernetes refuses a fraction in timeoutSeconds
+
+
+async def test_the_watch_runs_as_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pod the user is a number that no passwd file has; Kopf's own way to name itself ends there."""
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 65532")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+
+    def sink(*_: Any) -> None: ...
+
+    watch = Watch(None, None, slim=slim.SLIM, sink=sink, indexed=sink, lease=sink, me="backstay-0/uid")
+    watch.stop()
+    await watch.run()
 
 
 def test_a_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
