@@ -56,8 +56,8 @@ _LOG = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 15.0
 """How long a server stays for workers that have not heard that the job is over."""
 
-_ALONE_SECONDS = 10.0
-"""How long a server whose standby has died waits for the operator before it goes on without one."""
+_ALONE_SECONDS = {"closed": 10.0, "silent": 30.0}
+"""How long a server whose standby is lost waits for the operator before it goes on without one."""
 
 _LAST_SAVE_SECONDS = 50.0
 """How long a server that was told to stop waits for its checkpoint; pods have 60 s."""
@@ -197,13 +197,18 @@ class Server:
         """The standby was lost: go on alone once it is certain that it was not promoted. Called by the apply thread.
 
         The operator says so, as it is the only one who promotes. A process that died closes its connections, which one
-        that was promoted does not: so after that training goes on without the operator too. Nor does one that was
-        promoted dial again.
+        that was promoted does not, nor does such a one dial again. Where the operator says nothing for long, it is dead
+        itself, and training goes on without it (O5); should it have promoted just before, its word comes late, and what
+        was done meanwhile is given up for a new term (T6).
         """
         assert self._replication is not None
         _LOG.warning("the standby is lost: asking whether it was promoted")
+        alone_at = when + _ALONE_SECONDS["closed" if closed else "silent"]
         while not self._closing and self._superseded is None:
-            if self._told_active > when or (closed and time.monotonic() > when + _ALONE_SECONDS):
+            if self._told_active > when:
+                return
+            if time.monotonic() > alone_at:
+                _LOG.warning("the operator does not say whether the standby was promoted: going on without it")
                 return
             if self._replication.dialled:
                 return
