@@ -276,18 +276,20 @@ class Save(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("term", "version", "last", "prepared", "coordinator")
+    __slots__ = ("term", "version", "last", "prepared", "coordinator", "begun")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     last: Commit
     prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
     coordinator: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., coordinator: _Optional[int] = ...) -> None: ...
+    begun: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., coordinator: _Optional[int] = ..., begun: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")
@@ -623,7 +625,7 @@ class Replica(_message.Message):
     def __init__(self, state: _Optional[_Union[ReplicaState, _Mapping]] = ..., array: _Optional[_Union[ReplicaArray, _Mapping]] = ..., whole: _Optional[bool] = ..., mean: _Optional[_Union[ReplicaMean, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., held: _Optional[bool] = ..., alive: _Optional[bool] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("term", "version", "world", "last", "coordinator", "start", "offset")
+    __slots__ = ("term", "version", "world", "last", "coordinator", "start", "offset", "since_checkpoint")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -631,6 +633,7 @@ class ReplicaState(_message.Message):
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SINCE_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -638,7 +641,8 @@ class ReplicaState(_message.Message):
     coordinator: str
     start: Rollback
     offset: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., coordinator: _Optional[str] = ..., start: _Optional[_Union[Rollback, _Mapping]] = ..., offset: _Optional[int] = ...) -> None: ...
+    since_checkpoint: float
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., coordinator: _Optional[str] = ..., start: _Optional[_Union[Rollback, _Mapping]] = ..., offset: _Optional[int] = ..., since_checkpoint: _Optional[float] = ...) -> None: ...
 
 class ReplicaArray(_message.Message):
     __slots__ = ("key", "start", "stop", "offset")
@@ -653,12 +657,14 @@ class ReplicaArray(_message.Message):
     def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class ReplicaMean(_message.Message):
-    __slots__ = ("version", "contributions")
+    __slots__ = ("version", "contributions", "infos")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    INFOS_FIELD_NUMBER: _ClassVar[int]
     version: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
-    def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+    infos: _containers.RepeatedCompositeFieldContainer[GradientInfo]
+    def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., infos: _Optional[_Iterable[_Union[GradientInfo, _Mapping]]] = ...) -> None: ...
 
 class PushBegin(_message.Message):
     __slots__ = ("id", "info", "bytes", "whole")

@@ -14,7 +14,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backstay._coordination import Coordinator, CoordinatorState, Finished, Restart, Rules, Send, after
+from backstay._coordination import (
+    Coordinator,
+    CoordinatorState,
+    Finished,
+    Intervals,
+    Restart,
+    Rules,
+    Send,
+    Updated,
+    after,
+)
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
@@ -290,3 +300,71 @@ def test_t6_a_checkpoint_further_on_than_what_a_standby_holds_is_gone_back_to() 
     assert resumed((0, 5)).start(0.0) == []
     assert resumed((1, 3)).start(0.0) == [Restart(0)]
     assert resumed((2, 0)).start(0.0) == [Restart(0)]
+
+
+def test_t6_a_term_that_was_begun_is_not_begun_again_by_a_successor_that_did_not_hear_of_it() -> None:
+    """The coordinator died when it had sent the shards back, and before its standby had the new term."""
+    rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
+    start = Rollback(term=1, version=0, world=1)
+    state = CoordinatorState(term=1, version=0, world=1)
+    resumed = Coordinator.resume(rules, state, start, last=None, prepared=())
+    assert resumed.hello(0.0, 1, 0, 0, incarnation=1, begun=2) == [Restart(1)]
+    assert resumed.newest_term == 2
+    # Another shard tells of a newer one yet, while the checkpoint is looked for.
+    assert resumed.hello(0.0, 0, 0, 0, incarnation=2, begun=3) == []
+    assert resumed.restart(0.0, CoordinatorState(term=3, version=0, world=1), "") == [Restart(0)]
+    assert resumed.newest_term == 3
+    begun = resumed.restart(0.0, CoordinatorState(term=4, version=0, world=1), "")
+    assert [d.message.term for d in begun if isinstance(d, Send)] == [4]
+
+
+def test_a_checkpoint_that_died_with_its_writer_is_due_at_once() -> None:
+    """T7: else two intervals would be at stake."""
+    rules = Rules(mode="Sync", shards=1, steps=100, replicates=True, stores=True)
+    start = Rollback(term=1, version=0, world=1)
+
+    def asks(version: int, stored: int, seconds: float | None = None, since: float = 0.0) -> bool:
+        """Whether the first update of a successor is to be stored."""
+        resumed = Coordinator.resume(
+            rules,
+            CoordinatorState(term=1, version=version, world=1),
+            start,
+            last=None,
+            prepared=(),
+            checkpoint_at=(1, stored),
+            since_checkpoint=since,
+            intervals=Intervals(20 if seconds is None else None, seconds),
+            now=1000.0,
+        )
+        resumed.hello(1000.0, 0, 1, version, incarnation=2)
+        gradient = GradientId(term=1, version=version, rank=0, key_step=version)
+        resumed.staged(1000.0, 0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        said = resumed.norm(1000.0, 0, Norm(term=1, version=version, round=(version << 32) + 1))
+        (commit,) = [d.message for d in said if isinstance(d, Send) and isinstance(d.message, Commit)]
+        return commit.checkpoint
+
+    assert asks(45, 20), "that of step 40 was begun"
+    assert not asks(45, 40)
+    assert not asks(15, -1)
+    assert asks(45, 40, seconds=60.0, since=61.0), "the time since the last one outlives the coordinator"
+    assert not asks(45, 40, seconds=60.0, since=30.0)
+
+
+def test_a_commit_of_the_coordinator_before_is_told_with_its_loss() -> None:
+    """Its loss is known to the standby that held the mean."""
+    rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
+    contributions = [Contribution(id=GradientId(term=1, version=2, key_step=2), weight=1.0)]
+    commit = Commit(term=1, version=2, contributions=contributions, world=1, offset=0)
+    resumed = Coordinator.resume(
+        rules,
+        CoordinatorState(term=1, version=2, world=1),
+        Rollback(term=1, version=0, world=1),
+        last=None,
+        prepared=contributions,
+        infos=[GradientInfo(loss=0.5)],
+    )
+    said = resumed.hello(0.0, 1, 1, 3, incarnation=1, last=commit, prepared=contributions)
+    (told,) = [decision for decision in said if isinstance(decision, Updated)]
+    assert told.adopted
+    assert [info.loss for info in told.infos] == [0.5]
+    assert told.commit == commit

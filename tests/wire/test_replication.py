@@ -82,7 +82,7 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
     however long the state before it takes."""
     request = NormRequest(version=3, contributions=[Contribution(id=GradientId(version=3), weight=1.0)])
     memory = np.full(4, 7.0, np.float32)
-    prepared = Prepared.of(None, request, [[memory]], copy=False)  # type: ignore[arg-type]
+    prepared = Prepared.of(None, request, [[memory]], [], copy=False)  # type: ignore[arg-type]
     active, stream = replication(), Standby()
     thread = dial(active, stream)
     active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), prepared)

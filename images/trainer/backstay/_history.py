@@ -60,30 +60,31 @@ def begin_history(
             world=world,
             metrics=leader.evaluation,
         )
+    now = time.monotonic()
     rules, intervals = _rules(environment, script, stores=store is not None), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
         checkpoint, at = storage.known()
-        leader.start(held.coordinator, checkpoint, at[1])
+        leader.start(held.coordinator, checkpoint, at[1], held.infos)
         successor = Coordinator.resume(
             rules,
             held.coordinator,
             held.start,
             last=held.last,
             prepared=() if held.prepared is None else held.prepared.contributions,
+            infos=() if held.prepared is None else held.prepared.infos,
             checkpoint=checkpoint,
             checkpoint_at=at,
+            since_checkpoint=now - held.checkpoint_at,
             wished_world=held.coordinator.world,
             intervals=intervals,
-            now=time.monotonic(),
+            now=now,
         )
         return Driving(successor, storage, leader), False
     state, checkpoint = storage.newest(0)
     if checkpoint:
         _LOG.info("starting at step %d from %s", state.version, checkpoint)
     leader.start(state, checkpoint, state.version)
-    coordinator = Coordinator(
-        rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=time.monotonic()
-    )
+    coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps
 
 

@@ -8,9 +8,10 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from backstay_rpc.control_pb2 import CheckpointReport, EvaluatedRequest, ProgressReply, Staged
+from backstay_rpc.control_pb2 import CheckpointReport, EvaluatedRequest, GradientInfo, ProgressReply, Staged
 
 from ._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
 from ._logs import Reporter
@@ -89,12 +90,18 @@ class Leader:
             self._liveness.moved(now, commit.version + 1)
             self._rate.add(now, examples)
             rate = self._per_second = self._rate.per_second(now)
-            self._loss = sum(info.loss for info in infos) / len(infos)
-            names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
-            self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
-        self._metrics.loss.set(self._loss)
+            loss = self._know(infos)
+        self._metrics.loss.set(loss)
         self._metrics.examples_per_second.set(rate)
-        self._reporter.report(now, self._step, self._loss, rate, force=commit.final)
+        if not updated.adopted:
+            self._reporter.report(now, self._step, loss, rate, force=commit.final)
+
+    def _know(self, infos: Sequence[GradientInfo]) -> float:
+        """The mean loss of an update's gradients."""
+        loss = self._loss = sum(info.loss for info in infos) / len(infos)
+        names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
+        self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
+        return loss
 
     def restarted(self, now: float, state: CoordinatorState) -> None:
         """See `Observer`."""
@@ -134,9 +141,14 @@ class Leader:
 
     # ---- Told and asked ----
 
-    def start(self, state: CoordinatorState, checkpoint: str, checkpoint_step: int) -> None:
-        """Where the history begins, and the newest checkpoint then."""
+    def start(
+        self, state: CoordinatorState, checkpoint: str, checkpoint_step: int, infos: Sequence[GradientInfo] = ()
+    ) -> None:
+        """Where the history begins, its newest checkpoint, and the gradients of its last update, if known."""
         self._step = state.version
+        if infos:
+            with self._lock:
+                self._know(infos)
         self._metrics.term.set(state.term)
         if checkpoint:
             with self._lock:

@@ -124,6 +124,7 @@ class Driving:
                 return False
             state.coordinator = json.dumps(own.to_json())
             state.start.CopyFrom(self._coordinator.start_of_term)
+            state.since_checkpoint = self._coordinator.schedule.since(self._clock())
             return True
 
     def hear(self, shard: int, sink: ServerSink, message: ShardMessage) -> None:
@@ -210,6 +211,10 @@ class Driving:
         with self._lock:
             return self._coordinator.state.copy()
 
+    def _newest_term(self) -> int:
+        with self._lock:
+            return self._coordinator.newest_term
+
     @property
     def checkpoint(self) -> str:
         """The newest whole checkpoint of this history; empty when there is none."""
@@ -290,7 +295,7 @@ class Driving:
 
     def _restart(self, order: Restart) -> None:
         try:
-            state, uri = self._storage.newest(self.state().term)
+            state, uri = self._storage.newest(self._newest_term())
         except Exception as failure:  # noqa: BLE001
             why = f"shard {order.shard} was lost and no checkpoint could be read: {failure}"
             self._do(lambda _: self._coordinator.fail("RestoreFailed", why))

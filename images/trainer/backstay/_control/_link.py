@@ -73,6 +73,7 @@ class Link:
         self._requests: dict[int, NormRequest] = {}  # by round, not answered yet
         self._prepared: tuple[Contribution, ...] = ()
         self._coordinator = 0
+        self._begun = 0  # the newest term that it was told to begin
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
         self.refused: Refused | None = None
@@ -193,6 +194,7 @@ class Link:
                 last=self._last,
                 prepared=self._prepared,
                 coordinator=self._coordinator,
+                begun=self._begun,
             )
             outgoing.put(ShardMessage(position=position))
             for staged in self._held.values():
@@ -233,6 +235,7 @@ class Link:
                 case Reject():
                     self._held.pop(_key(message.id), None)
                 case Rollback():
+                    self._begun = max(self._begun, message.term)
                     self._held.clear()
                     self._written.clear()
                     # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.

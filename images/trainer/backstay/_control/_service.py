@@ -268,6 +268,7 @@ class _Service(ControlServicer):
             incarnation=peer.incarnation,
             last=position.last if position.HasField("last") else None,
             prepared=position.prepared,
+            begun=position.begun,
         )
         reader = threading.Thread(
             target=self._listen, args=(driving, peer.index, request_iterator, sink), name="backstay-link", daemon=True

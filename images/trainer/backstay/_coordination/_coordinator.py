@@ -32,6 +32,7 @@ from ._decisions import (
     Decision,
     Finished,
     Outcome,
+    Restart,
     Send,
     Updated,
     WriteManifest,
@@ -90,6 +91,8 @@ class Coordinator(Succession):
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] | None = None  # taken over: what shard 0 holds of the next version
         self._before: dict[int, CoordinatorState] = {}  # with standbys: by version, from where some shard may stand
+        self._infos: tuple[GradientInfo, ...] = ()  # of `_prepared`
+        self._above = 0  # the newest term that any shard was told to begin
         self._outrun = False  # taken over: the history had gone further than what was held
         if checkpoint:
             self.schedule.reset(now, state.version)
@@ -103,8 +106,10 @@ class Coordinator(Succession):
         *,
         last: Commit | None,
         prepared: Iterable[Contribution],
+        infos: Iterable[GradientInfo] = (),
         checkpoint: str = "",
         checkpoint_at: tuple[int, int] = (0, -1),
+        since_checkpoint: float = 0.0,
         wished_world: int | None = None,
         intervals: Intervals | None = None,
         now: float = 0.0,
@@ -116,13 +121,18 @@ class Coordinator(Succession):
             start: where the term began.
             last: the commit that made `state.version`, if one of this term did.
             prepared: the gradients whose mean shard 0 holds for `state.version`: what the commit after it may name.
+            infos: of `prepared`, in that order.
             checkpoint, checkpoint_at: the newest whole one that is known, and its (term, version).
+            since_checkpoint: seconds since one was begun.
         """
         new = cls(rules, state, checkpoint="", wished_world=wished_world, intervals=intervals, now=now)
         new.checkpoint, new._checkpoint_version = checkpoint, checkpoint_at[1]
         new._outrun = checkpoint_at > (state.term, state.version)
         new._start = start
-        new._prepared = tuple(prepared)
+        new._prepared, new._infos = tuple(prepared), tuple(infos)
+        new.schedule.go_on(
+            now, since_checkpoint, version=state.version, newest=max(start.version, new._checkpoint_version)
+        )
         # Numbers of decisions that nobody else has given: the dead one's answers must not be taken for ours.
         new._round = state.version << 32
         if last is not None:
@@ -146,6 +156,7 @@ class Coordinator(Succession):
         incarnation: int = 0,
         last: Commit | None = None,
         prepared: Iterable[Contribution] = (),
+        begun: int = 0,
     ) -> list[Decision]:
         """A shard's server connected and stands at (term, version); (0, 0) when it holds nothing yet.
 
@@ -155,8 +166,10 @@ class Coordinator(Succession):
             incarnation: the server's.
             last: with standbys, the newest commit of the term that it was told, applied or not.
             prepared: with standbys, the gradients whose mean it holds for `version`.
+            begun: the newest term that it was told to begin, though it may hold nothing of it yet.
         """
         start = self._start
+        self._above = max(self._above, term, begun)
         before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
         self._ledger.lose_all(shard)  # it tells again what it holds
         out: list[Decision] = []
@@ -185,9 +198,9 @@ class Coordinator(Succession):
             return self._farewell(shard)
         if self._restarting:
             return []
-        if (term, version) > (start.term, start.version) and term >= self.state.term:
-            # It has lived on after a coordinator that stored nothing: only a term above its own can take it back (T6).
-            self.state.term = term
+        if self._above > self.state.term or (term, version) > (start.term, start.version):
+            # It has lived on after a coordinator that stored nothing, or whose successor did not hear of the term that
+            # it began: only a term above that can take it back (T6).
             return [*out, *self._lost(shard)]
         if self.state.version == start.version:
             return [*out, Send(shard, start), *self._farewell(shard)]
@@ -198,6 +211,8 @@ class Coordinator(Succession):
         """Begin a new term at `state`, whose term is higher than any before."""
         if state.term <= self.state.term:
             raise ValueError(f"term {state.term} is not above the term {self.state.term} in force")
+        if state.term <= self._above:
+            return [Restart(0)]  # a shard has told of it meanwhile
         out = [self._count(staged.id, Outcome.OLD_TERM, staged.info) for staged in self._ledger.open()]
         state.redone = self.state.redone + max(0, self.state.version - state.version)
         self.state = state
@@ -343,6 +358,11 @@ class Coordinator(Succession):
         return [*out, *self._end_if_over(now)]
 
     # ---- Decisions ----
+
+    @property
+    def newest_term(self) -> int:
+        """The newest term that was ever begun, as far as anybody has told."""
+        return max(self.state.term, self._above)
 
     def _judge(self, gradient: GradientId) -> RejectReason:
         if gradient.term != self.state.term:

@@ -85,10 +85,12 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """An update was decided; `infos` are its gradients', in order of rank."""
+    """An update was decided; `infos` are its gradients', in order of rank. `adopted`: by the coordinator before this
+    one, which has told of it most likely."""
 
     commit: Commit
     infos: tuple[GradientInfo, ...]
+    adopted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Schedule:
         self._began = now
         self._in_flight: dict[int, InFlight] = {}
         self._whole: int | None = None
+        self._owed = False
 
     @property
     def newest_whole(self) -> int | None:
@@ -52,6 +53,8 @@ class Schedule:
         """Whether the update that makes `version` is to be written."""
         if self._in_flight:
             return False
+        if self._owed:
+            return True
         steps, seconds = self.intervals.every_steps, self.intervals.every_seconds
         if steps is not None and version % steps == 0:
             return True
@@ -60,6 +63,7 @@ class Schedule:
     def begin(self, now: float, term: int, version: int, state: Mapping[str, Any]) -> None:
         """Shards were told to write `version`."""
         self._began = now
+        self._owed = False
         self._in_flight[version] = InFlight(now, term, state)
 
     def written(self, shard: int, written: Written) -> InFlight | None:
@@ -84,8 +88,29 @@ class Schedule:
         if whole:
             self._whole = version if self._whole is None else max(version, self._whole)
 
+    def give_up(self, version: int) -> None:
+        """Whoever was writing `version` is gone, and nothing is wrong with the storage: the next update is due."""
+        self.end(version, whole=False)
+        self._owed = True
+
+    def since(self, now: float) -> float:
+        """Seconds since a checkpoint was begun."""
+        return now - self._began
+
+    def go_on(self, now: float, since: float, *, version: int, newest: int) -> None:
+        """In the place of another schedule, at `version`: what it had begun and is not stored is due at once.
+
+        Args:
+            since: as the other one's `since`.
+            newest: the version that is stored.
+        """
+        self._began = now - since
+        steps = self.intervals.every_steps
+        self._owed = steps is not None and version - version % steps > newest
+
     def reset(self, now: float, whole: int | None) -> None:
         """A new term began at a checkpoint of version `whole`."""
         self._in_flight.clear()
+        self._owed = False
         self._began = now
         self._whole = whole

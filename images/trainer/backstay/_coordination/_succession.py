@@ -14,6 +14,7 @@ from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
     GradientId,
+    GradientInfo,
     Reject,
     RejectReason,
     Rollback,
@@ -22,7 +23,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ._conclusion import Conclusion, Ending
-from ._decisions import Decision, Restart, Send
+from ._decisions import Decision, Restart, Send, Updated
 from ._ledger import Ledger, identity, sent
 from ._state import CoordinatorState, after
 
@@ -41,6 +42,7 @@ class Succession(Conclusion):
     _commits: deque[Commit]
     _used: dict[tuple[int, ...], int]
     _prepared: tuple[Contribution, ...] | None
+    _infos: tuple[GradientInfo, ...]
     _before: dict[int, CoordinatorState]
     _ledger: Ledger
     _deferred: list[tuple[int, Staged]]
@@ -62,9 +64,7 @@ class Succession(Conclusion):
             if due == version:
                 out.append(Send(shard, Save(term=self.state.term, version=due)))
             elif due < version:
-                out += self._checkpoint_failed(
-                    now, due, f"the server of shard {shard} was lost while it wrote its part"
-                )
+                self.schedule.give_up(due)
         return out
 
     def _can_replay(self, version: int, prepared: tuple[Contribution, ...]) -> bool:
@@ -92,7 +92,8 @@ class Succession(Conclusion):
         self._commits.append(commit)
         if commit.final:
             self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
-        return [Send(None, commit)]
+        told = [Updated(commit, self._infos, adopted=True)] if self._infos else []
+        return [Send(None, commit), *told]
 
     def _sent_again(self, complete: GradientId, gradient: GradientId) -> bool:
         """A server may be gone, and a worker know it, before anybody has told us: then it sends again what is not
@@ -126,7 +127,7 @@ class Succession(Conclusion):
         for pending in self._pending:
             self._before.pop(pending.commit.version, None)
             if pending.commit.checkpoint:
-                self.schedule.end(pending.commit.version + 1, whole=False)
+                self.schedule.give_up(pending.commit.version + 1)
             for contribution in pending.commit.contributions:
                 gradient = contribution.id
                 self._used.pop(identity(gradient), None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Commit, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
 from .. import _faults
 from .._coordination import CoordinatorState, after
@@ -36,7 +37,9 @@ class Held:
     Attributes:
         last: the commit that made `engine.version`, if one of this term did.
         prepared: the mean that the next commit may name.
+        infos: of the gradients in `last`.
         coordinator, start: shard 0's: the state of the coordinator, and where the term began.
+        checkpoint_at: shard 0's: when a checkpoint was begun last, as `time.monotonic` counts.
     """
 
     term: int
@@ -45,8 +48,10 @@ class Held:
     engine: ShardEngine
     last: Commit | None
     prepared: Prepared | None = None
+    infos: tuple[GradientInfo, ...] = ()
     coordinator: CoordinatorState | None = None
     start: Rollback | None = None
+    checkpoint_at: float = 0.0
 
 
 class Follower:
@@ -153,6 +158,7 @@ class Follower:
             last=state.last if state.HasField("last") else None,
             coordinator=coordinator,
             start=state.start if state.HasField("start") else None,
+            checkpoint_at=time.monotonic() - state.since_checkpoint,
         )
 
         def change() -> None:
@@ -178,7 +184,7 @@ class Follower:
 
         def change() -> None:
             held = self._must_hold("a mean gradient")
-            held.prepared = Prepared(mean.version, mean.contributions, staging.arrays)
+            held.prepared = Prepared(mean.version, mean.contributions, staging.arrays, mean.infos)
             before, self._staging = self._staging, staging
             if before is not None:
                 self._pool.give(before)
@@ -190,6 +196,7 @@ class Follower:
         engine, prepared = held.engine, held.prepared
         if (commit.term, commit.version) != (held.term, engine.version):
             raise PeerLost(f"the commit of version {commit.version} does not follow version {engine.version}")
+        held.infos = () if prepared is None else prepared.infos
         if commit.skip:
             engine.skip()
         elif prepared is not None and prepared.is_of(commit.version, commit.contributions):
@@ -197,6 +204,8 @@ class Follower:
         else:
             raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
         held.world, held.offset, held.last, held.prepared = commit.world, commit.offset, commit, None
+        if commit.checkpoint:
+            held.checkpoint_at = time.monotonic()
         if held.coordinator is not None:
             held.coordinator = after(held.coordinator, commit)
 

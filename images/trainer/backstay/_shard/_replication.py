@@ -19,6 +19,7 @@ from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
     Frame,
+    GradientInfo,
     Hello,
     NormRequest,
     ReplicaArray,
@@ -52,39 +53,53 @@ class Prepared:
     """The mean of the gradients that a decision names, ready to be applied."""
 
     def __init__(
-        self, version: int, contributions: Sequence[Contribution], blocks: Sequence[Any], *, borrowed: bool = False
+        self,
+        version: int,
+        contributions: Sequence[Contribution],
+        blocks: Sequence[Any],
+        infos: Sequence[GradientInfo],
+        *,
+        borrowed: bool = False,
     ) -> None:
         """
         Args:
             blocks: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet.
+            infos: of the contributions, in their order.
             borrowed: their memory is a gradient's, and another one's once this is applied.
         """
         self.version = version
         self.contributions = tuple(contributions)
+        self.infos = tuple(infos)
         self._blocks = blocks
         self._borrowed = borrowed
 
     @classmethod
     def of(
-        cls, engine: Engine, request: NormRequest, gradients: Sequence[Sequence[np.ndarray]], *, copy: bool
+        cls,
+        engine: Engine,
+        request: NormRequest,
+        gradients: Sequence[Sequence[np.ndarray]],
+        infos: Sequence[GradientInfo],
+        *,
+        copy: bool,
     ) -> Prepared:
         """
         Args:
+            gradients, infos: of the contributions, in their order.
             copy: whether it must outlive the gradients.
         """
         weights = [c.weight for c in request.contributions]
         if weights == [1.0]:
-            alone = cls(request.version, request.contributions, gradients[0], borrowed=True)
+            alone = cls(request.version, request.contributions, gradients[0], infos, borrowed=True)
             return alone.kept() if copy else alone
-        return cls(
-            request.version, request.contributions, engine.mean(gradients, weights=weights, divisor=len(weights))
-        )
+        mean = engine.mean(gradients, weights=weights, divisor=len(weights))
+        return cls(request.version, request.contributions, mean, infos)
 
     def kept(self) -> Prepared:
         """The same, in memory that is nobody else's: it may be sent after it is applied."""
         if not self._borrowed:
             return self
-        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks])
+        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks], self.infos)
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         return version == self.version and self.contributions == tuple(contributions)
@@ -95,7 +110,7 @@ class Prepared:
 
     def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
         """For the stream. Each block is sent as soon as it is computed."""
-        mean = ReplicaMean(version=self.version, contributions=self.contributions)
+        mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
         yield Frame(replica=ReplicaFrame(mean=mean)), None
         for index, block in enumerate(self._blocks):
             data = np.asarray(block).view(np.uint8)

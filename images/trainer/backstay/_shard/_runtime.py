@@ -482,11 +482,13 @@ class ShardRuntime:
         if prepared is None or not prepared.is_of(request.version, request.contributions):
             with self._changed:
                 found = [self._gradients.find(c.id) for c in request.contributions]
-                arrays = [g.staging.arrays for g in found if g is not None and g.complete and g.staging is not None]
+                held = [g for g in found if g is not None and g.complete]
+                arrays = [g.staging.arrays for g in held if g.staging is not None]
                 if len(arrays) != len(request.contributions):
                     _LOG.debug("the decision of version %d was taken back before it was prepared", request.version)
                     return None
-            prepared = Prepared.of(engine, request, arrays, copy=not replication.in_sync)
+            infos = [g.info for g in held]
+            prepared = Prepared.of(engine, request, arrays, infos, copy=not replication.in_sync)
             self._prepared = prepared
         hold = replication.mean(prepared)
         total = 0.0 if request.unclipped else engine.sum_of_squares([prepared.arrays()], weights=[1.0], divisor=1)
