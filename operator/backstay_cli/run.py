@@ -21,7 +21,7 @@ from backstay_cli import report
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import claims_of
 from backstay_cli.kube import JOBS, ApiError
-from backstay_cli.session import Session, SessionError, start_session
+from backstay_cli.session import RESTARTS, Session, SessionError, start_session
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
 from backstay_spec import contract
 
@@ -106,7 +106,7 @@ async def _run(job: dict[str, Any], folder: Path, display: Display) -> JobView:
         def say(stage: str) -> None:
             display.show(JobView(name=name, namespace=namespace, stage=stage))
 
-        async with start_session(folder, say) as session:
+        async with start_session(folder, say, restarts=RESTARTS) as session:
             await _create(session, job)
             return await _follow(session, namespace, name, display)
 
@@ -159,7 +159,7 @@ def up(folder: Path, say: Callable[[str], None]) -> int:
     """Keep an embedded cluster running until it is interrupted, and say how to point kubectl at it."""
 
     async def serve() -> None:
-        async with start_session(folder) as session:
+        async with start_session(folder, restarts=RESTARTS) as session:
             say("The embedded cluster is up, the operator is running. Point kubectl at it:\n")
             say(f"  export KUBECONFIG={session.kubeconfig}\n")
             say("then for example: kubectl apply -f job.yaml; kubectl get trainingjobs -w")

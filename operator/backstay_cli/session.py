@@ -23,7 +23,7 @@ START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 RESTART_SECONDS = 1.0
 RESTARTS = 5
-"""How often in a row an operator that died is started again; one that has lived for a minute begins a new row."""
+"""How often in a row `run` and `up` start the operator again; one that has lived for a minute begins a new row."""
 
 
 class SessionError(Exception):
@@ -38,7 +38,7 @@ class Session:
         folder: holds everything: logs of all pods, volumes, the kubeconfig.
         kubeconfig: for kubectl and for `Api`.
         api: an open connection.
-        died: completes, with the name of what died, when the cluster ends by itself, or the operator again and again.
+        died: completes, with the name of what died, when the cluster or the operator has ended by itself, for good.
     """
 
     folder: Path
@@ -48,12 +48,15 @@ class Session:
 
 
 @contextlib.asynccontextmanager
-async def start_session(folder: Path, say: Callable[[str], None] = lambda stage: None) -> AsyncIterator[Session]:
+async def start_session(
+    folder: Path, say: Callable[[str], None] = lambda stage: None, *, restarts: int = 0
+) -> AsyncIterator[Session]:
     """Start the cluster and the operator, and apply the CRD.
 
     Args:
         folder: for everything that the two write.
         say: is told what is being started.
+        restarts: how often in a row an operator that died is started again, as a Deployment would.
 
     Raises:
         SessionError: one of them did not start within a minute.
@@ -85,7 +88,16 @@ async def start_session(folder: Path, say: Callable[[str], None] = lambda stage:
         say("starting the operator")
         arguments = ["--kubeconfig", str(kubeconfig), "--key-file", str(key), "--bind", "127.0.0.1"]
         operator = asyncio.create_task(
-            _keep("operator", folder, "backstay_operator", *arguments, "--metrics-port", "0", "--die-with-parent")
+            _keep(
+                "operator",
+                folder,
+                "backstay_operator",
+                *arguments,
+                "--metrics-port",
+                "0",
+                "--die-with-parent",
+                restarts=restarts,
+            )
         )
         stack.push_async_callback(_end, operator)
         stack.callback(_wake, cluster)  # the operator says goodbye to it
@@ -121,16 +133,17 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
         await asyncio.shield(_stop(process))
 
 
-async def _keep(name: str, folder: Path, module: str, *arguments: str) -> None:
-    """Run it, and again when it dies, as a Deployment would; returns when that does not help."""
+async def _keep(name: str, folder: Path, module: str, *arguments: str, restarts: int) -> None:
+    """Run it, and again when it dies; returns when that does not help."""
     loop = asyncio.get_running_loop()
     deaths = 0
-    while deaths <= RESTARTS:
+    while deaths <= restarts:
+        if deaths:
+            await asyncio.sleep(RESTART_SECONDS)
         started = loop.time()
         async with _process(name, folder, module, *arguments) as process:
             await process.wait()
         deaths = deaths + 1 if loop.time() - started < START_SECONDS else 1
-        await asyncio.sleep(RESTART_SECONDS)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -46,13 +46,13 @@ def lives(folder: Path) -> list[int]:
 
 
 def test_what_dies_again_and_again_is_given_up(module, tmp_path):
-    asyncio.run(session._keep("operator", tmp_path, module(0)))
-    assert len(lives(tmp_path)) == session.RESTARTS + 1
+    asyncio.run(session._keep("operator", tmp_path, module(0), restarts=2))
+    assert len(lives(tmp_path)) == 3
 
 
 def test_what_dies_is_started_again_and_is_stopped_at_the_end(module, tmp_path):
     async def story() -> None:
-        keeping = asyncio.create_task(session._keep("operator", tmp_path, module(60)))
+        keeping = asyncio.create_task(session._keep("operator", tmp_path, module(60), restarts=1))
         for life in (1, 2):
             await until(lambda life=life: len(lives(tmp_path)) == life)
             if life == 1:
