@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
-from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers
+from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _service
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._metrics import HttpPort, Metrics
 from backstay.errors import PeerLost, Refused, Superseded
@@ -51,6 +52,7 @@ class FakeHost:
         self.driving: Driving | None = None
         self.fenced: list[dict[str, int]] = []
         self.loading = ""
+        self.told, self.asking = 0, False
         self.beats = 0
 
     def not_ready(self) -> str:
@@ -69,7 +71,11 @@ class FakeHost:
         return False
 
     def progress(self, request: object) -> ProgressReply:
+        self.told += 1
         return ProgressReply(incarnation=self.incarnation)
+
+    def asks(self) -> bool:
+        return self.asking
 
     def fence(self, incarnations: dict[str, int]) -> None:
         self.fenced.append(dict(incarnations))
@@ -188,6 +194,29 @@ def test_an_incarnation_that_was_replaced_is_told_to_stop(server: ControlServer,
     assert silent
     old.close()
     new.close()
+
+
+def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(
+    server: ControlServer, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was stopped finds calls when it goes on; their caller has given them up, and has promoted since."""
+    looks = threading.Event()
+    monkeypatch.setattr(_service, "time", types.SimpleNamespace(sleep=lambda seconds: looks.wait(30)))
+    channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+    stub = ControlStub(channel)
+    host.asking = True
+    before = stub.Progress.future(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
+    until(lambda: not looks.is_set() and server._pool._work_queue.empty() and bool(server._pool._threads))
+    before.cancel()
+    until(before.done)
+    host.asking = False
+    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has come before this
+    assert host.told == 1
+    looks.set()
+    host.asking = True
+    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
+    assert host.told == 2
+    channel.close()
 
 
 def test_another_incarnation_of_the_server_means_joining_again(server: ControlServer, host: FakeHost) -> None:

@@ -86,6 +86,7 @@ class Server:
         self._lock = threading.Lock()
         self._liveness = Liveness(config.mode)
         self._peers = Peers() if inherited is None else inherited.peers
+        self._asking = False  # whether its standby was promoted
         self._told_active = 0.0  # when the operator last said that this incarnation serves
         self._superseded: Superseded | None = None
         self._closing = False
@@ -203,17 +204,22 @@ class Server:
         """
         assert self._replication is not None
         _LOG.warning("the standby is lost: asking whether it was promoted")
-        alone_at = when + _ALONE_SECONDS["closed" if closed else "silent"]
-        while not self._closing and self._superseded is None:
-            if self._told_active > when:
-                return
-            if time.monotonic() > alone_at:
-                _LOG.warning("the operator does not say whether the standby was promoted: going on without it")
-                return
-            if self._replication.dialled:
-                return
-            self._told.wait(0.2)
-            self._told.clear()
+        patience = _ALONE_SECONDS["closed" if closed else "silent"]
+        self._asking = True
+        try:
+            while not self._closing and self._superseded is None:
+                if self._told_active > when or self._replication.dialled:
+                    return
+                if patience <= 0:
+                    _LOG.warning("the operator does not say whether the standby was promoted: going on without it")
+                    return
+                began = time.monotonic()
+                self._told.wait(0.2)
+                self._told.clear()
+                # A process that is stopped here must not find its patience at an end.
+                patience -= min(time.monotonic() - began, 1.0)
+        finally:
+            self._asking = False
         raise Superseded("PERMISSION_DENIED", f"another incarnation serves shard {self.shard} now")
 
     # ---- The life of the process ----
@@ -534,6 +540,9 @@ class Server:
             reply.lost.extend(self._liveness.lost(now))
             reply.live_workers = self._liveness.live(now, contract.ROLE_WORKER)
         return reply
+
+    def asks(self) -> bool:
+        return self._asking
 
     def superseded(self, by: int) -> None:
         """Another incarnation serves this shard: this process ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ from ._sinks import pack
 __all__ = ["ControlServer", "Host", "Peers", "first_difference"]
 
 _THREADS = 32
+_SECOND_LOOK_SECONDS = 0.1
 
 
 class Host(Protocol):
@@ -66,6 +68,9 @@ class Host(Protocol):
     def left(self, peer: Peer) -> None: ...
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
+    def asks(self) -> bool:
+        """Whether it waits for the operator's word on who serves: what was said long ago must not be taken for it."""
+
     def superseded(self, by: int) -> None:
         """Another shard knows a newer incarnation of this server."""
 
@@ -226,6 +231,12 @@ class _Service(ControlServicer):
 
     def Progress(self, request: ProgressRequest, context: Any) -> ProgressReply:  # noqa: N802
         self._check(context, request.shard, request.expected_incarnation)
+        if self._host.asks():
+            # A server that was stopped or cut off finds calls of before, and that they were given up, both at once.
+            time.sleep(_SECOND_LOOK_SECONDS)
+            left = context.time_remaining()
+            if not context.is_active() or (left is not None and left <= 0):
+                context.abort(grpc.StatusCode.CANCELLED, "this was said too long ago")
         news = {}
         for name, incarnation in request.incarnations.items():
             role, _, index = name.rpartition("-")
