@@ -106,6 +106,8 @@ def pod(
         },
         "spec": _pod_spec(job.spec, slot.role, environment),
     }
+    if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
+        built["spec"]["affinity"] = _apart(names.slot_selector(meta.name, meta.uid, slot))
     result = merged(built, template_of(job.spec, slot.role))
     metadata, spec = result.setdefault("metadata", {}), result.setdefault("spec", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
@@ -114,6 +116,19 @@ def pod(
     spec["restartPolicy"] = "Never"
     _protect_container(spec, built["spec"]["containers"][0], environment)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _apart(selector: dict[str, str]) -> dict[str, Any]:
+    """Rather on another node than the pods of the selector: a lost node must not take a server and its standby.
+
+    A wish only, so that one node is enough.
+    """
+    term = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
+    return {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]
+        }
+    }
 
 
 def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment: Sequence[dict[str, Any]]) -> None:

@@ -108,11 +108,11 @@ def object_labels(job: str, uid: str, component: str) -> dict[str, str]:
     }
 
 
+def slot_selector(job: str, uid: str, slot: Slot) -> dict[str, str]:
+    """The labels that every incarnation of one place has."""
+    return {**job_labels(job, uid), contract.LABEL_ROLE: slot.role, contract.LABEL_INDEX: str(slot.index)}
+
+
 def slot_labels(job: str, uid: str, slot: Slot, incarnation: int) -> dict[str, str]:
     """The labels by which a Service selects one incarnation of one place (O3)."""
-    return {
-        **job_labels(job, uid),
-        contract.LABEL_ROLE: slot.role,
-        contract.LABEL_INDEX: str(slot.index),
-        contract.LABEL_INCARNATION: str(incarnation),
-    }
+    return {**slot_selector(job, uid, slot), contract.LABEL_INCARNATION: str(incarnation)}

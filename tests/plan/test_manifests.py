@@ -128,6 +128,24 @@ def test_a_pod_has_no_rights_and_little_patience():
     assert trainer(build())["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_a_server_and_its_standby_would_rather_be_on_two_nodes():
+    """A node that is lost must not take both; but one node is enough, and a template's own wish counts."""
+    mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+    spec = {"parameterServers": {"replicas": 2, "standbys": 1, "template": {"spec": {"affinity": mine}}}}
+    pod = build(SERVER, 1, 4, **spec)
+    assert set(pod["spec"]["affinity"]) == {"podAntiAffinity", "nodeAffinity"}
+    (kind,) = pod["spec"]["affinity"]["podAntiAffinity"]
+    assert kind == "preferredDuringSchedulingIgnoredDuringExecution"
+    (wish,) = pod["spec"]["affinity"]["podAntiAffinity"][kind]
+    assert wish["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    selector = wish["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    carried = [selector.items() <= build(*who, **spec)["metadata"]["labels"].items() for who in
+               ((SERVER, 1, 3), (SERVER, 1, 5), (SERVER, 0, 4), (WORKER, 1, 4))]  # fmt: skip
+    assert carried == [True, True, False, False]
+    assert "affinity" not in build(WORKER, 1, **spec)["spec"]
+    assert "affinity" not in build(SERVER, 1)["spec"]
+
+
 def test_the_owner_collects_but_does_not_block():
     (owner,) = build()["metadata"]["ownerReferences"]
     assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u-1", True, False)
