@@ -97,6 +97,8 @@ _WAITING: Final = {
     "PreStartHookError": Blocked.CONFIG,
     "PostStartHookError": Blocked.CONFIG,
 }
+#: What is above it is 128 + the signal that ended the process, by a shell's convention and a container runtime's.
+SIGNALLED: Final = 128
 _RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused")
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
@@ -239,14 +241,15 @@ def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, re
     text = exit_text(code if isinstance(code, int) else -1)
     if named not in ("", "Error"):
         text = f"{text}, {named}"
-    return Verdict(Cause.CRASHED, _joined(text, _last_words(state.get("message") or "")))
+    words = _last_words(state.get("message") or "", code if isinstance(code, int) else -1)
+    return Verdict(Cause.CRASHED, text + words)
 
 
 def exit_text(code: int) -> str:
     """An exit code for people, with the signal's name where a shell's convention tells one."""
-    if code > 128:
+    if code > SIGNALLED:
         try:
-            return f"exit code {code} ({signal.Signals(code - 128).name})"
+            return f"exit code {code} ({signal.Signals(code - SIGNALLED).name})"
         except ValueError:
             pass
     return f"exit code {code}"
@@ -315,16 +318,35 @@ def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:
     return (pod.get("status") or {}).get(field) or ()
 
 
-def _last_words(message: str) -> str:
-    """What a termination message tells a person: our JSON's `message`, or the last lines of a log."""
-    try:
-        said = json.loads(message)
-    except ValueError:
-        said = None
-    if isinstance(said, dict):
+def _last_words(message: str, code: int) -> str:
+    """What a termination message adds to an exit code: our JSON's `message`, or the last lines of a log.
+
+    A process that a signal ended had no last words: what its log ends with may be long past, and is called so.
+    """
+    said = _json(message)
+    if said is not None:
         reason, told = _text(said.get("reason")), _text(said.get("message"))
-        return shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
-    return shortened("\n".join(message.strip().splitlines()[-5:]), 400)
+        words = shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
+        return f": {words}" if words else ""
+    lines = [_log_line(line) for line in message.strip().splitlines()[-5:]]
+    words = shortened("\n".join(lines), 400)
+    if not words:
+        return ""
+    return f"; its log ends: {words}" if code > SIGNALLED else f": {words}"
+
+
+def _log_line(line: str) -> str:
+    """A line of a log without what only machines need of it, where it is one of JSON."""
+    said = _json(line)
+    return _text(said.get("message")) or line if said is not None else line
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) else None
 
 
 def _joined(head: str, tail: str) -> str:

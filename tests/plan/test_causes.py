@@ -93,6 +93,20 @@ def test_last_words_name_the_error_once(message):
     assert verdict_of(pod).text == "exit code 1: TypeError: no such leaf"
 
 
+def test_who_was_killed_had_no_last_words_only_a_log_and_lines_of_json_are_read():
+    """The kubelet gives the log's end as the message of any that failed, however old it is."""
+    log = '{"level": "info", "message": "checkpoint of step 5"}\n{"level": "info", "message": "step 7"}\nfree text\n[1]'
+    states = {code: {"exitCode": code, "reason": "Error", "message": log} for code in (1, 137)}
+    told = {
+        code: verdict_of(
+            {"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": {"terminated": state}}]}}
+        ).text
+        for code, state in states.items()
+    }
+    assert told[1] == "exit code 1: checkpoint of step 5\nstep 7\nfree text\n[1]"
+    assert told[137] == "exit code 137 (SIGKILL); its log ends: checkpoint of step 5\nstep 7\nfree text\n[1]"
+
+
 def test_an_unknown_signal_is_still_a_number():
     assert exit_text(128 + 99) == "exit code 227"
     assert exit_text(-1) == "exit code -1"
