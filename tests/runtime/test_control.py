@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _service
+from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving, _service
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._metrics import HttpPort, Metrics
-from backstay.errors import PeerLost, Refused, Superseded
+from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (
     COMPILING,
@@ -296,6 +296,32 @@ def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
     assert not list(driving._coordinator.open_gradients())
     driving.hear(1, newer, message)
     assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
+
+
+@pytest.mark.parametrize("patience", [600.0, 0.0])
+def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr(_driving, "RESTORE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(_driving, "RESTORING_SECONDS", patience)
+
+    class Errs(FakeStorage):
+        left = 3
+
+        def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+            self.left -= 1
+            if self.left:
+                raise StorageError("away")
+            return super().newest(above_term)
+
+    rules = Rules(mode="Sync", shards=1, steps=100)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Errs(), Silence())
+    driving.start()
+    sink = Recorder()
+    driving.attach(0, sink, 1, 7)  # it has lived on after a coordinator that is gone
+    until(lambda: bool(sink.heard))
+    assert sink.kinds() == (["Rollback"] if patience else ["Done"])
+    driving.close()
 
 
 def test_a_shard_may_answer_from_inside_a_call() -> None:

@@ -30,11 +30,17 @@ from .._coordination import (
     Updated,
     WriteManifest,
 )
+from ..errors import StorageError
 from ._sinks import ServerSink, deliver
 
 __all__ = ["Driving", "Observer", "Storage"]
 
 _LOG = logging.getLogger(__name__)
+
+RESTORING_SECONDS = 600.0
+"""How long training waits for checkpoints that cannot be read, before the job fails."""
+
+RESTORE_AGAIN_SECONDS = 1.0
 
 Clock = Callable[[], float]
 
@@ -77,6 +83,7 @@ class Driving:
         self._draining = False
         self._sinks: dict[int, ServerSink] = {}
         self._slow: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
+        self._restoring_since: float | None = None
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._do_slow, name="backstay-storing", daemon=True),
@@ -294,12 +301,21 @@ class Driving:
         self._do(lambda now: self._coordinator.manifest(now, order.version, uri, error))
 
     def _restart(self, order: Restart) -> None:
+        now = self._clock()
+        self._restoring_since = now if self._restoring_since is None else self._restoring_since
         try:
             state, uri = self._storage.newest(self._newest_term())
         except Exception as failure:  # noqa: BLE001
+            if isinstance(failure, StorageError) and now - self._restoring_since < RESTORING_SECONDS:
+                _LOG.warning("training waits for the checkpoints: %s", failure)
+                self._closed.wait(RESTORE_AGAIN_SECONDS)
+                self._slow.put(order)
+                return
             why = f"shard {order.shard} was lost and no checkpoint could be read: {failure}"
             self._do(lambda _: self._coordinator.fail("RestoreFailed", why))
             return
+
+        self._restoring_since = None
 
         def restart(now: float) -> list[Decision]:
             decisions = self._coordinator.restart(now, state, uri)
