@@ -1,9 +1,11 @@
 """Deaths at chosen moments of a step, one small job each: what became of the witness's parameters.
 
 The chaos run strikes at any time; these are the moments that it seldom meets: between the decision of an update and
-its application, between a file's last byte and its name, with the last update, everybody at once.
+its application, between a file's last byte and its name, while a standby is filled, with the last update, everybody at
+once. Each of them once without standbys, or with; in Sync the bits must be those of a run without faults.
 
-    python bench/moments.py [--seconds 120] [SCRIPT ...]      a SCRIPT as in docs/faults.md, in place of these
+    python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
+        a SCRIPT as in docs/faults.md, in place of these
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Sequence
 
-from _cluster import Cluster, Job, cluster
+import numpy as np
+from _cluster import Cluster, Job, cluster, gaps, stored
 from chaos import injected, redone_of, witness_of
 
 STEPS, EVERY_STEPS, STALL_SECONDS = 60, 20, 8
+HOLD = 20
+"""With standbys nothing is computed from this step on until they are in sync: so they are there when it matters."""
+
 SCRIPTS = (
     f"kill server/0 @{STEPS} applied",
     f"kill server/1 @{STEPS} applied",
@@ -34,34 +41,110 @@ SCRIPTS = (
     "exit server/1 @20 0; exit worker/0 @40 0",
 )
 
+KEPT = (
+    "kill server/0 @30 commit",
+    "kill server/1 @30 commit",
+    "kill server/0 @30 norm",
+    "kill server/1 @30 norm",
+    "kill server/0 @40 rename",
+    "kill server/1 @40 rename",
+    "kill server/0 @40 manifest",
+    f"kill server/0 @{STEPS}",
+    f"kill server/0 @{STEPS} manifest",
+    f"kill server/0 @{STEPS} done",
+    f"kill server/1 @{STEPS} done",
+    "kill server/* @30 commit",
+    "kill server/* @30 norm",
+    "kill server/*#2 @30 follow",
+    "kill server/*#2 @0 state",
+    "kill server/0 @30 commit; kill server/1 @31 norm",
+    "kill server/1#2 @30 follow; kill server/0 @33",
+    "kill worker/* @30 push; kill server/0 @30 norm",
+    "stop server/0 @30 norm",
+    "stop server/1 @30 commit",
+    "stop server/1#2 @30 follow 12s",
+    "cut server/0#2 @30 follow; cut server/0 @34; cut server/1 @38 norm",
+)
+"""With standbys; nothing of these costs an update."""
 
-async def one(on: Cluster, number: int, mode: str, script: str, seconds: float) -> bool:
-    """Train under one script; False when something was lost or applied twice, or the faults did not happen."""
-    job = Job(
-        on, f"moment-{number}-{mode.lower()}", steps=STEPS, workers=2, servers=2, mode=mode, pause=0.03,
-        every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env={"FAULT_INJECTION": script},
-    )  # fmt: skip
-    began = time.monotonic()
-    await job.submit()
-    await job.wait_for_end(seconds)
-    heard, struck = witness_of(job), sum(injected(job).values())
-    print(
-        f"{mode:<6}{script:<84}{struck:>7}{heard.lost:>6}{heard.twice:>7}{redone_of(job.updates()):>8}"
-        f"{time.monotonic() - began:>8.1f} s",
-        flush=True,
-    )
-    await job.delete()
-    return heard.lost == heard.twice == 0 and struck > 0
+LOST = (
+    "kill server/0 @30; kill server/0#2 @30 follow",
+    "kill server/1 @30 commit; kill server/1#2 @31",
+)
+"""With standbys, but both servers of a shard die: back to the checkpoint."""
 
 
-async def measure(scripts: list[str], seconds: float) -> bool:
+class Moments:
+    """The jobs of one run, and the runs without faults that they are compared with."""
+
+    def __init__(self, on: Cluster, seconds: float) -> None:
+        self._on, self._seconds = on, seconds
+        self._quiet: dict[int, dict[str, np.ndarray]] = {}
+        self._number = 0
+
+    async def one(self, mode: str, script: str, *, standbys: int, free: bool) -> bool:
+        """Train under one script; False when something was lost or applied twice, or the faults did not happen.
+
+        Args:
+            free: no update may be made again.
+        """
+        job = self._job(mode, standbys, FAULT_INJECTION=script, **({"HOLD": str(HOLD)} if standbys else {}))
+        began = time.monotonic()
+        await job.submit()
+        if standbys:
+            await job.wait("its standbys are in sync", lambda: _in_sync(job) and len(job.updates()) >= HOLD)
+            job.let_go()
+        await job.wait_for_end(self._seconds)
+        heard, struck, updates = witness_of(job), sum(injected(job).values()), job.updates()
+        redone, bits = redone_of(updates), "-"
+        if mode == "Sync":
+            if standbys not in self._quiet:
+                quiet = self._job(mode, standbys)
+                await quiet.submit()
+                await quiet.wait_for_end(self._seconds)
+                self._quiet[standbys] = stored(quiet)[1]
+                await quiet.delete()
+            ours, theirs = stored(job)[1], self._quiet[standbys]
+            bits = "yes" if all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs) else "NO"
+        took, longest = time.monotonic() - began, gaps(updates, updates[0].at, updates[-1].at)
+        print(
+            f"{mode:<6}{standbys:>8}  {script:<80}{struck:>7}{heard.lost:>6}{heard.twice:>7}{redone:>8}{bits:>6}"
+            f"{longest:>8.1f} s{took:>8.1f} s",
+            flush=True,
+        )
+        await job.delete()
+        return heard.lost == heard.twice == 0 and struck > 0 and bits != "NO" and not (free and redone)
+
+    def _job(self, mode: str, standbys: int, **env: str) -> Job:
+        self._number += 1
+        return Job(
+            self._on, f"moment-{self._number}-{mode.lower()}", steps=STEPS, workers=2, servers=2, mode=mode, pause=0.03,
+            standbys=standbys, every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env=env,
+        )  # fmt: skip
+
+
+def _in_sync(job: Job) -> bool:
+    conditions = job.status.get("conditions", [])
+    return any(each["type"] == "StandbysInSync" and each["status"] == "True" for each in conditions)
+
+
+async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: float) -> bool:
     """Each script in both modes."""
-    print(f"{'mode':<6}{'FAULT_INJECTION':<84}{'struck':>7}{'lost':>6}{'twice':>7}{'redone':>8}{'took':>10}")
+    print(
+        f"{'mode':<6}{'standbys':>8}  {'FAULT_INJECTION':<80}{'struck':>7}{'lost':>6}{'twice':>7}{'redone':>8}"
+        f"{'bits':>6}{'no update':>10}{'took':>10}"
+    )
+    todo = [(script, number, False) for number in standbys for script in scripts]
+    if not scripts:
+        todo += [(script, 0, False) for script in SCRIPTS if 0 in standbys]
+        todo += [(script, 1, True) for script in KEPT if 1 in standbys]
+        todo += [(script, 1, False) for script in LOST if 1 in standbys]
     async with cluster() as on:
+        moments = Moments(on, seconds)
         return all(
             [
-                await one(on, number, mode, script, seconds)
-                for number, script in enumerate(scripts)
+                await moments.one(mode, script, standbys=number, free=free)
+                for script, number, free in todo
                 for mode in ("Sync", "Async")
             ]
         )
@@ -72,9 +155,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     parser.add_argument("--seconds", type=float, default=120, help="within which each job must end")
+    parser.add_argument("--standbys", type=int, choices=(0, 1), help="only with so many; both if not said")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here
-    sys.exit(0 if asyncio.run(measure(arguments.scripts or list(SCRIPTS), arguments.seconds)) else 1)
+    standbys = (0, 1) if arguments.standbys is None else (arguments.standbys,)
+    sys.exit(0 if asyncio.run(measure(arguments.scripts, standbys, arguments.seconds)) else 1)
 
 
 if __name__ == "__main__":

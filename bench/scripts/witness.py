@@ -5,7 +5,8 @@ the batch's key. A gradient adds exactly 1 to its own place and nothing elsewher
 trusting any counter of the runtime: 2 is a gradient that was applied twice, a row without its quorum an update that was
 lost. The rest is trained by Adam, whose state must survive too for the bits to be those of a quiet run.
 
-The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when).
+The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when),
+HOLD (a step; its batch and those after it come when there is a file `go` in TIMELINE).
 """
 
 from _timeline import follow, mark  # isort: split
@@ -13,6 +14,7 @@ from _timeline import follow, mark  # isort: split
 import functools
 import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ STEPS = int(os.environ["STEPS"])
 WORLD = int(os.environ["WORLD"])
 QUORUM = max(1, WORLD - int(os.environ.get("BACKUPS", "0"))) if os.environ.get("MODE", "Sync") == "Sync" else 1
 PAUSE = float(os.environ.get("PAUSE", "0"))
+HOLD = int(os.environ.get("HOLD", str(STEPS)))
 WIDTH = 48
 
 follow()
@@ -57,6 +60,8 @@ def batches(key):
     joined()
     if PAUSE:
         time.sleep(PAUSE)
+    while key.step >= HOLD and not Path(os.environ["TIMELINE"], "go").exists():
+        time.sleep(0.02)
     x = key.rng.normal(size=(8, WIDTH)).astype(np.float32)
     return x, np.roll(x, 1, axis=1) * 0.5, np.full((8, 2), (key.step, key.rank), np.int32)
 
