@@ -274,7 +274,11 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
     if scheduled is not None and scheduled.get("status") == "False":
         why = scheduled.get("message") or scheduled.get("reason") or ""
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
-    return Obstacle(Blocked.NOT_STARTED, "its containers have not started")
+    # A volume that cannot be mounted, the code's ConfigMap among them, is told in the pod's events and nowhere else.
+    metadata = pod.get("metadata") or {}
+    ask = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
+    why = f"`{ask}` tells why: often a ConfigMap, Secret or volume that is not there"
+    return Obstacle(Blocked.NOT_STARTED, f"its containers have not started; {why}")
 
 
 def refusal_obstacle(reason: str, message: str) -> Obstacle:

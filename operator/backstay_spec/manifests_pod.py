@@ -190,6 +190,9 @@ def _pod_spec(spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, 
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        # Else the script is process 1 of a namespace, which the kernel gives no signal that it has no handler for: the
+        # SIGTERM that comes while it is still importing would be lost, and the SIGKILL and SIGSTOP of a fault script.
+        "shareProcessNamespace": True,
         "terminationGracePeriodSeconds": SERVER_GRACE if role == contract.ROLE_SERVER else WORKER_GRACE,
         "securityContext": {
             "runAsNonRoot": True,

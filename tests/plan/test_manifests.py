@@ -123,6 +123,7 @@ def test_a_pod_has_no_rights_and_little_patience():
         ("node.kubernetes.io/unreachable", 5),
     }
     assert spec["terminationGracePeriodSeconds"] == 30
+    assert spec["shareProcessNamespace"] is True, "as process 1 a script without a handler would never hear SIGTERM"
     assert build(SERVER)["spec"]["terminationGracePeriodSeconds"] == 60
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert trainer(build())["securityContext"]["capabilities"] == {"drop": ["ALL"]}
