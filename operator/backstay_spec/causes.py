@@ -277,7 +277,7 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
     # A volume that cannot be mounted, the code's ConfigMap among them, is told in the pod's events and nowhere else.
     metadata = pod.get("metadata") or {}
     ask = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
-    why = f"`{ask}` tells why: often a ConfigMap, Secret or volume that is not there"
+    why = f"`{ask}` tells why: an image that is being pulled, or a ConfigMap, Secret or volume that is not there"
     return Obstacle(Blocked.NOT_STARTED, f"its containers have not started; {why}")
 
 

@@ -53,6 +53,8 @@ __all__ = ["plan", "refuse"]
 
 # How often a Secret is made that may have been deleted.
 SECRET_RETRY: Final = timedelta(seconds=10)
+# Containers that have not started by then are worth a word.
+SLOW_START: Final = timedelta(seconds=30)
 _INVALID_SPEC: Final = "InvalidSpec"
 _INCARNATION_PATH: Final = "/spec/selector/" + contract.LABEL_INCARNATION.replace("~", "~0").replace("/", "~1")
 
@@ -290,6 +292,18 @@ def _apply_pending_deadline(draft: Draft, job: TrainingJob, hindered: Sequence[H
         draft.wake_at(h.since + limit)
 
 
+def _slow(draft: Draft, judged: Places) -> list[Hindered]:
+    """The places whose pods take longer to start than one expects."""
+    found = []
+    for h in judged.hindered:
+        if h.obstacle.blocked is Blocked.NOT_STARTED:
+            if draft.now >= h.since + SLOW_START:
+                found.append(h)
+            else:
+                draft.wake_at(h.since + SLOW_START)
+    return found
+
+
 def _note_scale(draft: Draft, job: TrainingJob) -> None:
     before, after = draft.desired.get("Worker", 0), job.spec.workers.replicas
     if before not in (0, after):
@@ -319,7 +333,7 @@ def _describe_pods(
     _describe_creation(draft, judged, newest, can_create=can_create)
 
     starting = (Blocked.NOT_STARTED, Blocked.NOT_JOINED)
-    obstacles = [h for h in judged.hindered if h.obstacle.blocked not in starting]
+    obstacles = [h for h in judged.hindered if h.obstacle.blocked not in starting] or _slow(draft, judged)
     message = f"{len(ready)} of {len(slots)} pods are ready"
     if len(ready) == len(slots):
         draft.condition(status.PODS_READY, True, "AllReady", message)

@@ -213,6 +213,22 @@ def test_a_quota_is_waited_for_until_the_deadline_whoever_restarts(make_cluster)
     assert not cluster.deaths, "what never was did not die"
 
 
+def test_a_pod_that_waits_for_a_volume_says_where_the_reason_is(make_cluster):
+    """O4: the kubelet tells of a ConfigMap that is not there in the pod's events alone."""
+    cluster = make_cluster(SPEC | {"code": {"configMap": "missing"}})
+    cluster.settle()
+    cluster.tick(20)
+    cluster.settle()
+    assert cluster.condition("PodsReady")["reason"] == "NotReady"
+    cluster.tick(20)
+    cluster.settle()
+    assert cluster.condition("PodsReady")["reason"] == "NotStarted"
+    assert f"events --for pod/{cluster.named(SERVER, 0)}" in cluster.condition("PodsReady")["message"]
+    cluster.run_all()
+    cluster.settle()
+    assert cluster.condition("PodsReady")["status"] == "True"
+
+
 def test_a_worker_that_the_job_can_do_without_may_stay_pending(running):
     """With backups, one worker that finds no node does not end the training of the others."""
     cluster = running(SPEC | {"workers": {"replicas": 3}, "update": {"backups": 1}})
