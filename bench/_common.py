@@ -223,13 +223,14 @@ class Worker:
         self._rank = rank
         self._arrangement = Arrangement(layout)
         self._buffers = ParamBuffers(self._arrangement)
-        self._gradient = [jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in jax.tree_util.tree_leaves(params)]
+        leaves = jax.tree_util.tree_leaves(params)
+        self._gradient = jax.jit(self._arrangement.pack)([jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in leaves])
         jax.block_until_ready(self._gradient)
         hello = Hello(peer=Peer(role="worker", index=rank, incarnation=1), term=1, partition_digest=layout.digest)
         self._client = connect([f"127.0.0.1:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync")
         slot = self._buffers.take()
         self._version = self._client.exchange_all(None, 0, slot.blocks).version
-        self._params = slot.params()
+        self._params = slot.host()
 
     def step(self) -> None:
         from backstay._wire.client import Push
@@ -241,7 +242,7 @@ class Worker:
         blocks = self._arrangement.gradient_blocks(self._gradient)
         slot = self._buffers.take()
         pulled = self._client.exchange_all(Push(gradient, GradientInfo(finite=True), blocks), 0, slot.blocks)
-        self._params = slot.params()
+        self._params = slot.host()
         if pulled.version != self._version + 1:
             raise RuntimeError(f"version {pulled.version} came after {self._version}")
         self._version = pulled.version

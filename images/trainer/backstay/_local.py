@@ -115,8 +115,11 @@ def train_local(
                 )
         else:
             bad_in_a_row = 0
-            how = Mean.of([1.0] * world, world, 1.0)
-            leaves = averaged([gradient.leaves for gradient in gradients], how.form, how.scalars(np.dtype(np.float64)))
+            leaves = newest.leaves
+            if world > 1:
+                how = Mean.of([1.0] * world, world, 1.0)
+                scalars = how.scalars(np.dtype(np.float64))
+                leaves = averaged([gradient.leaves for gradient in gradients], how.form, scalars)
             factor = 1.0
             if clip_norm is not None:
                 with enable_x64():

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from backstay_rpc.control_pb2 import (
     COMPILING,
     LEAVING,
@@ -71,9 +73,11 @@ class Worker:
         self._control = ControlClient(environment.servers, environment.token, self._peer)
         self._streams: ShardedClient | None = None
         self._heart = Heartbeats(self._control, self._silent)
-        self._buffers = ParamBuffers(Arrangement(plan.partition))
         self._arrangement = Arrangement(plan.partition)
-        self._gradient = GradientFn(script.loss, plan.partition.tree, deterministic=script.deterministic)
+        self._buffers = ParamBuffers(self._arrangement)
+        self._gradient = GradientFn(
+            script.loss, plan.partition.tree, deterministic=script.deterministic, pack=self._arrangement.pack
+        )
         self._batches = Prefetcher(script.batches)
         self._reporter = Reporter(script.log_every, script.steps)
         self._rate = Rate()
@@ -233,7 +237,7 @@ class Worker:
             raise PeerLost("not connected")
         slot = self._buffers.take()
         pulled = self._streams.exchange_all(push, min_version, slot.blocks)
-        return pulled, slot.params()
+        return pulled, slot.host() if self._gradient.on_host else slot.params()
 
     def _start(self) -> tuple[Pulled, Sequence[Any]]:
         while True:
@@ -321,7 +325,7 @@ class Worker:
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
         """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
         self._heart.activity = LEAVING
-        tree = self._plan.partition.tree.unflatten(params)
+        tree = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
         loss = None if self._last is None else self._last.loss
         train_metrics = {} if self._last is None else self._last.metrics
         metrics: dict[str, float] = {}

@@ -1,8 +1,9 @@
 """Between JAX's arrays and what travels: which leaves travel where they lie, and which are packed.
 
 A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases: no copy besides the
-socket's. Small leaves would cost more in calls than in bytes, so they are packed by one jitted function into one array
-for each dtype, the *area*, in which the blocks that hold them lie one after another; and unpacked by another.
+socket's. Small leaves would cost more in calls than in bytes, so they are packed, as part of the jitted gradient, into
+one array for each dtype, the *area*, in which the blocks that hold them lie one after another. On the way back they are
+read where they lie in the area. So neither what is compiled nor what is sent grows with the number of leaves.
 """
 
 from __future__ import annotations
@@ -64,19 +65,26 @@ class Arrangement:
         self.areas = tuple(_Area(dtype, sizes[dtype], starts[dtype]) for dtype in sizes)
         self._area_of = {area.dtype: index for index, area in enumerate(self.areas)}
         self.small = tuple(leaf for leaf in range(len(leaves)) if leaf not in self.direct)
-        self._pack_jit = jax.jit(self.pack)
+        self._parts_of: dict[int, list[tuple[int, int, int]]] = {leaf: [] for leaf in self.small}  # area, start, stop
+        for dtype, start, piece in sorted(self._packed, key=lambda part: (part[2].leaf, part[2].start)):
+            if piece.leaf not in self.direct:
+                self._parts_of[piece.leaf].append((self._area_of[dtype], start, start + piece.size))
         self._unpack_jit = jax.jit(self._unpack)
 
-    def pack(self, leaves: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """The areas, out of all leaves of a tree. May be called inside a jitted function, where it fuses.
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """What travels, out of all leaves of a tree. To be traced, in the jitted function that computes them.
 
         Args:
             leaves: one array for each leaf of the tree, of its shape and dtype.
 
         Returns:
-            One 1-D array for each of `areas`; elements between blocks are zero.
+            The direct leaves as they are, by index; then a 1-D array for each of `areas`, zero between its blocks.
         """
-        result = []
+        # What computes a leaf is compiled as if nothing were packed, so that its bits do not depend on the partition.
+        packed = sorted({piece.leaf for _, _, piece in self._packed})
+        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+        apart = dict(zip(packed, barrier([leaves[leaf] for leaf in packed]), strict=True))
+        result = [leaves[leaf] for leaf in sorted(self.direct)]
         for area in self.areas:
             parts, at = [], 0
             for dtype, start, piece in sorted(self._packed, key=lambda p: p[1]):
@@ -84,28 +92,26 @@ class Arrangement:
                     continue
                 if start > at:
                     parts.append(jnp.zeros(start - at, area.dtype))
-                flat = jnp.ravel(leaves[piece.leaf])
+                flat = jnp.ravel(apart[piece.leaf])
                 parts.append(flat if piece.size == flat.size else jax.lax.slice(flat, (piece.start,), (piece.stop,)))
                 at = start + piece.size
             if at < area.size:
                 parts.append(jnp.zeros(area.size - at, area.dtype))
             result.append(jnp.concatenate(parts))
-        return tuple(result)
+        return result
 
-    def gradient_blocks(self, leaves: Sequence[Any], areas: Sequence[Any] | None = None) -> list[list[np.ndarray]]:
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[list[np.ndarray]]:
         """The blocks of every shard, out of a gradient on the device; waits until it is computed.
 
         Args:
-            leaves: one JAX array for each leaf of the tree, of its shape and dtype.
-            areas: `pack(leaves)`, when that was computed already.
+            packed_leaves: what `pack` made of the gradient.
 
         Returns:
-            ``[s][b]``: 1-D views (on the CPU) of the memory of `leaves` and `areas`, which they keep alive.
+            ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive.
         """
-        if areas is None:
-            areas = self._pack_jit(leaves) if self.areas else ()
-        host = {leaf: np.asarray(leaves[leaf]).reshape(-1) for leaf in self.direct}
-        packed = [np.asarray(area) for area in areas]
+        arrays = [np.asarray(array).reshape(-1) for array in packed_leaves]
+        host = dict(zip(sorted(self.direct), arrays, strict=False))
+        packed = arrays[len(host) :]
         result: list[list[np.ndarray]] = []
         for s, layout in enumerate(self.partition.shards):
             views = []
@@ -141,27 +147,35 @@ class Arrangement:
             if piece.leaf in self.direct:
                 leaves[piece.leaf][piece.start : piece.stop] = areas[self._area_of[dtype]][start : start + piece.size]
 
+    def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All leaves of the tree, out of flat direct `leaves` and `areas`: views, except of the few small leaves that
+        are cut over blocks, which are copied."""
+        result: list[np.ndarray] = []
+        for leaf, spec in enumerate(self.partition.tree.leaves):
+            if leaf in self.direct:
+                flat = leaves[leaf]
+            else:
+                parts = [areas[area][start:stop] for area, start, stop in self._parts_of[leaf]]
+                flat = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, spec.dtype), *parts])
+            result.append(flat.reshape(spec.shape))
+        return result
+
     def unpack(self, areas: Sequence[Any]) -> dict[int, jax.Array]:
         """The small leaves, by index, out of areas on the device."""
         return dict(zip(self.small, self._unpack_jit(tuple(areas)), strict=True)) if self.small else {}
 
     def _unpack(self, areas: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        by_leaf: dict[int, list[tuple[int, Any]]] = {}
-        for dtype, start, piece in self._packed:
-            if piece.leaf not in self.direct:
-                part = jax.lax.slice(areas[self._area_of[dtype]], (start,), (start + piece.size,))
-                by_leaf.setdefault(piece.leaf, []).append((piece.start, part))
         result = []
         for leaf in self.small:
             spec = self.partition.tree.leaves[leaf]
-            parts = [part for _, part in sorted(by_leaf.get(leaf, []), key=lambda p: p[0])]
+            parts = [jax.lax.slice(areas[area], (start,), (stop,)) for area, start, stop in self._parts_of[leaf]]
             flat = jnp.concatenate(parts) if parts else jnp.zeros(0, spec.dtype)
             result.append(flat.reshape(spec.shape))
         return tuple(result)
 
 
 class Slot:
-    """Memory for one whole set of parameters: `blocks` to receive into, then `params`."""
+    """Memory for one whole set of parameters: `blocks` to receive into, then `host` or `params`."""
 
     def __init__(self, arrangement: Arrangement) -> None:
         self._arrangement = arrangement
@@ -173,28 +187,38 @@ class Slot:
 
     @property
     def in_use(self) -> bool:
-        """Some array of JAX still uses this memory."""
+        """Some array that was handed out, or JAX's of one, still uses this memory."""
         self._lent = [ref for ref in self._lent if ref() is not None]
         return bool(self._lent)
 
+    def host(self) -> list[np.ndarray]:
+        """The leaves of the tree, in order, in this memory. As arguments of a function that is jitted for one CPU they
+        are used where they lie if they are aligned, and a thousand of them cost a millisecond or two."""
+        leaves, areas = self._lend()
+        return self._arrangement.read(leaves, areas)
+
     def params(self, device: Any = None) -> list[jax.Array]:
-        """The leaves of the tree, in order, on the device: large ones alias this memory where the device can.
+        """The leaves of the tree, in order, on the device: large ones alias this memory where the device can. The small
+        ones are unpacked there by a function that takes long to compile if they are many.
 
         Args:
             device: a `jax.Device` or `jax.sharding.Sharding`; None is JAX's default.
         """
         arrangement = self._arrangement
-        arrangement.mend(self._leaves, self._areas)
         tree = arrangement.partition.tree.leaves
-        owners = [_owner(self._leaves[leaf]) for leaf in sorted(arrangement.direct)]
-        owners += [_owner(area) for area in self._areas]
-        self._lent = [weakref.ref(owner) for owner in owners]
-        shapes = [tree[leaf].shape for leaf in sorted(arrangement.direct)] + [area.shape for area in self._areas]
-        sources = [owner.reshape(shape) for owner, shape in zip(owners, shapes, strict=True)]
+        leaves, areas = self._lend()
+        sources = [*(leaves[leaf].reshape(tree[leaf].shape) for leaf in sorted(leaves)), *areas]
         placed = jax.device_put(sources, device, may_alias=True)
         large = dict(zip(sorted(arrangement.direct), placed, strict=False))
         small = arrangement.unpack(placed[len(large) :])
         return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(tree))]
+
+    def _lend(self) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
+        self._arrangement.mend(self._leaves, self._areas)
+        leaves = {leaf: _owner(memory) for leaf, memory in self._leaves.items()}
+        areas = [_owner(area) for area in self._areas]
+        self._lent = [weakref.ref(owner) for owner in (*leaves.values(), *areas)]
+        return leaves, areas
 
 
 def _owner(memory: np.ndarray) -> np.ndarray:
@@ -207,7 +231,7 @@ def _owner(memory: np.ndarray) -> np.ndarray:
 
 
 class ParamBuffers:
-    """Slots, taken in turn; memory that a JAX array still uses is never taken, whoever holds that array."""
+    """Slots, taken in turn; memory that an array still uses is never taken, whoever holds that array."""
 
     def __init__(self, arrangement: Arrangement) -> None:
         self._arrangement = arrangement
@@ -215,8 +239,8 @@ class ParamBuffers:
         self._lock = threading.Lock()
 
     def take(self) -> Slot:
-        """A slot whose memory no JAX array uses. Usually there are two: one that the computation reads, one to receive
-        into. Whoever takes a slot calls its `params` before another is taken, or gives it up."""
+        """A slot whose memory nobody uses. Usually there are two: one that the computation reads, one to receive into.
+        Whoever takes a slot calls its `host` or `params` before another is taken, or gives it up."""
         with self._lock:
             for slot in self._slots:
                 if not slot.in_use:

@@ -1,0 +1,99 @@
+"""A model of very many leaves: what is compiled, and how many arrays go through JAX, does not grow with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from backstay._engine import ShardEngine
+from backstay._gradient import GradientFn
+from backstay._local import train_local
+from backstay._partition import partition
+from backstay._rules import analyse
+from backstay._tree import describe
+from backstay._wire.buffers import Arrangement, ParamBuffers
+
+SHAPES = [(), (3,), (4, 5)]
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the executables that JAX builds meanwhile, in this process without a cache of them on disk."""
+    names: list[str] = []
+
+    def heard(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def init(leaves: int) -> dict[str, Any]:
+    return {f"w{i:03}": np.full(SHAPES[i % 3], 0.1 * i, np.float32) for i in range(leaves)}
+
+
+def loss(params: Any, batch: Any) -> Any:
+    return sum(jnp.sum((leaf * batch - 1) ** 2) for leaf in jax.tree.leaves(params))
+
+
+def one_update(leaves: int) -> tuple[int, int, list[np.ndarray]]:
+    """A worker's and two servers' way from parameters to parameters; what was compiled, and the arrays that came out
+    of the gradient."""
+    params = init(leaves)
+    tree = describe(params)
+    rule = analyse(optax.adam(0.1), tree)
+    layout = partition(tree, rule, 2)
+    arrangement = Arrangement(layout)
+    slot = ParamBuffers(arrangement).take()
+    engines = [ShardEngine(layout, shard, rule, params) for shard in range(2)]
+    gradient_of = GradientFn(loss, tree, pack=arrangement.pack)
+    jax.clear_caches()
+    with compilations() as compiled:
+        for engine in engines:
+            engine.compile([1])
+        for engine, targets in zip(engines, slot.blocks, strict=True):
+            for index, target in enumerate(targets):
+                target[:] = engine.block(index).view(np.uint8)
+        gradient = gradient_of(tree.unflatten(slot.host()), np.float32(0.5))
+        blocks = arrangement.gradient_blocks(gradient.leaves)
+        for engine, contribution in zip(engines, blocks, strict=True):
+            engine.apply([contribution])
+            engine.ready(0)
+    for engine, targets in zip(engines, slot.blocks, strict=True):
+        for index, target in enumerate(targets):
+            target[:] = engine.block(index).view(np.uint8)
+    return len(compiled), len(gradient.leaves), slot.host()
+
+
+def test_one_update_compiles_as_much_for_many_leaves_as_for_few() -> None:
+    few, many = one_update(6), one_update(90)
+    assert 0 < few[0] == many[0]
+    assert few[1] == many[1] == 1, "the gradient leaves the device as one packed array"
+
+
+def test_many_leaves_give_what_the_plain_loop_gives() -> None:
+    """T4: packed in the gradient, cut over shards, updated in blocks, read where they were received."""
+    done = train_local(lambda _: init(40), loss, lambda _: np.float32(0.5), optax.adam(0.1), 1)
+    for ours, theirs in zip(one_update(40)[2], jax.tree.leaves(done.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [0, 63, 64, 129])
+def test_a_leaf_that_is_not_finite_is_seen_among_many(bad: int) -> None:
+    params = {f"w{i:03}": np.float32(1) for i in range(130)}
+    params[f"w{bad:03}"] = np.float32("nan")
+    function = GradientFn(lambda p, batch: sum(leaf**2 for leaf in jax.tree.leaves(p)), describe(params))
+    assert function(params, np.zeros(2)).finite is False
+    params[f"w{bad:03}"] = np.float32(2)
+    assert function(params, np.zeros(2)).finite is True
