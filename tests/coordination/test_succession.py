@@ -368,3 +368,26 @@ def test_a_commit_of_the_coordinator_before_is_told_with_its_loss() -> None:
     assert told.adopted
     assert [info.loss for info in told.infos] == [0.5]
     assert told.commit == commit
+
+
+def test_t8_a_job_taken_over_at_its_end_does_not_wait_for_who_has_evaluated_and_left() -> None:
+    """The coordinator before had said that the job is done, to worker 0 at least; where that one is still here, or an
+    evaluator, it tells its evaluation again."""
+    rules = Rules(mode="Sync", shards=1, steps=STEPS, replicates=True, stores=True, evaluates=True)
+    start = Rollback(term=1, version=0, world=1)
+
+    def resumed() -> Coordinator:
+        state = CoordinatorState(term=1, version=STEPS, world=1)
+        found = Coordinator.resume(
+            rules, state, start, last=None, prepared=(), checkpoint="c", checkpoint_at=(1, STEPS), now=0.0
+        )
+        assert found.start(0.0) == []
+        return found
+
+    alone = resumed()
+    assert not any(isinstance(decision, Finished) for decision in alone.tick(29.0))
+    assert any(isinstance(decision, Finished) for decision in alone.tick(31.0))
+    with_worker = resumed()
+    with_worker.joined(5.0, 0, 1)
+    assert with_worker.tick(31.0) == []
+    assert any(isinstance(decision, Finished) for decision in with_worker.evaluated(40.0, STEPS))

@@ -48,6 +48,7 @@ class Evaluator:
         self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
         self._control = ControlClient(environment.servers, environment.token, peer)
         self._lost = False
+        self._found: tuple[int, dict[str, float], str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
 
     def run(self) -> None:
@@ -90,6 +91,7 @@ class Evaluator:
             if self._lost:
                 self._lost = False
                 self._join()
+                self._tell()  # the one that was told may be gone
 
     def _join(self) -> None:
         plan = self._plan
@@ -125,9 +127,16 @@ class Evaluator:
             self._metrics.evaluation(name).set(value)
         self._metrics.version.set(step)
         self._metrics.step("compute").observe(time.monotonic() - began)
+        self._found = step, metrics, error
+        self._tell()
+
+    def _tell(self) -> None:
+        """Report the newest evaluation, if there is one."""
+        if self._found is None:
+            return
         for _ in range(40):
             try:
-                self._control.evaluated(0, step, metrics, error)
+                self._control.evaluated(0, *self._found)
                 return
             except (PeerLost, Refused) as failure:
                 _LOG.debug("the evaluation could not be reported: %s", failure)

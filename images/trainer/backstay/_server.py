@@ -469,6 +469,8 @@ class Server:
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
         )
+        if self._driving is not None and peer.role == contract.ROLE_EVALUATOR:
+            self._driving.evaluates()
         if self._driving is not None and peer.role == contract.ROLE_WORKER:
             self._driving.joined(peer.index, peer.incarnation)
             reply.key_step = self._driving.state().key_steps.get(peer.index, 0)

@@ -201,6 +201,11 @@ class Driving:
         """An evaluation was reported."""
         self._do(lambda now: self._coordinator.evaluated(now, step))
 
+    def evaluates(self) -> None:
+        """An evaluator introduced itself."""
+        with self._lock:
+            self._coordinator.evaluates()
+
     def fail(self, reason: str, why: str) -> None:
         """The job fails."""
         self._do(lambda _: self._coordinator.fail(reason, why))

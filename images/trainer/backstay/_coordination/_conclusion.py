@@ -20,6 +20,10 @@ __all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Conclusion", "Ending"]
 EVALUATION_SECONDS = 600.0
 """How long a job waits for the evaluation of its last version."""
 
+SUCCESSION_SECONDS = 30.0
+"""How long a coordinator that took over at the end waits for somebody to come who evaluates: whoever did may have told
+the one before, and left."""
+
 STORING_SECONDS = 600.0
 """How long a job tries to store its last version before it fails."""
 
@@ -37,6 +41,7 @@ class Ending:
     store_again_at: float | None = None
     pause: float = 0.5
     error: str = ""
+    patience: float = EVALUATION_SECONDS
 
 
 class Conclusion:
@@ -75,6 +80,11 @@ class Conclusion:
             return []
         return [Send(None, Save(term=self.state.term, version=version))]
 
+    def evaluates(self) -> None:
+        """Somebody is here who evaluates, or has and will tell it again."""
+        if self._ending is not None:
+            self._ending.patience = EVALUATION_SECONDS
+
     def fail(self, reason: str, why: str) -> list[Decision]:
         """The job fails, once."""
         if self.finished is not None:
@@ -110,7 +120,7 @@ class Conclusion:
                 ending.store_again_at = None
                 out += self.save(now)
             return out
-        if not ending.evaluated and now - ending.began < EVALUATION_SECONDS:
+        if not ending.evaluated and now - ending.began < ending.patience:
             return out
         self.finished = Finished(self.state.version)
         return [*out, Send(None, self._done()), self.finished]

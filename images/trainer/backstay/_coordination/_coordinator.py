@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from . import _async, _sync
-from ._conclusion import STORING_SECONDS, Ending
+from ._conclusion import STORING_SECONDS, SUCCESSION_SECONDS, Ending
 from ._decisions import (
     OUTCOME_OF,
     Counted,
@@ -141,7 +141,9 @@ class Coordinator(Succession):
             for contribution in last.contributions:
                 new._used[identity(contribution.id)] = last.version
         if new.over:
-            new._ending = Ending(now, stored=not rules.stores, evaluated=not rules.evaluates)
+            new._ending = Ending(
+                now, stored=not rules.stores, evaluated=not rules.evaluates, patience=SUCCESSION_SECONDS
+            )
         return new
 
     # ---- What shards say ----
@@ -314,6 +316,8 @@ class Coordinator(Succession):
         """A worker introduced itself: what older incarnations of it left incomplete is given up."""
         del now
         self._joined.add(rank)
+        if rank == 0:
+            self.evaluates()
         if incarnation <= self._incarnations.get(rank, -1):
             return []
         self._incarnations[rank] = incarnation
