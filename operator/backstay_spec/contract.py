@@ -59,8 +59,6 @@ ENV_POD_NAME: Final = "BACKSTAY_POD_NAME"  # fieldRef metadata.name
 ENV_POD_IP: Final = "BACKSTAY_POD_IP"  # fieldRef status.podIP: what other pods connect to
 ENV_TOKEN: Final = "BACKSTAY_TOKEN"  # noqa: S105  # secretKeyRef: hex, the job's token (O7)
 ENV_CONFIG: Final = "BACKSTAY_CONFIG"  # JSON, `RuntimeConfig` of backstay_spec.runtime
-# Where checkpoints are as this pod sees it: above the URI in BACKSTAY_CONFIG, which cannot know a volume's mount.
-ENV_CHECKPOINT_URI: Final = "BACKSTAY_CHECKPOINT_URI"
 ENV_TERMINATION_LOG: Final = "BACKSTAY_TERMINATION_LOG"  # where to write the termination message
 # Set by a kubelet, not by the operator: the address to bind (default: all of the pod's).
 ENV_BIND: Final = "BACKSTAY_BIND"

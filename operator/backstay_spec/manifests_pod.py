@@ -166,8 +166,6 @@ def _environment(
     }
     if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
         said[contract.ENV_ACTIVE] = str(active)
-    if slot.role in _SERVES and config.get("checkpoint") is not None:
-        said[contract.ENV_CHECKPOINT_URI] = config["checkpoint"]["uri"].replace("$(", "$$(")
     token = {"name": names.secret_name(meta.name, meta.uid), "key": contract.SECRET_KEY_TOKEN}
     return [
         *({"name": name, "value": value} for name, value in said.items()),

@@ -101,7 +101,6 @@ class Environment:
         token = text(contract.ENV_TOKEN)
         if not token:
             raise ConfigurationError(f"{contract.ENV_TOKEN} is empty: a job without a token would trust anybody")
-        uri = variables.get(contract.ENV_CHECKPOINT_URI) or (config.checkpoint.uri if config.checkpoint else None)
         log = variables.get(contract.ENV_TERMINATION_LOG)
         bind = variables.get(contract.ENV_BIND)
         return cls(
@@ -118,7 +117,7 @@ class Environment:
             pod_ip=variables.get(contract.ENV_POD_IP) or bind or "127.0.0.1",
             token=token,
             config=config,
-            checkpoint_uri=uri if config.checkpoint else None,
+            checkpoint_uri=config.checkpoint.uri if config.checkpoint else None,
             termination_log=Path(log) if log else None,
             active=number(contract.ENV_ACTIVE, 0),
         )
