@@ -16,7 +16,7 @@ from backstay_spec.events import warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Observed, Progress, Refusal
 from backstay_spec.plan_draft import Draft
-from backstay_spec.plan_pods import PodView, ended_at, unready_since
+from backstay_spec.plan_pods import PodView, ended_at, is_node_silent, unready_since
 from backstay_spec.types import TrainingJob
 
 REFUSED_RETRY: Final = timedelta(seconds=5)
@@ -141,6 +141,13 @@ class Places:
             return last or unready
         self.draft.wake_at(deadline)
         return None
+
+    @staticmethod
+    def verdict_of_silence(pod: PodView, text: str) -> Verdict:
+        """Why a hung server's pod is given up: a node that is lost is not its fault (O4)."""
+        if is_node_silent(pod):
+            return Verdict(Cause.NODE_LOST, f"{text}, nor has its node")
+        return Verdict(Cause.STALLED, text)
 
     def left_in_order(self, slot: Slot, pod: PodView) -> bool:
         """Whether a dead pod is no loss, or may turn out to be none; the latter for a short while only (T8)."""

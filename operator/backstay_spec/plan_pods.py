@@ -161,6 +161,14 @@ def unready_since(view: PodView) -> datetime | None:
     return turned
 
 
+def is_node_silent(view: PodView) -> bool:
+    """Whether it is the pod's node that does not answer: the node controller then takes Ready back and gives no reason,
+    while ContainersReady, which only the kubelet sets, stays True."""
+    conditions = {c.get("type"): c for c in (view.raw.get("status") or {}).get("conditions") or ()}
+    ready, containers = conditions.get("Ready") or {}, conditions.get("ContainersReady") or {}
+    return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
+
+
 def _started_at(pod: Manifest) -> datetime | None:
     for container in (pod.get("status") or {}).get("containerStatuses") or ():
         if container.get("name") == contract.CONTAINER:

@@ -164,7 +164,7 @@ class Standbys:
         if (silent := places.hung_since(standby)) is not None:
             seconds = (draft.now - silent).total_seconds()
             places.end_hung(standby)
-            self._lose(slot, standby, Verdict(Cause.STALLED, f"it has not answered for {seconds:.0f} s"))
+            self._lose(slot, standby, places.verdict_of_silence(standby, f"it has not answered for {seconds:.0f} s"))
         elif not standby.ready and (obstacle := obstacle_of(standby.raw)) is not None:
             places.hindered.append(Hindered(slot, obstacle, created_at(standby) or draft.now, standby=True))
         elif (since := silent_since(standby)) is not None:

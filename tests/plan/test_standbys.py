@@ -189,6 +189,20 @@ def test_a_standby_that_hangs_is_replaced_and_never_promoted(training):
     assert [(d.cause, d.incarnation, d.charged) for d in training.deaths] == [("Stalled", 2, True)]
 
 
+def test_a_standby_whose_node_is_cut_off_pays_for_nothing(training):
+    """O4: the node controller takes Ready back before it evicts; ContainersReady is left as the kubelet set it."""
+    answer(training, shard_0=2, shard_1=2)
+    name = training.named(SERVER, 0, 2)
+    identity, heard = uid(training, name), training.now
+    training.tick(45)
+    training.run(name, ready=False)
+    training.pods[name]["status"]["conditions"].append({"type": "ContainersReady", "status": "True"})
+    training.answer(**said_of(training.progress), heard=everybody(training) | {identity: heard})
+    training.settle()
+    assert [(d.cause, d.incarnation, d.charged) for d in training.deaths] == [("NodeLost", 2, False)]
+    assert training.status["incarnations"][FIRST] == 3
+
+
 def test_a_server_whose_standby_hangs_is_replaced_as_if_it_had_none(training):
     answer(training, shard_0=2, shard_1=2)
     standby = training.named(SERVER, 0, 2)
