@@ -28,9 +28,9 @@ RAW_BYTES = 64 << 20
 
 def allocator_environment() -> dict[str, str]:
     """What the operator sets in every pod of a job."""
-    from backstay_spec import manifests_pod
+    from backstay_spec.manifests_pod import ALLOCATOR
 
-    return dict(vars(manifests_pod)["_ALLOCATOR"])
+    return dict(ALLOCATOR)
 
 
 class Process:

@@ -23,7 +23,7 @@ FILES_GROUP: Final = 65532
 
 # glibc gives every large buffer back to the kernel and takes it again, page fault by page fault, in every step; keeping
 # it is worth 40 % of the wire's rate. `0` keeps large blocks on the heap, the others keep the heap.
-_ALLOCATOR: Final = {
+ALLOCATOR: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
     "MALLOC_TOP_PAD_": "67108864",
@@ -221,7 +221,7 @@ def _pod_spec(spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, 
 def _container(
     spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, Any]], mounts: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    allocator = _ALLOCATOR if role != contract.ROLE_EVALUATOR else {}
+    allocator = ALLOCATOR if role != contract.ROLE_EVALUATOR else {}
     named = {str(item.get("name")) for item in spec.env}
     container: dict[str, Any] = {
         "name": contract.CONTAINER,

@@ -12,7 +12,7 @@ from ._coordination import Coordinator, Intervals, Rules
 from ._storing import ManifestStorage, NoStorage
 
 if TYPE_CHECKING:
-    from ._checkpoint._store import CheckpointStore
+    from ._checkpoint import CheckpointStore
     from ._environment import Environment
     from ._leader import Leader
     from ._script import Plan, Script

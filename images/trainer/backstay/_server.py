@@ -29,7 +29,7 @@ from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 
 from . import _faults
-from ._checkpoint._store import CheckpointStore
+from ._checkpoint import CheckpointStore
 from ._control import ControlClient, ControlServer, Driving, Link, Peers
 from ._coordination import Intervals, Liveness
 from ._coordination.seam import Coordination

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from backstay_rpc.control_pb2 import File, Range, Written
 
 from . import _faults
-from ._checkpoint._manifest import FileInfo, FileRange, Manifest, ManifestLeaf, order_of_manifest
-from ._checkpoint._reader import Reader
-from ._checkpoint._store import CheckpointStore, Entry
-from ._checkpoint._structure import describe_structure
+from ._checkpoint import (
+    CheckpointStore,
+    Entry,
+    FileInfo,
+    FileRange,
+    Manifest,
+    ManifestLeaf,
+    Reader,
+    describe_structure,
+    order_of_manifest,
+)
 from ._coordination import CoordinatorState, WriteManifest
 from ._coordination.seam import Coordination
 from ._engine import ShardEngine, Snapshot, array_specs

@@ -7,9 +7,10 @@ written down without pickling, `reader` how ranges of leaves are found again in 
 from __future__ import annotations
 
 from ._load import Checkpoint, load
-from ._manifest import FileInfo, FileRange, Manifest, ManifestLeaf
+from ._manifest import FileInfo, FileRange, Manifest, ManifestLeaf, order_of_manifest
 from ._reader import Reader
 from ._store import CheckpointStore, Entry, Newest
+from ._structure import describe_structure
 
 __all__ = [
     "Checkpoint",
@@ -21,5 +22,7 @@ __all__ = [
     "ManifestLeaf",
     "Newest",
     "Reader",
+    "describe_structure",
     "load",
+    "order_of_manifest",
 ]
