@@ -16,8 +16,6 @@ from backstay_cluster.cluster import ClusterProcess
 from backstay_cluster.kubelet.api import ApiClient, ApiError
 
 DEADLINE = 60.0
-# Else asyncio makes an ambient loop when pytest-asyncio looks for one to restore, which nobody closes.
-asyncio.set_event_loop(None)
 _names = itertools.count()
 
 
