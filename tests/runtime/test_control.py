@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 import types
@@ -227,6 +229,43 @@ def test_another_incarnation_of_the_server_means_joining_again(server: ControlSe
     with pytest.raises(PeerLost, match="still loading"):
         join(client)
     client.close()
+
+
+def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) -> None:
+    """Its machine is busy: the first byte of its answer comes later than any back-off between two attempts."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(30)
+    ends: list[socket.socket] = []
+
+    def copy(source: socket.socket, sink: socket.socket, late: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(late)
+                late = 0.0
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", server.port), 30)
+                near.settimeout(None)
+                ends.extend((near, far))
+                threading.Thread(target=copy, args=(near, far, 0.0), daemon=True).start()
+                threading.Thread(target=copy, args=(far, near, 0.5), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, Peer(role="worker"))
+    assert len(client.join_all(LEAVES, b"digest", 10, lambda: False, seconds=30)) == 1
+    client.close()
+    listener.close()
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
 
 
 def test_a_port_that_is_taken_is_named(server: ControlServer, host: FakeHost) -> None:
