@@ -172,17 +172,26 @@ class Chaos:
         return f"for {away:.1f} s"
 
 
-def inside(rng: random.Random, steps: int, workers: int, servers: int, seconds: float) -> str:
+def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
     """A script for the injector: moments that cannot be met from outside."""
     script = []
+    lives = 1 + standbys  # pods that a shard has at once, and so incarnations that it uses up
     for _ in range(max(6, int(seconds / 8))):
         step = rng.randrange(5, max(6, steps))
         # The incarnation that may just be there then, as things go: one that comes later is struck when it starts.
         life = 1 + round(rng.uniform(0.4, 1.0) * seconds * step / steps / LIFE_SECONDS)
-        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life}"
+        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life * lives}"
+        only_with_standbys = [
+            f"kill {server} @{step} norm",
+            f"stop {server} @{step} norm {rng.uniform(0.5, 3):.1f}s",
+            f"kill {server} @{step} follow",
+            f"delay {server} @{step} follow {rng.uniform(0.2, 2):.1f}s",
+            f"kill {server} @{step} manifest",
+        ]
         script.append(
             rng.choice(
                 [
+                    *(only_with_standbys if standbys else []),
                     f"kill {worker} @{step} push",
                     f"delay {worker} @{step} {rng.uniform(0.2, 3):.1f}s",
                     f"cut {worker} @{step}",
@@ -215,7 +224,7 @@ def injected(job: Job) -> Counter[str]:
     found: Counter[str] = Counter()
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-*/trainer.log*"):
         for action, role, point in re.findall(
-            r"^fault injected at step -?\d+: (\w+) (\w+)/\S+ @\d+( push| commit| rename)?",
+            r"^fault injected at step -?\d+: (\w+) (\w+)/\S+ @\d+( [a-z]{4,})?",
             log.read_text(errors="replace"),
             re.M,
         ):
@@ -275,7 +284,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
         "stall_seconds": 12,
     }
     rng = random.Random(arguments.seed)
-    script = inside(rng, steps, arguments.workers, 2, seconds)
+    script = inside(rng, steps, arguments.workers, 2, arguments.standbys, seconds)
     print(f"\n{mode}: {steps} updates, 2 servers, {arguments.standbys} standbys, {arguments.workers} workers, "
           f"seed {arguments.seed}\nFAULT_INJECTION={script!r}", flush=True)  # fmt: skip
     job = Job(on, f"chaos-{mode.lower()}", env={"FAULT_INJECTION": script}, **shape)
