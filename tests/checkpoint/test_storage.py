@@ -151,6 +151,19 @@ def test_t7_a_local_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkey
         store.newest()
 
 
+def test_whoever_may_read_the_manifest_may_read_the_arrays(tmp_path: Path) -> None:
+    """An evaluator, or a person at the volume, need not be the server's user; safetensors would shut them out."""
+    umask = os.umask(0o027)
+    try:
+        make(CheckpointStore(str(tmp_path)), 1)
+    finally:
+        os.umask(umask)
+    assert {path.suffix: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        ".json": 0o640,
+        ".safetensors": 0o640,
+    }
+
+
 def test_what_a_killed_server_was_writing_does_not_fill_the_disk(tmp_path: Path) -> None:
     """safetensors writes beside the file and renames; its name tells no version, so age decides."""
     store = CheckpointStore(str(tmp_path))

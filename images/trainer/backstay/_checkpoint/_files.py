@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -77,7 +78,13 @@ class PosixFolder:
             if isinstance(fill, bytes):
                 temporary.write_bytes(fill)
             else:
+                temporary.touch()
+                mode = stat.S_IMODE(temporary.stat().st_mode)
                 fill(str(temporary))
+                # safetensors lets nobody but the owner read what it writes; who may is the umask's to say, as for the
+                # manifest: an evaluator or a person who reads the volume need not be the server's user.
+                with contextlib.suppress(OSError):  # a file system without modes
+                    temporary.chmod(mode)
             _fsync(temporary)
             _faults.reach("rename")
             temporary.replace(self.path / name)
