@@ -24,7 +24,7 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 test: lint  ## everything that CI runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds that they are fresh
 	$(BIN)/python -m backstay_spec.crd > crds/backstay.dev_trainingjobs.yaml

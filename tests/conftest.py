@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART_NAMESPACE = "backstay-system"
@@ -47,6 +48,53 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _no_default_loop() -> None:
     """looptime's plug-in asks for the default event loop before each test, and would make one that nobody closes."""
     asyncio.set_event_loop(None)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where training processes keep what JAX compiled, so that not each compiles the same model again."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, as tests with processes wait most of the time; not many, as those take memory."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
+# What takes longest is begun first, so that no process is alone with it at the end.
+FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/runtime/", "tests/operator/", "tests/trainer_math/")
+
+
+class Groups(LoadScopeScheduling):
+    """Tests of one group follow each other in one process.
+
+    The end-to-end tests are one: they share a cluster, and two of their jobs at once are many processes. The training
+    jobs of tests/runtime are each alone. All others keep with those of their file, with whom they share fixtures and
+    what JAX compiled.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/e2e/"):
+            return "tests/e2e/"
+        return nodeid if nodeid.startswith("tests/runtime/") else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        return next((number for number, where in enumerate(FIRST) if item.nodeid.startswith(where)), len(FIRST))
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_tells_how_to_do_
     """T1, T4, O4: 2 -> 4 -> 1 workers: no pod restarted, nothing charged, the result that of the recorded worlds."""
     # Slow until the last change has been seen, so that the job cannot end before; then fast.
     gate = tmp_path / "gate"
-    environment = {"BEHAVE": "numbers", "PAUSE": "0.2", "STEPS": "500", "GATE": str(gate)}
+    environment = {"BEHAVE": "numbers", "PAUSE": "0.4", "STEPS": "300", "GATE": str(gate)}
     spec = {
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 2},
@@ -84,7 +84,7 @@ def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_tells_how_to_do_
     gate.touch()
     status = cluster.wait_for_end(name)
     assert status["phase"] == "Succeeded", cluster.describe(name)
-    assert status["step"] == 500
+    assert status["step"] == 300
     for role in ("Worker", "ParameterServer"):
         assert (status["roles"][role]["restarts"], status["roles"][role].get("disruptions", 0)) == (0, 0)
     assert set(status["incarnations"].values()) == {1}

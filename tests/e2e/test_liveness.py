@@ -30,9 +30,9 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 3},
         "update": {"mode": "Sync", "backups": 1},
-        "checkpoint": {"uri": str(folder), "everySteps": 20},
+        "checkpoint": {"uri": str(folder), "everySteps": 5},
     }
-    name = submit(spec, env={"PAUSE": "0.05", "STEPS": "2000", "GATE": str(gate)})
+    name = submit(spec, env={"PAUSE": "0.2", "STEPS": "600", "GATE": str(gate)})
 
     def pod_of(place: str) -> str:
         number = cluster.job(name)["status"]["incarnations"][place.replace("ps-", "parameter-server-")]
@@ -59,7 +59,7 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
         for pid in cluster.processes(pod):
             os.kill(pid, signal.SIGSTOP)
 
-    cluster.wait(f"{name} trains", lambda: status().get("step", 0) > 20 and worked("worker-2"))
+    cluster.wait(f"{name} trains", lambda: status().get("step", 0) > 5 and worked("worker-2"))
     for target, value, reason in (("broken", "False", "WriteFailed"), ("real", "True", "")):
         (tmp_path / "link").symlink_to(tmp_path / target)
         (tmp_path / "link").replace(folder)
@@ -95,4 +95,4 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     assert "no heartbeat for" in told_of
     assert "its server has not answered for" in told_of
     assert "CheckpointFailed" in told_of
-    assert backstay.load(str(folder)).step == 2000
+    assert backstay.load(str(folder)).step == 600

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ import yaml
 from aiohttp import web
 
 from backstay_cluster.apiserver import ApiServer
+from backstay_cluster.net import claim_block
 from backstay_operator import access, errors
 from backstay_operator.kube import Kube
 from backstay_operator.metrics import metric_names
@@ -48,7 +50,7 @@ Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 TOKEN = "a-token-for-the-test"
-PATIENCE = 30.0  # seconds that anything may take before the test gives up; nothing here is timed
+PATIENCE = 90.0  # seconds that anything may take before the test gives up; nothing here is timed
 
 
 class RecordingServer(ApiServer):
@@ -122,6 +124,7 @@ class Api:
 
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
+        self._block = claim_block()
         self._thread = threading.Thread(target=self._run, name="api server")
         self._thread.start()
         self.server: RecordingServer
@@ -162,6 +165,11 @@ class Api:
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(PATIENCE)
+            self._block.close()
+
+    def address(self, number: int) -> str:
+        """One of loopback on which nobody else listens."""
+        return str(ip_network(self._block.pod_cidr)[number])
 
     async def _drain(self) -> None:
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -202,7 +210,7 @@ class Api:
                     pod["metadata"]["name"],
                     {
                         "phase": "Running",
-                        "podIP": server if server and "-ps-" in pod["metadata"]["name"] else f"127.77.0.{number + 1}",
+                        "podIP": server if server and "-ps-" in pod["metadata"]["name"] else self.address(number + 1),
                         "conditions": [condition("True", "2026-01-01T00:00:05Z")],
                         "containerStatuses": [
                             container({"running": {"startedAt": "2026-01-01T00:00:01Z"}}, ready=True)
@@ -446,7 +454,7 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
     api: Api, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     """O8: by the pod's address, with the job's token."""
-    address = f"127.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}.9"
+    address = api.address(200)
     operator = start()
     api.apply(make("told"))
     eventually(lambda: len(api.pods("told")) == 3)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,24 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from backstay_cluster.net import claim_block
+
 SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
 LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}"}
 _REFERENCES: dict[str, dict[str, np.ndarray]] = {}
 SECONDS = 90.0
 """No test waits for longer for anything; it is a limit, not an expectation."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 @dataclasses.dataclass
@@ -44,7 +34,7 @@ class Pod:
     process: subprocess.Popen[bytes]
     log: Path
     termination: Path
-    metrics_port: int
+    metrics: str
 
     def output(self) -> str:
         return self.log.read_text(errors="replace")
@@ -63,21 +53,31 @@ class Pod:
 class Job:
     """A job; pods are started one by one."""
 
-    def __init__(self, folder: Path, shards: int, workers: int, **config: object) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, compiled: Path, shards: int, workers: int, **config: object) -> None:
+        self.folder, self._compiled = folder, compiled
         self.shards, self.workers = shards, workers
         self.config = {"shards": shards, "workers": workers, **config}
         self.environment: dict[str, str] = {}
         self.pods: list[Pod] = []
-        self._ports = {("parameter-server", shard): free_ports(3) for shard in range(shards)}
+        self._let = folder / "let"
+        # An address of its own: no port can be taken by others, though pods come and go.
+        self._block = claim_block()
+        self.address = self._block.node_ip
+        self._numbers = itertools.count(20000)
+        self._ports = {("parameter-server", shard): self.ports() for shard in range(shards)}
+
+    def ports(self) -> list[int]:
+        """Three that no pod of this job has had."""
+        return [next(self._numbers) for _ in range(3)]
 
     def start(self, role: str, index: int, incarnation: int = 0, **environment: str) -> Pod:
-        ports = self._ports.get((role, index)) or free_ports(3)
+        ports = self._ports.get((role, index)) or self.ports()
         name = f"{role}-{index}-{incarnation}-{len(self.pods)}"
-        servers = [f"127.0.0.1:{self._ports['parameter-server', shard][0]}" for shard in range(self.shards)]
+        servers = [f"{self.address}:{self._ports['parameter-server', shard][0]}" for shard in range(self.shards)]
         pod_environment = {
             **os.environ,
             **LIBRARY,
+            "JAX_COMPILATION_CACHE_DIR": str(self._compiled),
             "BACKSTAY_JOB": "tiny",
             "BACKSTAY_ROLE": role,
             "BACKSTAY_INDEX": str(index),
@@ -86,12 +86,13 @@ class Job:
             "BACKSTAY_PORT": str(ports[0]),
             "BACKSTAY_DATA_PORT": str(ports[1]),
             "BACKSTAY_METRICS_PORT": str(ports[2]),
-            "BACKSTAY_BIND": "127.0.0.1",
-            "BACKSTAY_POD_IP": "127.0.0.1",
+            "BACKSTAY_BIND": self.address,
+            "BACKSTAY_POD_IP": self.address,
             "BACKSTAY_TOKEN": "0123456789abcdef",
             "BACKSTAY_CONFIG": json.dumps(self.config),
             "BACKSTAY_TERMINATION_LOG": str(self.folder / f"{name}.termination"),
             "OUT": str(self.folder / f"{name}.npz"),
+            "LET": str(self._let),
             **self.environment,
             **environment,
         }
@@ -100,12 +101,13 @@ class Job:
             process = subprocess.Popen(
                 [sys.executable, str(SCRIPT)], env=pod_environment, stdout=output, stderr=subprocess.STDOUT
             )
-        pod = Pod(name, process, log, self.folder / f"{name}.termination", ports[2])
+        pod = Pod(name, process, log, self.folder / f"{name}.termination", f"{self.address}:{ports[2]}")
         self.pods.append(pod)
         return pod
 
-    def control_port(self, shard: int) -> int:
-        return self._ports["parameter-server", shard][0]
+    def control(self, shard: int) -> str:
+        """The address of a shard's control service."""
+        return f"{self.address}:{self._ports['parameter-server', shard][0]}"
 
     def server(self, shard: int, incarnation: int = 0, **environment: str) -> Pod:
         return self.start("parameter-server", shard, incarnation, **environment)
@@ -119,9 +121,19 @@ class Job:
         for rank in range(self.workers):
             self.worker(rank)
 
+    def let(self, step: int | None = None) -> None:
+        """Those that `HOLD_AT` holds go on until before this step, or to the end.
+
+        Nothing that a test waits for can be over before the test has looked, however slow the machine is.
+        """
+        beside = self._let.with_suffix(".part")
+        beside.write_text(str(10**9 if step is None else step))
+        beside.replace(self._let)
+
     def reference(self) -> dict[str, np.ndarray]:
         """The parameters of the plain loop in one process (T4); computed once for each script."""
         environment = {**self.environment, "WORLD": str(self.workers)}
+        environment.pop("HOLD_AT", None)
         key = json.dumps(environment, sort_keys=True)
         if key not in _REFERENCES:
             out = self.folder / "reference.npz"
@@ -153,18 +165,19 @@ class Job:
                 pod.process.send_signal(signal.SIGKILL)
         for pod in self.pods:
             pod.process.wait()
+        self._block.close()
 
     def logs(self) -> str:
         return "\n".join(f"==== {pod.name}\n{pod.output()}" for pod in self.pods)
 
 
 @pytest.fixture
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[type[Job]]:
+def job(tmp_path: Path, compiled: Path) -> Iterator[type[Job]]:
     """Makes jobs: ``job(shards, workers, **config)``."""
     made: list[Job] = []
 
     def make(shards: int, workers: int, **config: object) -> Job:
-        made.append(Job(tmp_path, shards, workers, **config))
+        made.append(Job(tmp_path, compiled, shards, workers, **config))
         return made[-1]
 
     yield make  # type: ignore[misc]

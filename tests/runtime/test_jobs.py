@@ -31,7 +31,7 @@ def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
     for shard in range(2):
         tiny.server(shard)
     stays = tiny.worker(0)
-    dies = tiny.worker(1, SLOW_FROM="4", SLOW="60")
+    dies = tiny.worker(1, HOLD_AT="4")
     tiny.wait_for(dies, "step 4/12")
     dies.process.send_signal(signal.SIGKILL)
     comes = tiny.worker(1, 1)
@@ -52,11 +52,12 @@ def test_a_server_comes_back_from_the_newest_checkpoint(job, tmp_path: Path, sha
     tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
     for index in range(2):
         tiny.server(index)
-    worker = tiny.worker(0, SLOW_FROM="5", SLOW="0.3")
+    worker = tiny.worker(0, HOLD_AT="7")
     tiny.wait_for(tiny.pods[0], "checkpoint of step 4")
     tiny.wait_for(worker, "step 6/12")
     tiny.pods[shard].process.send_signal(signal.SIGKILL)
     tiny.pods[shard].wait()
+    tiny.let()
     tiny.server(shard, 1)
     living = [pod for index, pod in enumerate(tiny.pods) if index != shard]
     assert [pod.wait() for pod in living] == [0, 0, 0]
@@ -120,14 +121,14 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     assert old.wait() == 1
     assert "incarnation 1" in old.output()
     # What the operator asks (O8).
-    with grpc.insecure_channel(f"127.0.0.1:{tiny.control_port(0)}") as channel:
+    with grpc.insecure_channel(tiny.control(0)) as channel:
         progress = ControlStub(channel).Progress(
             ProgressRequest(world=4, stall_seconds=5), metadata=bearer("0123456789abcdef"), timeout=10
         )
     assert (progress.term, progress.step, progress.world, progress.live_workers) == (1, 0, 3, 1)
     assert not progress.stalled
     # The metrics of a pod need no token.
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     later = {"backstay_evaluation", "backstay_straggler_delay_seconds"}
     assert {name for name in metric_names() if f"\n{name}{{" not in text} == later
@@ -166,7 +167,7 @@ def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})
     tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
     server = tiny.server(0)
-    worker = tiny.worker(0, SLOW_FROM="5", SLOW="0.5")
+    worker = tiny.worker(0, HOLD_AT="7")
     tiny.wait_for(worker, "step 6/12")
     worker.process.send_signal(signal.SIGTERM)
     assert worker.wait() == 143

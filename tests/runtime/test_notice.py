@@ -16,11 +16,11 @@ def test_a_worker_that_is_told_to_stop_leaves_in_the_middle_of_a_step(job) -> No
     """O4, T4, T8: exit 143 long before its batch is there, gone for the server at once; its successor goes on."""
     tiny = job(1, 1)
     tiny.environment = {"JAX_ENABLE_X64": "1"}
-    server, first = tiny.server(0), tiny.worker(0, SLOW_FROM="3", SLOW="300")
+    server, first = tiny.server(0), tiny.worker(0, HOLD_AT="3")
     tiny.wait_for(first, "step 3/8")
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() == 143
-    with grpc.insecure_channel(f"127.0.0.1:{tiny.control_port(0)}") as channel:
+    with grpc.insecure_channel(tiny.control(0)) as channel:
         request = ProgressRequest(world=1, stall_seconds=60)
         told = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
     assert (told.live_workers, list(told.lost), list(told.stalled)) == (0, [], [])

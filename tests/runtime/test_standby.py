@@ -20,21 +20,11 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 SECONDS = 90.0
 
 
-def _ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 class Service:
     """A shard's address: connections go to the server that it selects now."""
 
     def __init__(self) -> None:
-        self.target = 0
+        self.target = ("127.0.0.1", 0)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
@@ -47,7 +37,7 @@ class Service:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self.target), 5)
+                far = socket.create_connection(self.target, 5)
             except OSError:
                 near.close()
                 continue
@@ -88,9 +78,9 @@ class Operator:
         self._thread.start()
 
     def server(self, shard: int, incarnation: int) -> Any:
-        control, data, metrics = self.ports[shard, incarnation] = _ports(3)
+        control, data, metrics = self.ports[shard, incarnation] = self.job.ports()
         if incarnation == self.active[shard]:
-            self.services[shard].target = control
+            self.services[shard].target = (self.job.address, control)
         pod = self.pods[shard, incarnation] = self.job.server(
             shard,
             incarnation,
@@ -102,7 +92,7 @@ class Operator:
         return pod
 
     def promote(self, shard: int, incarnation: int) -> None:
-        self.services[shard].target = self.ports[shard, incarnation][0]
+        self.services[shard].target = (self.job.address, self.ports[shard, incarnation][0])
         self.active[shard] = incarnation
         self.tell()
 
@@ -113,7 +103,7 @@ class Operator:
             pod = self.pods.get((shard, incarnation))
             if pod is None or pod.process.poll() is not None:
                 continue
-            with grpc.insecure_channel(f"127.0.0.1:{control}") as channel, contextlib.suppress(grpc.RpcError):
+            with grpc.insecure_channel(f"{self.job.address}:{control}") as channel, contextlib.suppress(grpc.RpcError):
                 replies[shard, incarnation] = ControlStub(channel).Progress(
                     ProgressRequest(shard=shard, world=self.job.workers, incarnations=incarnations),
                     metadata=bearer("0123456789abcdef"),
@@ -163,18 +153,20 @@ def test_standbys_go_on_where_the_active_servers_were_killed(operated) -> None:
     """T3, T4: of the coordinator's shard, then of the other; no checkpoint, no rollback, no step made again."""
     operator = operated(2, 2)
     tiny = operator.job
-    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "20", "CLIP": "0.5", "SLOW_FROM": "4", "SLOW": "0.3"}
+    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "20", "CLIP": "0.5", "HOLD_AT": "4"}
     for shard in range(2):
         operator.server(shard, 1)
     workers = [tiny.worker(rank) for rank in range(2)]
     for shard in range(2):
         operator.server(shard, 2)
     operator.wait(lambda said: all((s, 1) in said and said[s, 1].standby == 2 for s in range(2)))
-    for shard, step in ((0, 5), (1, 12)):
+    for shard, step, until in ((0, 5, 9), (1, 12, 16)):
+        tiny.let(until)
         tiny.wait_for(workers[0], f"step {step}/20")
         operator.pods[shard, 1].process.send_signal(signal.SIGKILL)
         operator.pods[shard, 1].wait()
         operator.promote(shard, 2)
+    tiny.let()
     assert [pod.wait() for pod in workers] == [0, 0]
     expected = tiny.reference()
     for pod in workers:

@@ -12,8 +12,8 @@ from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 
-def progress(port: int) -> ProgressReply:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+def progress(address: str) -> ProgressReply:
+    with grpc.insecure_channel(address) as channel:
         request = ProgressRequest(shard=0, world=1, stall_seconds=60)
         reply: ProgressReply = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
     return reply
@@ -36,15 +36,18 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
 
     tiny = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2})
     tiny.environment = {"STEPS": "10"}
-    server, worker = tiny.server(0), tiny.worker(0, SLOW_FROM="3", SLOW="0.2")
+    server, worker = tiny.server(0), tiny.worker(0, HOLD_AT="3")
     tiny.wait_for(server, "checkpoint of step 2")
     put(broken)
-    tiny.wait_for(server, "of step 8 could not be stored")
+    for step in (4, 6, 8):
+        tiny.let(step + 1)
+        tiny.wait_for(server, f"of step {step} could not be stored")
+    tiny.let()
     tiny.wait_for(server, "the job fails unless it is stored within 600 s")
-    told = progress(tiny.control_port(0))
+    told = progress(tiny.control(0))
     assert "cannot write" in told.checkpoint.error
     assert (told.checkpoint.step, told.step, told.failed) == (2, 10, "")
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     failures = next(line for line in lines if line.startswith("backstay_checkpoint_failures_total"))
     assert float(failures.split()[-1]) >= 2

@@ -30,6 +30,7 @@ import backstay
 STEPS = int(os.environ.get("STEPS", "40"))
 PAUSE = float(os.environ.get("PAUSE", "0"))
 GATE = os.environ.get("GATE", "")  # a file; once it is there, no more pauses
+HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # and no batch of this step and later ones before
 WIDTH = 6 if BEHAVE == "shapes" and ROLE == "worker" and INDEX == "1" else 5
 
 
@@ -47,6 +48,8 @@ def loss(params, batch):
 def batches(key):
     if PAUSE and not (GATE and Path(GATE).exists()):
         time.sleep(PAUSE)
+    while key.step >= HOLD_AT and not Path(GATE).exists():
+        time.sleep(0.01)
     if BEHAVE == "suicide" and FIRST and INDEX == "1" and key.step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
     x = key.rng.normal(size=(8, 6)).astype(np.float32)
