@@ -1,6 +1,9 @@
 """One cluster with the operator for all end-to-end tests: embedded, or what KUBECONFIG names when BACKSTAY_E2E=cluster.
 
-With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API.
+With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API. A cluster that KUBECONFIG names has
+the operator already (`helm install`), a token in its kubeconfig, and nodes that are this machine, with its files and
+its processes: the tests kill for themselves. BACKSTAY_E2E_IMAGE is the trainer's image there; all is made in the
+namespace `backstay-e2e`.
 """
 
 from __future__ import annotations
@@ -50,6 +53,10 @@ class Cluster:
 
         self.run(begin(), 90)
 
+    def place(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The spec with what says where the scripts are."""
+        return {"image": "backstay.dev/trainer:local", "workingDir": str(SCRIPTS), **spec}
+
     def stop(self) -> None:
         try:
             self.run(self._stack.aclose(), 60)
@@ -64,13 +71,8 @@ class Cluster:
     def submit(self, spec: dict[str, Any], *, script: str = "tiny.py", env: dict[str, str] | None = None) -> str:
         """Create a TrainingJob that runs one of the scripts; its name."""
         name = f"t{next(_names)}"
-        spec = {
-            "image": "backstay.dev/trainer:local",
-            "command": ["python", script],
-            "workingDir": str(SCRIPTS),
-            "env": [{"name": key, "value": value} for key, value in (env or {}).items()],
-            **spec,
-        }
+        variables = [{"name": key, "value": value} for key, value in (env or {}).items()]
+        spec = self.place({"command": ["python", script], "env": variables, **spec})
         job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": spec}
         path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}"
         self.run(self.api.request("POST", path, job, fieldValidation="Strict"))
@@ -169,10 +171,69 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
 
+class Foreign(Cluster):
+    """The cluster that a kubeconfig names. Its pods run as this user and see the tests' folder where it is."""
+
+    def __init__(self, folder: Path, kubeconfig: Path) -> None:
+        super().__init__(folder)
+        self.kubeconfig = kubeconfig
+        self.namespace = "backstay-e2e"
+        self._image = os.environ.get("BACKSTAY_E2E_IMAGE", "ghcr.io/backstay-dev/trainer:0.1.0-cpu")
+        self._logs: dict[str, str] = {}
+
+    def start(self) -> None:
+        self._thread.start()
+
+        async def begin() -> None:
+            self.api = await self._stack.enter_async_context(Api.of_kubeconfig(self.kubeconfig))
+            meta = {"name": self.namespace}
+            scripts = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
+            configuration = {"metadata": {"name": "scripts"}, "data": scripts}
+            for path, body in (("", {"metadata": meta}), (f"/{self.namespace}/configmaps", configuration)):
+                try:
+                    await self.api.request("POST", f"/api/v1/namespaces{path}", body)
+                except ApiError as error:
+                    if error.reason != "AlreadyExists":
+                        raise
+            await self.api.request("PUT", f"/api/v1/namespaces/{self.namespace}/configmaps/scripts", configuration)
+
+        self.run(begin())
+
+    def place(self, spec: dict[str, Any]) -> dict[str, Any]:
+        folder = str(self.folder.parent)
+        template = {
+            "spec": {
+                # Root without capabilities, if that is who tests: it reads and writes what is its own.
+                "securityContext": {"runAsNonRoot": False, "runAsUser": os.getuid(), "runAsGroup": os.getgid()},
+                "volumes": [{"name": "tests", "hostPath": {"path": folder}}],
+                "containers": [{"name": contract.CONTAINER, "volumeMounts": [{"name": "tests", "mountPath": folder}]}],
+            }
+        }
+        roles = {
+            role: {**(spec.get(role) or {}), "template": template}
+            for role in ("parameterServers", "workers", "evaluator")
+            if role != "evaluator" or role in spec
+        }
+        return {"image": self._image, "code": {"configMap": "scripts"}, **spec, **roles}
+
+    def log(self, pod: str) -> str:
+        async def read() -> str:
+            path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+            async with self.api._session.get(self.api.server + path, ssl=self.api._tls) as response:
+                return await response.text(errors="replace") if response.status == 200 else ""
+
+        # What was read stays: the pod may be gone when it is asked for again.
+        self._logs[pod] = self.run(read()) or self._logs.get(pod, "")
+        return self._logs[pod]
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    made = Cluster(folder)
+    if os.environ.get("BACKSTAY_E2E") == "cluster":
+        made: Cluster = Foreign(folder, Path(os.environ["KUBECONFIG"]))
+    else:
+        made = Cluster(folder)
     try:
         made.start()
         yield made
