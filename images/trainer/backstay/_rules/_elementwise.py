@@ -134,22 +134,6 @@ class Expressions:
         env: dict[int, Any] = dict(uniform)
         return [_spread(self._compute(number, env, {}, inputs, size), size) for number in outputs]
 
-    def shared_inputs(self, wanted: Sequence[int]) -> frozenset[int]:
-        """The state leaves that these expressions read."""
-        found: set[int] = set()
-        seen: set[int] = set()
-        stack = list(wanted)
-        while stack:
-            number = stack.pop()
-            if number in seen:
-                continue
-            seen.add(number)
-            expression = self._all[number]
-            if expression.op == "input" and expression.payload[0] == "shared":
-                found.add(expression.payload[1])
-            stack.extend(arg for arg, _ in expression.args)
-        return frozenset(found)
-
     # -- reading a trace
 
     def _input(self, name: tuple[str, int], own: tuple[int, ...], dtype: Any, leaf: tuple[int, ...]) -> Value:
