@@ -351,7 +351,8 @@ def test_every_panel_has_data(
             (query,) = (q for q in queries if (q.panel, q.ref) == (title, ref))
             return prometheus.query(query.filled(NAMESPACE, JOB, WINDOW))
 
-        assert {s["metric"]["part"] for s in ask("Step of the mean worker")} == {"batch_wait", "compute", "exchange"}
+        parts = {"batch_wait", "compute", "push", "update_wait", "pull"}
+        assert {s["metric"]["part"] for s in ask("Step of the mean worker")} == parts
         assert {s["metric"]["direction"] for s in ask("Tensors on the wire")} == {"sent", "received"}
         assert {"applied", "late"} <= {s["metric"]["outcome"] for s in ask("Gradients by what became of them")}
         assert {(s["metric"]["role"], s["metric"]["cause"]) for s in ask("Pods replaced")} == {("Worker", "Deleted")}

@@ -70,10 +70,12 @@ def test_a_gradient_there_and_the_parameters_back(
     client, into = dial(shard), shard.buffers()
     pulled = client.exchange_all(None, 0, [into])
     assert (pulled.version, pulled.term, pulled.world, pulled.done) == (0, 1, 1, False)
+    assert pulled.push_seconds == 0.0
     for version in range(3):
         pulled = client.exchange_all(push_of(kit, shard, 2.0, version=version), 0, [into])
         assert (pulled.version, pulled.outcome) == (version + 1, kit.reasons.REJECT_UNSPECIFIED)
         assert values(shard, into) == [2.0 * (version + 1)] * len(sizes)
+        assert 0.0 < pulled.push_seconds < pulled.answer_seconds, "the answer comes after the push"
     assert shard.coordination.of("lost") == []
 
 

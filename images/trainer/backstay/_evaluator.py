@@ -14,8 +14,8 @@ from ._environment import Environment
 from ._exit import Stop
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
-from ._worker import Stopped
-from .errors import CheckpointError, ConfigurationError, JobFailed, PeerLost, Refused
+from ._worker import raise_end
+from .errors import CheckpointError, ConfigurationError, PeerLost, Refused
 
 __all__ = ["Evaluator"]
 
@@ -75,12 +75,7 @@ class Evaluator:
                 lambda news: news.done or bool(news.failed) or (news.checkpoint, news.checkpoint_step) != seen,  # noqa: B023
                 _NEWS_SECONDS,
             )
-            if self._heart.superseded is not None:
-                raise self._heart.superseded
-            if news.failed:
-                raise JobFailed.told(news.failed)
-            if self._stop.asked.is_set():
-                raise Stopped
+            raise_end(self._heart, news, self._stop)
             newest = (news.checkpoint, news.checkpoint_step)
             if news.checkpoint and newest != seen:
                 seen = newest

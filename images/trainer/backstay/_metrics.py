@@ -27,8 +27,10 @@ _WHO: Final = ("job", "role", "index")
 
 _M = TypeVar("_M", bound=MetricWrapperBase)
 
-STEP_PARTS: Final = ("batch_wait", "compute", "exchange")
-"""Of a worker's step. `exchange` is push, the wait for the quorum, the update and pull, which overlap."""
+STEP_PARTS: Final = ("batch_wait", "compute", "push", "update_wait", "pull")
+"""Of a worker's step; they add up to it. `push` lasts until the slowest shard's stream has taken the gradient,
+`update_wait` until the first of the new parameters came from the slowest: the rest of the quorum, the update; `pull` is
+the rest."""
 
 
 class Metrics:

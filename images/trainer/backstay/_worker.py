@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 
 from . import _faults
 from ._batch_key import BatchKey
-from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats
+from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats, News
 from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
 from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_process
@@ -40,7 +40,7 @@ from ._wire.client import Push, ShardedClient, connect
 from ._wire.seam import Pulled
 from .errors import JobFailed, PeerLost, Refused, WaitedTooLong
 
-__all__ = ["Stopped", "Worker"]
+__all__ = ["Stopped", "Worker", "raise_end"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +55,22 @@ _MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVA
 
 class Stopped(Exception):  # noqa: N818
     """The pod was told to stop."""
+
+
+def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
+    """What ends a pod before the job is done.
+
+    Raises:
+        Superseded: it was replaced.
+        JobFailed: the job has failed.
+        Stopped: it was told to stop.
+    """
+    if heart.superseded is not None:
+        raise heart.superseded
+    if news.failed:
+        raise JobFailed.told(news.failed)
+    if stop.asked.is_set():
+        raise Stopped
 
 
 class Worker:
@@ -193,10 +209,16 @@ class Worker:
                 ):
                     continue  # what it was computed for has not happened yet: send the same again
                 return pulled, params
-            self._metrics.step("exchange").observe(time.monotonic() - began)
+            self._observe(pulled, time.monotonic() - began)
             self._learn(pulled, key_step)
             self._count(pulled, info)
             return pulled, params
+
+    def _observe(self, pulled: Pulled, seconds: float) -> None:
+        """The parts of an exchange that took so many seconds."""
+        self._metrics.step("push").observe(pulled.push_seconds)
+        self._metrics.step("update_wait").observe(pulled.answer_seconds - pulled.push_seconds)
+        self._metrics.step("pull").observe(max(0.0, seconds - pulled.answer_seconds))
 
     def _learn(self, pulled: Pulled, key_step: int) -> None:
         """Async: which batch is next."""
@@ -334,12 +356,7 @@ class Worker:
         self._heart.hurry(0.1)
         deadline = time.monotonic() + _END_SECONDS
         while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
-            if self._heart.superseded is not None:
-                raise self._heart.superseded
-            if news.failed:
-                raise JobFailed.told(news.failed)
-            if self._stop.asked.is_set():
-                raise Stopped
+            raise_end(self._heart, news, self._stop)
             if self._moved:
                 self._heart.hurry(HEARTBEAT_SECONDS)
                 return None

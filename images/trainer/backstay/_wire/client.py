@@ -88,12 +88,14 @@ class StreamClient:
         if [block.nbytes for block in into] != list(self._sizes):
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
         begun = time.perf_counter()
+        pushed = 0.0
         try:
             if push is None:
                 self._stream.write(frames.pull(min_version))
             else:
                 self._push(push)
-            pulled = self._receive(into, begun)
+                pushed = time.perf_counter() - begun
+            pulled = replace(self._receive(into, begun), push_seconds=pushed)
         except BaseException:
             self._stream.cancel("an exchange failed")  # nothing is left half read
             raise
@@ -234,7 +236,8 @@ class ShardedClient:
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so, `answer_seconds` the longest.
+            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so, `push_seconds` and `answer_seconds`
+            the longest.
 
         Raises:
             errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
@@ -245,6 +248,7 @@ class ShardedClient:
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
         done = any(a.done for a in answers.values())
+        pushed = max(a.push_seconds for a in answers.values())
         waited = max(a.answer_seconds for a in answers.values())
         if self._mode == "Sync":
             # A worker that was late may find shards on both sides of an update; the lower ones follow it.
@@ -264,6 +268,7 @@ class ShardedClient:
             outcome=outcome,
             next_key_step=next_key_step,
             done=done,
+            push_seconds=pushed,
             answer_seconds=waited,
         )
 

@@ -235,6 +235,8 @@ class Pulled:
             was no push.
         next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
         done: the job has ended.
+        push_seconds: from the call until the last of the push was handed to the transport, which holds at most two
+            windows (8 MiB) that the server has not received; 0 without a push.
         answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
             of the call received the parameters.
         offset: `BatchKey.offset` of that world.
@@ -246,6 +248,7 @@ class Pulled:
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
+    push_seconds: float = 0.0
     answer_seconds: float = 0.0
     offset: int = 0
 
