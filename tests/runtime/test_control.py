@@ -337,6 +337,32 @@ def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
     assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
 
 
+def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
+    """A whole job is deleted: every server is told to stop, and one may be gone before another asks for its part."""
+    rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    driving.start()
+    zero, one = Recorder(), Recorder()
+    driving.attach(0, zero, 1, 0)
+    driving.attach(1, one, 1, 0)
+    gradient = GradientId(term=1, version=0, rank=0, attempt=1)
+    for shard in (0, 1):
+        driving.staged(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
+        driving.applied(shard, 1)
+    driving.save()
+    until(lambda: "Save" in zero.kinds())
+    driving.written(0, Written(term=1, version=1))
+    assert driving.unstored()
+    assert driving.unstored_by_the_gone() == []
+    driving.detach(1, one)
+    assert driving.unstored_by_the_gone() == [1]
+    driving.attach(1, one, 1, 1)
+    assert driving.unstored_by_the_gone() == []
+    driving.written(1, Written(term=1, version=1))
+    until(lambda: not driving.unstored())
+    driving.close()
+
+
 @pytest.mark.parametrize("patience", [600.0, 0.0])
 def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, patience: float

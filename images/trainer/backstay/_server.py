@@ -59,6 +59,10 @@ _FAREWELL_SECONDS = 15.0
 _ALONE_SECONDS = {"closed": 10.0, "silent": 30.0}
 """How long a server whose standby is lost waits for the operator before it goes on without one."""
 
+_GONE_SECONDS = 2.0
+"""How long a server that was told to stop waits for another one that is not linked: with the whole job deleted it comes
+back no more."""
+
 _LAST_SAVE_SECONDS = 50.0
 """How long a server that was told to stop waits for its checkpoint; pods have 60 s."""
 
@@ -331,7 +335,15 @@ class Server:
         self._saved.clear()
         if self._driving is not None:
             self._driving.save()
+            gone_by = deadline
             while self._driving.unstored() and time.monotonic() < deadline and self._done is None:
+                gone = self._driving.unstored_by_the_gone()
+                gone_by = min(gone_by, time.monotonic() + _GONE_SECONDS) if gone else deadline
+                if time.monotonic() >= gone_by:
+                    _LOG.warning(
+                        "step %d is not stored: the server of shard %d left before", self._runtime.version, gone[0]
+                    )
+                    break
                 time.sleep(0.05)
         elif self._writer is not None:
             self._ask_to_save()

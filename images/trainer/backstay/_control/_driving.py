@@ -244,6 +244,14 @@ class Driving:
         with self._lock:
             return self._coordinator.schedule.in_flight(self._coordinator.state.version)
 
+    def unstored_by_the_gone(self) -> list[int]:
+        """The shards that have not written that checkpoint, and have no server linked that would."""
+        with self._lock:
+            coordinator = self._coordinator
+            flight = coordinator.state.version
+            missing = [s for s in range(coordinator.rules.shards) if flight in coordinator.schedule.waited_for(s)]
+            return [shard for shard in missing if shard not in self._sinks]
+
     # ---- Carrying out ----
 
     def _do(self, event: Callable[[float], Sequence[Decision]]) -> None:
