@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -121,6 +121,14 @@ def combine(
         contributed=contributed,
         **said,
     )
+
+
+def carried(before: Progress | None, after: Progress) -> Progress:
+    """`after`, and what the servers that it did not reach said before of their standbys: it is what they left."""
+    if before is None:
+        return after
+    left = {shard: standby for shard, standby in before.in_sync.items() if shard not in after.reached}
+    return replace(after, in_sync={**left, **after.in_sync})
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:

@@ -12,7 +12,7 @@ from backstay_operator.cluster import Cluster
 from backstay_operator.execute import Executor
 from backstay_operator.memory import JobMemory
 from backstay_operator.metrics import Metrics
-from backstay_operator.progress import Round, Server, address_of, urgent
+from backstay_operator.progress import Round, Server, address_of, carried, urgent
 from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
@@ -212,6 +212,7 @@ class Reconciler:
         memory = self._memories.get(key)
         if memory is None:
             return
+        progress = carried(memory.progress, progress)
         now_urgent = urgent(memory.progress, progress)
         memory.progress = progress
         if progress.step is not None:

@@ -32,7 +32,7 @@ class Progress:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
         heard: uid of a server's pod, a standby's too -> when it answered last, in this round or one before it.
-        in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said.
+        in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.

@@ -141,7 +141,8 @@ class Slots:
         if silent is not None and self.places.can_create:
             self.places.end_hung(pod)
             seconds = (self.draft.now - silent).total_seconds()
-            self._die(slot, pod, Verdict(Cause.STALLED, f"its server has not answered for {seconds:.0f} s"))
+            text = f"its server has not answered for {seconds:.0f} s"
+            self._die(slot, pod, self.places.verdict_of_silence(pod, text))
 
     def _trained(self) -> bool:
         """Whether there was an update, of this run or of one that it goes on from."""

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from backstay_operator.metrics import Metrics
-from backstay_operator.progress import Poller, Round, Server, address_of, combine, urgent
+from backstay_operator.progress import Poller, Round, Server, address_of, carried, combine, urgent
 from backstay_rpc import control_pb2 as pb
 from backstay_rpc import control_pb2_grpc
 from backstay_spec.observed import Progress, Stalled
@@ -228,6 +228,14 @@ def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_o
     after = Progress(**{"taken": NOW, "reached": frozenset({0}), "step": 8, "world": 4, "term": 1, **change})
     assert urgent(before, after) is at_once
     assert urgent(None, after)
+
+
+def test_what_a_server_said_of_its_standby_outlives_it() -> None:
+    """O4, T6: it is asked for when the server is dead."""
+    before = Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={0: 2, 1: 2})
+    assert carried(None, before) == before
+    assert carried(before, Progress(taken=NOW, reached=frozenset({1}))).in_sync == {0: 2}
+    assert carried(before, Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={1: 3})).in_sync == {1: 3}
 
 
 def test_addresses() -> None:

@@ -78,3 +78,15 @@ def test_an_operator_that_has_just_started_gives_a_server_a_minute(training):
     cluster.settle()
     assert cluster.named(SERVER, 0) != name
     assert [d.cause for d in cluster.deaths] == ["Stalled"]
+
+
+def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
+    """O4: the node controller takes Ready back before it evicts; ContainersReady is left as the kubelet set it."""
+    cluster, name = training, training.named(SERVER, 1)
+    heard = {cluster.pods[name]["metadata"]["uid"]: cluster.now}
+    cluster.tick(45)
+    cluster.run(name, ready=False)
+    cluster.pods[name]["status"]["conditions"].append({"type": "ContainersReady", "status": "True"})
+    cluster.answer(step=7, reached=frozenset({0}), heard=answering(cluster) | heard)
+    cluster.settle()
+    assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("NodeLost", 1, False)]
