@@ -100,8 +100,9 @@ def combine(
     if coordinator is not None:
         stored = coordinator.checkpoint if coordinator.HasField("checkpoint") else None
         said = {
-            "term": coordinator.term,
-            "step": coordinator.step,
+            # A server that is still loading is in no term, and at no step.
+            "term": coordinator.term or None,
+            "step": coordinator.step if coordinator.term else None,
             "loss": coordinator.loss if coordinator.has_loss else None,
             "examples_per_second": coordinator.examples_per_second,
             "world": coordinator.world or None,

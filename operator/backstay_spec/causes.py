@@ -132,7 +132,7 @@ class Outcome:
         result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of any pod that the servers
             will not have: its parameters are not theirs.
         reason, message: why it failed.
-        step, checkpoint: what it reached, None or empty where it did not say.
+        step, term, checkpoint: what it reached, None or empty where it did not say.
         loss: of the last update, None where it did not say.
         metrics: of the last evaluation, finite values only.
     """
@@ -141,6 +141,7 @@ class Outcome:
     reason: str = ""
     message: str = ""
     step: int | None = None
+    term: int | None = None
     checkpoint: str = ""
     loss: float | None = None
     metrics: Mapping[str, float] | None = None
@@ -181,16 +182,21 @@ def outcome_of(pod: Manifest) -> Outcome | None:
         return None
     if said["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
         return None
-    step, metrics = said.get("step"), said.get("metrics")
+    metrics = said.get("metrics")
     return Outcome(
         result=said["result"],
         reason=_text(said.get("reason")),
         message=_text(said.get("message")),
-        step=step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None,
+        step=_count(said.get("step")),
+        term=_count(said.get("term")),
         checkpoint=_text(said.get("checkpoint")),
         loss=finite(said).get("loss"),
         metrics=finite(metrics) if isinstance(metrics, dict) else None,
     )
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:

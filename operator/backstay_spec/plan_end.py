@@ -54,6 +54,8 @@ def _succeed(draft: Draft, outcome: Outcome) -> None:
         draft.fields["step"] = outcome.step
         if outcome.checkpoint:
             draft.fields["checkpoint"] = checkpoint_status(draft.old, outcome.step, outcome.checkpoint, draft.now)
+    if outcome.term is not None:
+        draft.fields["term"] = outcome.term
     if outcome.loss is not None:
         draft.fields["loss"] = readable(outcome.loss, 6)
     if outcome.metrics:

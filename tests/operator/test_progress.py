@@ -208,6 +208,7 @@ def test_what_is_combined() -> None:
     assert both.contributed == {0: 2, 1: 5}
     assert (both.checkpoint_step, both.checkpoint_uri, both.checkpoint_error) == (7, "file:///c/7", "disk full")
     assert (both.loss, both.world, both.done, both.metrics) == (None, None, True, {"accuracy": 0.5})
+    assert (both.term, both.step) == (None, None), "a server that is still loading is at no step"
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_what_carries_our_labels_but_another_owner_is_left_alone(running):
 
 def test_success_is_shard_0s_word_alone(running):
     cluster = running(TWO_SERVERS)
-    said = {"result": "Succeeded", "step": 500, "checkpoint": "file:///ckpt/500", "loss": 0.01375168}
+    said = {"result": "Succeeded", "step": 500, "term": 3, "checkpoint": "file:///ckpt/500", "loss": 0.01375168}
     said["metrics"] = {"accuracy": 0.98}
     cluster.end(cluster.named(SERVER, 1), 0, json.dumps(said))
     cluster.settle()
@@ -151,7 +151,7 @@ def test_success_is_shard_0s_word_alone(running):
     assert cluster.status["metrics"] == {"accuracy": 0.98}
     assert cluster.status["checkpoint"]["uri"] == "file:///ckpt/500"
     assert cluster.condition("Succeeded")["reason"] == "Completed"
-    assert cluster.status["loss"] == 0.0137517
+    assert (cluster.status["loss"], cluster.status["term"]) == (0.0137517, 3)
     assert cluster.status["completionTime"]
     assert cluster.events[-1][0] == "Succeeded"
     assert sum(r["restarts"] for r in cluster.status["roles"].values()) == 0

@@ -320,6 +320,7 @@ class Server:
             fields = {
                 "result": "AlreadyComplete" if self._already_complete else "Succeeded",
                 "step": done.version,
+                **({"term": self._term} if self._term else {}),
                 "checkpoint": done.checkpoint,
                 "metrics": leader.evaluation(),
                 **leader.last(),
