@@ -8,17 +8,19 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
-from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving, _service
+from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving, _link, _service
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._metrics import HttpPort, Metrics
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (
     COMPILING,
+    CoordinatorMessage,
     GradientId,
     GradientInfo,
     HeartbeatReply,
@@ -32,7 +34,7 @@ from backstay_rpc.control_pb2 import (
     Staged,
     Written,
 )
-from backstay_rpc.control_pb2_grpc import ControlStub
+from backstay_rpc.control_pb2_grpc import ControlServicer, ControlStub, add_ControlServicer_to_server
 
 TOKEN = "0123456789abcdef"
 LEAVES = [Leaf(path="a.w", shape=[2, 3], dtype="float32"), Leaf(path="b", shape=[], dtype="bfloat16")]
@@ -131,6 +133,28 @@ def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token:
 
 def join(client: ControlClient, leaves: list[Leaf] = LEAVES, digest: bytes = b"digest") -> list[JoinReply]:
     return client.join_all(leaves, digest, 10, lambda: False, seconds=0.0)
+
+
+def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_link, "ANSWER_SECONDS", 0.05)
+    dialled, over = threading.Semaphore(0), threading.Event()
+
+    class Deaf(ControlServicer):
+        def Coordinate(self, request_iterator: object, context: object) -> Iterator[CoordinatorMessage]:  # noqa: N802
+            dialled.release()
+            over.wait(30)
+            yield from ()
+
+    deaf = grpc.server(ThreadPoolExecutor(8))
+    add_ControlServicer_to_server(Deaf(), deaf)
+    port = deaf.add_insecure_port("127.0.0.1:0")
+    deaf.start()
+    link = Link(f"127.0.0.1:{port}", TOKEN, Peer(role="parameter-server", index=1), Recorder(), "Sync")
+    link.start()
+    assert all(dialled.acquire(timeout=30) for _ in range(3))
+    link.close()
+    over.set()
+    deaf.stop(0).wait(30)
 
 
 def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:

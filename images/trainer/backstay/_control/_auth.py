@@ -26,6 +26,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Not a back-off, but how long one attempt may take; a busy machine needs longer than the back-off for its answer.
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 250),
+    # Callers try again themselves, with a pause; gRPC's own retries keep a copy of what was sent for each call, and
+    # were seen to need twice the memory where connections break again and again.
+    ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -41,6 +41,9 @@ __all__ = ["Link"]
 _LOG = logging.getLogger(__name__)
 
 BACK_OFF_SECONDS = (0.02, 0.05, 0.1, 0.25)
+ANSWER_SECONDS = 10.0
+"""How long the coordinator may take to take up a link; then the shard dials again."""
+
 _WRITTEN_KEPT = 8
 _Key = tuple[int, int, int, int]
 
@@ -208,6 +211,13 @@ class Link:
             self._call = call
         if self._closed.is_set():
             call.cancel()
+        watchdog = threading.Timer(ANSWER_SECONDS, call.cancel)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            call.initial_metadata()
+        finally:
+            watchdog.cancel()
         return iter(call)
 
     def _hear(self, envelope: CoordinatorMessage) -> None:

@@ -264,6 +264,7 @@ class _Service(ControlServicer):
         if position.coordinator > self._host.incarnation:
             self._host.superseded(position.coordinator)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
+        context.send_initial_metadata(())  # the shard waits for it: there may be nothing to say yet
         sink = _RemoteSink()
         with self.links_lock:
             for older, shard in self.links.items():

@@ -42,6 +42,7 @@ _CHANNEL: Final = [
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # as for the control service
 ]
 
 
