@@ -138,6 +138,12 @@ class Chaos:
     async def kill_server(self) -> str:
         return self._signal(self._pick("ps"), signal.SIGKILL)
 
+    async def kill_active_server(self) -> str:
+        """One that serves, where there are standbys too."""
+        shard = self.rng.randrange(self.job.servers)
+        active = ((await self.job.look()).get("active") or {}).get(f"parameter-server-{shard}")
+        return self._signal(self._pick(f"ps-{shard}" if active is None else f"ps-{shard}-{active}"), signal.SIGKILL)
+
     async def stop_server(self) -> str:
         return self._pause(self._pick("ps"), self.rng.uniform(0.5, 6))
 
@@ -340,7 +346,7 @@ async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
             while (await job.look()).get("phase") == "Running":
                 await asyncio.sleep(every if noisy else 0.5)
                 if noisy and (await job.look()).get("phase") == "Running":
-                    await chaos.strike(chaos.kill_worker if what == "worker" else chaos.kill_server)
+                    await chaos.strike(chaos.kill_worker if what == "worker" else chaos.kill_active_server)
             await job.wait_for_end(180)
             found.append(seconds_per_step([update for update in job.updates() if update.at >= began]))
             heard = witness_of(job)
