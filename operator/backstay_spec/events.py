@@ -38,5 +38,9 @@ def warning(reason: str, message: str) -> Event:
 
 
 def shortened(text: str, limit: int = MAX_NOTE) -> str:
-    """`text` in at most `limit` characters, its end kept: the last line of a traceback is the one that says why."""
+    """`text` in at most `limit` characters, its end kept: the last line of a traceback is the one that says why.
+
+    Without control characters: what a script printed must not move the cursor of whoever reads a job's status.
+    """
+    text = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]

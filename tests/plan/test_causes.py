@@ -505,3 +505,13 @@ def test_o4_a_rank_that_crashes_again_and_again_fails_a_job_that_has_not_trained
     if fails:
         assert cluster.condition("Failed")["reason"] == "CrashLoop"
         assert "not today" in cluster.condition("Failed")["message"]
+
+
+def test_what_a_script_printed_cannot_move_a_reader_s_cursor():
+    """O4: its last words are in the status, and `kubectl` prints that as it is."""
+    red = "\x1b[31mValueError\x1b[0m:\ttoo hot\r\n"
+    state = {"terminated": {"exitCode": 1, "message": red}}
+    verdict = verdict_of({"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": state}]}})
+    assert "ValueError" in verdict.text
+    assert "too hot" in verdict.text
+    assert not {"\x1b", "\r", "\t"} & set(verdict.text)
