@@ -16,11 +16,16 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART_NAMESPACE = "backstay-system"
 TOOLS = ROOT / ".tools" / "bin"  # where tests/tools.sh installs
+
+# No test asserts a time, and a busy machine is no reason to fail: neither for one example nor for making them.
+settings.register_profile("backstay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("backstay")
 
 
 def find_tool(name: str) -> str | None:

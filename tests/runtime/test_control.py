@@ -319,11 +319,11 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         return Staged(id=gradient, info=GradientInfo(finite=True, examples=1))
 
-    link.staged(1, staged(0))
     port = server.port
     server.close()  # all links break
     until(lambda: driving._sinks.keys() == {0})
-    driving.staged(0, staged(0))  # complete only when shard 1 says again that it holds it
+    link.staged(1, staged(0))
+    driving.staged(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
     assert "Commit" not in first.kinds()
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
     until(lambda: "Commit" in sink.kinds())
