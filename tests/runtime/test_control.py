@@ -226,13 +226,18 @@ def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(
     server: ControlServer, host: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that was stopped finds calls when it goes on; their caller has given them up, and has promoted since."""
-    looks = threading.Event()
-    monkeypatch.setattr(_service, "time", types.SimpleNamespace(sleep=lambda seconds: looks.wait(30)))
+    waits, looks = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        looks.wait(30)
+
+    monkeypatch.setattr(_service, "time", types.SimpleNamespace(sleep=sleep))
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
     stub = ControlStub(channel)
     host.asking = True
     before = stub.Progress.future(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
-    until(lambda: not looks.is_set() and server._pool._work_queue.empty() and bool(server._pool._threads))
+    assert waits.wait(30)
     before.cancel()
     until(before.done)
     host.asking = False

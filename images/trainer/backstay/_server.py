@@ -348,8 +348,12 @@ class Server:
                 time.sleep(0.05)
         elif self._writer is not None:
             self._ask_to_save()
-            # Not for long where nothing is written, because what there is was stored already.
-            self._saved.wait(10.0)
+            # Not for long where nothing is written, because what there is was stored already, or nobody asks for it.
+            deadline = time.monotonic() + 10.0
+            gone_by = time.monotonic() + _GONE_SECONDS
+            while not self._saved.wait(0.05) and time.monotonic() < min(deadline, gone_by):
+                if self._link is not None and self._link.up:
+                    gone_by = time.monotonic() + _GONE_SECONDS
             time.sleep(0.5)  # the link carries the news
         return SIGTERM_EXIT
 

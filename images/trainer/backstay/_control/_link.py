@@ -80,6 +80,9 @@ class Link:
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
         self.refused: Refused | None = None
+        self.up = False
+        """Whether the coordinator has taken up the link, and it has not broken since."""
+
         self._thread = threading.Thread(target=self._run, name="backstay-link", daemon=True)
 
     def start(self) -> None:
@@ -183,6 +186,7 @@ class Link:
                         self._outgoing.put(None)
                     self._outgoing = None
                     self._call = None
+                self.up = False
                 channel.close()
             attempt = 0 if heard else min(attempt + 1, len(BACK_OFF_SECONDS) - 1)
             self._closed.wait(BACK_OFF_SECONDS[attempt])
@@ -218,6 +222,7 @@ class Link:
             call.initial_metadata()
         finally:
             watchdog.cancel()
+        self.up = call.is_active()
         return iter(call)
 
     def _hear(self, envelope: CoordinatorMessage) -> None:
