@@ -284,8 +284,9 @@ def _in_sync(job: Json, progress: Progress | None) -> int | None:
     active: Mapping[str, int] = (job.get("status") or {}).get("active") or {}
     if not active or progress is None:
         return None
-    serving = {shard: active.get(slot_key(contract.ROLE_SERVER, shard), 0) for shard in progress.in_sync}
-    return sum(1 for shard, standby in progress.in_sync.items() if standby > serving[shard])
+    return sum(
+        progress.followed(shard, active.get(slot_key(contract.ROLE_SERVER, shard), 0)) for shard in progress.in_sync
+    )
 
 
 def _serves_anew(job: Json, status: Mapping[str, Any] | None) -> bool:

@@ -59,6 +59,10 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     done: bool = False
 
+    def followed(self, shard: int, serving: int) -> bool:
+        """Whether the shard's server, of incarnation `serving`, said last that a standby holds all that it does."""
+        return self.in_sync.get(shard, 0) > serving
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

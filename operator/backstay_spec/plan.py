@@ -343,7 +343,7 @@ def _describe_pods(
         if draft.condition(status.PODS_READY, False, worst.obstacle.blocked, f"{message}; {text}"):
             draft.events.append(warning(worst.obstacle.blocked, text))
     else:
-        backing_off = [slot.text for slot in slots if draft.waits(slot)]
+        backing_off = [slot.text for slot in slots if draft.waits(slot.key) is not None]
         if backing_off:
             draft.condition(
                 status.PODS_READY, False, "BackingOff", f"{message}; waiting: {', '.join(backing_off[:10])}"
@@ -378,7 +378,7 @@ def _describe_creation(draft: Draft, judged: Places, newest: dict[Slot, PodView 
     elif not can_create:
         if before is None:
             draft.condition(status.PODS_CREATED, None, "Preparing", "Secret and Services are being created")
-    elif all(pod is not None or draft.waits(slot) for slot, pod in newest.items()):
+    elif all(pod is not None or draft.waits(slot.key) is not None for slot, pod in newest.items()):
         draft.created_late = True
 
 

@@ -92,10 +92,21 @@ class Draft:
         self.fields["completion_time"] = status.whole_seconds(self.now)
         self.backoff.clear()
 
-    def waits(self, slot: names.Slot) -> bool:
-        """Whether the place backs off: its dead pod is counted, and the next one is not on record yet."""
-        known = self.backoff.get(slot.key)
-        return known is not None and known.not_before is not None
+    def waits(self, key: str) -> datetime | None:
+        """Until when a place, or a shard's standby, backs off: its dead pod is counted, and the next one is not on
+        record yet. None: it does not."""
+        known = self.backoff.get(key)
+        return known.not_before if known is not None else None
+
+    def waited(self, key: str) -> None:
+        """The next one is on record; that there were crashes in a row is remembered."""
+        if self.waits(key) is not None:
+            self.backoff[key] = self.backoff[key].model_copy(update={"not_before": None})
+
+    def trained(self, progress: Progress | None) -> bool:
+        """Whether there was an update, of this run or of one that it goes on from."""
+        known = progress.step if progress is not None and progress.step is not None else self.old.step
+        return bool(known)
 
     def finished(self) -> bool:
         """Whether the job has ended, in this plan or before."""

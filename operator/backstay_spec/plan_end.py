@@ -26,8 +26,7 @@ def apply_outcome(draft: Draft, progress: Progress | None) -> None:
     Later the others train on, so a rank that is refused is one that crashes, with its back-off and its budget.
     """
     succeeded: Outcome | None = None
-    step = progress.step if progress is not None and progress.step is not None else draft.old.step
-    trained = step is not None and step > 0
+    trained = draft.trained(progress)
     for slot, pods in sorted(draft.pods.items()):
         if not any(p.ended for p in pods):
             continue

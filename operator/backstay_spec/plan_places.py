@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import budgets, contract, names, status
-from backstay_spec.actions import Death, DeletePod
+from backstay_spec.actions import Death, DeletePod, LookUpPod
 from backstay_spec.causes import Cause, Obstacle, Verdict, terminated_state
 from backstay_spec.events import warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
@@ -210,6 +210,19 @@ class Places:
         self.draft.incarnations[slot.key] = incarnation
         self.births.append(Birth(slot, incarnation, cause))
         return incarnation
+
+    def try_again(self, slot: Slot, incarnation: int, refusal: Refusal) -> None:
+        """Create a pod that the API server refused, when it is time to."""
+        due = refusal.at + REFUSED_RETRY
+        if self.draft.now >= due:
+            self.births.append(Birth(slot, incarnation))
+        else:
+            self.draft.wake_at(due)
+
+    def look_up(self, slot: Slot, incarnation: int) -> None:
+        """Ask for a recorded pod that is not seen."""
+        self.draft.actions.append(LookUpPod(self.name(slot, incarnation)))
+        self.draft.wake_at(self.draft.now + LOOK_UP_RETRY)
 
     def end_hung(self, pod: PodView) -> None:
         """Delete a pod that hangs."""

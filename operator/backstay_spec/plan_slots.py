@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import budgets, contract, status
-from backstay_spec.actions import DeletePod, LookUpPod
+from backstay_spec.actions import DeletePod
 from backstay_spec.causes import (
     Blocked,
     Cause,
@@ -33,10 +33,7 @@ from backstay_spec.names import Slot
 from backstay_spec.observed import Progress
 from backstay_spec.plan_draft import Draft
 from backstay_spec.plan_places import (
-    LOOK_UP_RETRY,
-    REFUSED_RETRY,
     STALLED_GRACE,
-    Birth,
     Hindered,
     Places,
     newest_pod,
@@ -77,19 +74,18 @@ class Slots:
             return
         recorded = recorded_incarnation(draft, slot)
         pod = newest_pod(draft, slot)
-        waiting = draft.backoff.get(slot.key)
-        backs_off = waiting is not None and waiting.not_before is not None
+        waits = draft.waits(slot.key)
         outlived = places.outlived_suspension(slot)
         refused = pod is None and places.refusal(slot, recorded) is not None
-        if pod is not None and pod.alive and not backs_off and not outlived:
+        if pod is not None and pod.alive and waits is None and not outlived:
             self._judge_living(slot, pod)
         elif not places.can_create:
             # Whatever died is judged when it can be replaced: the two go into one status.
             return
         elif recorded == 0 or outlived or (not places.was_desired(slot) and not refused):
             self._bear(slot, None)
-        elif waiting is not None and waiting.not_before is not None:
-            self._judge_waiting(slot, pod, waiting.not_before)
+        elif waits is not None:
+            self._judge_waiting(slot, pod, waits)
         elif pod is not None:
             if not places.left_in_order(slot, pod):
                 self._die(slot, pod, verdict_of(pod.raw))
@@ -123,10 +119,7 @@ class Slots:
             if slot.role == contract.ROLE_SERVER:
                 self._judge_hung_server(slot, pod)
             return
-        step = (
-            self.progress.step if self.progress is not None and self.progress.step is not None else self.draft.old.step
-        )
-        if not step:
+        if not self.draft.trained(self.progress):
             self.places.hindered.append(Hindered(slot, Obstacle(Blocked.NOT_JOINED, NOT_JOINED), since))
             return
         deadline = since + timedelta(seconds=self.job.spec.run_policy.pending_deadline_seconds)
@@ -143,11 +136,6 @@ class Slots:
             seconds = (self.draft.now - silent).total_seconds()
             text = f"its server has not answered for {seconds:.0f} s"
             self._die(slot, pod, self.places.verdict_of_silence(pod, text))
-
-    def _trained(self) -> bool:
-        """Whether there was an update, of this run or of one that it goes on from."""
-        known = self.progress.step if self.progress is not None and self.progress.step is not None else None
-        return bool(known if known is not None else self.draft.old.step)
 
     def _judge_waiting(self, slot: Slot, pod: PodView | None, not_before: datetime) -> None:
         if self.draft.now >= not_before:
@@ -169,23 +157,19 @@ class Slots:
             self.places.hindered.append(Hindered(slot, obstacle, since))
             if obstacle.blocked.permanent:
                 self.draft.fail(obstacle.blocked, f"{slot.text} (pod {name}) cannot be created: {obstacle.text}")
-            elif self.draft.now >= refusal.at + REFUSED_RETRY:
-                self.places.births.append(Birth(slot, recorded))
             else:
-                self.draft.wake_at(refusal.at + REFUSED_RETRY)
+                self.places.try_again(slot, recorded, refusal)
         elif name in self.places.observed.missing:
             existed = status.holds(self.draft.conditions, status.PODS_CREATED) or name in self.places.observed.witnessed
             if not existed:
                 # It may never have been: the operator can die between the status and the create.
                 self._bear(slot, None)
                 return
-            verdict = GONE
-            self.places.count(slot, recorded, name, verdict, charged=False)
-            self._bear(slot, verdict.cause)
-            self.places.tell(slot, name, verdict, None)
+            self.places.count(slot, recorded, name, GONE, charged=False)
+            self._bear(slot, GONE.cause)
+            self.places.tell(slot, name, GONE, None)
         else:
-            self.draft.actions.append(LookUpPod(name))
-            self.draft.wake_at(self.draft.now + LOOK_UP_RETRY)
+            self.places.look_up(slot, recorded)
 
     def _die(self, slot: Slot, pod: PodView, verdict: Verdict) -> None:
         if self.standbys is not None and self.standbys.hand_over(slot, pod.name, verdict):
@@ -208,7 +192,7 @@ class Slots:
                 if (
                     backoff.failures >= budgets.HOPELESS
                     and slot.role != contract.ROLE_EVALUATOR
-                    and not self._trained()
+                    and not self.draft.trained(self.progress)
                 ):
                     self.places.count(slot, pod.incarnation, pod.name, verdict, charged=False)
                     self.draft.fail(
@@ -230,9 +214,7 @@ class Slots:
         incarnation = self.places.bear(slot, cause)
         if self.standbys is not None and slot.role == contract.ROLE_SERVER:
             self.draft.active[slot.key] = incarnation
-        waited = self.draft.backoff.get(slot.key)
-        if waited is not None and waited.not_before is not None:
-            self.draft.backoff[slot.key] = waited.model_copy(update={"not_before": None})
+        self.draft.waited(slot.key)
 
 
 def remove_superfluous(draft: Draft, wanted: set[Slot], progress: Progress | None) -> None:

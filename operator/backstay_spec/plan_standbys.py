@@ -17,16 +17,11 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import budgets, contract, status
-from backstay_spec.actions import LookUpPod
 from backstay_spec.causes import Cause, Verdict, obstacle_of, outcome_of, verdict_of
 from backstay_spec.events import warning
 from backstay_spec.names import Slot
-from backstay_spec.observed import Progress
 from backstay_spec.plan_places import (
-    LOOK_UP_RETRY,
-    REFUSED_RETRY,
     SILENT,
-    Birth,
     Hindered,
     Places,
     newest_pod,
@@ -76,8 +71,7 @@ class Standbys:
         if standby is None or not standby.alive or not standby.started or self.places.hung_since(standby) is not None:
             return False
         charged = verdict.cause.charged
-        waited = draft.backoff.get(slot.key)
-        counted = waited is not None and waited.not_before is not None
+        counted = draft.waits(slot.key) is not None
         if charged and not counted and self.places.spent(slot):
             return False  # the usual judgement ends the job
         draft.backoff.pop(slot.key, None)
@@ -125,7 +119,7 @@ class Standbys:
     def judge(self, slot: Slot) -> None:
         """See to it that a shard whose server lives, or is being made, has a standby."""
         places, draft = self.places, self.draft
-        if not places.can_create or slot.key not in draft.active or draft.waits(slot):
+        if not places.can_create or slot.key not in draft.active or draft.waits(slot.key) is not None:
             return
         serving, newest = draft.active[slot.key], draft.incarnations.get(slot.key, 0)
         born = {birth.incarnation for birth in places.births if birth.slot == slot}
@@ -134,25 +128,20 @@ class Standbys:
             return
         if newest in born:
             return
-        waited = draft.backoff.get(backoff_key(slot))
         standby = self._standby_of(slot)
-        if waited is not None and waited.not_before is not None:
-            if draft.now >= waited.not_before:
+        if (not_before := draft.waits(backoff_key(slot))) is not None:
+            if draft.now >= not_before:
                 self._bear(slot, None)
             else:
-                draft.wake_at(waited.not_before)
+                draft.wake_at(not_before)
         elif standby is not None and standby.incarnation == newest:
             self._judge_seen(slot, standby)
         elif places.name(slot, newest) in places.observed.missing:
             self._bear(slot, None)
         elif (refusal := places.refusal(slot, newest)) is not None:
-            if draft.now >= refusal.at + REFUSED_RETRY:
-                places.births.append(Birth(slot, newest))
-            else:
-                draft.wake_at(refusal.at + REFUSED_RETRY)
+            places.try_again(slot, newest, refusal)
         else:
-            draft.actions.append(LookUpPod(places.name(slot, newest)))
-            draft.wake_at(draft.now + LOOK_UP_RETRY)
+            places.look_up(slot, newest)
 
     def _judge_seen(self, slot: Slot, standby: PodView) -> None:
         places, draft = self.places, self.draft
@@ -196,9 +185,7 @@ class Standbys:
         places.tell(slot, standby.name, verdict, wait, standby=True)
 
     def _bear(self, slot: Slot, cause: Cause | None) -> None:
-        waited = self.draft.backoff.get(backoff_key(slot))
-        if waited is not None and waited.not_before is not None:
-            self.draft.backoff[backoff_key(slot)] = waited.model_copy(update={"not_before": None})
+        self.draft.waited(backoff_key(slot))
         self.places.bear(slot, cause)
 
 
@@ -214,7 +201,8 @@ def describe(places: Places) -> None:
         if not known:
             draft.condition(status.STANDBYS_IN_SYNC, False, "Starting", "the servers have not all answered yet")
         return
-    behind = [shard for shard in shards if not _follows(progress, places, shard)]
+    serving = {shard: draft.active.get(Slot(contract.ROLE_SERVER, shard).key, 0) for shard in shards}
+    behind = [shard for shard in shards if not progress.followed(shard, serving[shard])]
     if not behind:
         draft.condition(status.STANDBYS_IN_SYNC, True, "AllInSync", "each shard's standby holds what its server holds")
         return
@@ -230,11 +218,6 @@ def describe(places: Places) -> None:
     )
 
 
-def _follows(progress: Progress, places: Places, shard: int) -> bool:
-    slot = Slot(contract.ROLE_SERVER, shard)
-    return progress.in_sync.get(shard, 0) > places.draft.active.get(slot.key, 0)
-
-
 def _given_up(places: Places, behind: list[int]) -> bool:
     """Whether a shard's standby is dead and none comes after it."""
     for shard in behind:
@@ -243,7 +226,6 @@ def _given_up(places: Places, behind: list[int]) -> bool:
         newest = places.draft.incarnations.get(slot.key, 0)
         serving = places.draft.active.get(slot.key, 0)
         dead = any(pod.incarnation == newest > serving and pod.ended for pod in pods)
-        waited = places.draft.backoff.get(backoff_key(slot))
-        if dead and places.spent(slot) and (waited is None or waited.not_before is None):
+        if dead and places.spent(slot) and places.draft.waits(backoff_key(slot)) is None:
             return True
     return False
