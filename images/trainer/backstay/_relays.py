@@ -19,40 +19,43 @@ class Applies(Protocol):
     def applied(self, version: int) -> None: ...
 
 
-class Timed:
-    """Passes on what the shard says, and notes when updates were applied. Where a fault can strike before the
-    coordinator hears of it."""
+class _Relay:
+    """Passes on all that the shard says."""
 
-    def __init__(self, coordination: Coordination, server: Applies) -> None:
-        self._server = server
-        self.staged = coordination.staged
-        self.lost = coordination.lost
-        self.written = coordination.written
-        self.failed = coordination.failed
-        self._norm = coordination.norm
-        self._applied = coordination.applied
-
-    def norm(self, shard: int, norm: Norm) -> None:
-        _faults.reach("norm", norm.version)
-        self._norm(shard, norm)
-
-    def applied(self, shard: int, version: int) -> None:
-        self._server.applied(version)
-        self._applied(shard, version)
-
-
-class Watched:
-    """Passes on what was written, and sets an event then."""
-
-    def __init__(self, coordination: Coordination, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, coordination: Coordination) -> None:
         self.staged = coordination.staged
         self.lost = coordination.lost
         self.norm = coordination.norm
         self.applied = coordination.applied
+        self.written = coordination.written
         self.failed = coordination.failed
-        self._written = coordination.written
 
-    def written(self, shard: int, written: Written) -> None:
-        self._written(shard, written)
-        self._event.set()
+
+class Timed(_Relay):
+    """Notes when updates were applied. Where a fault can strike before the coordinator hears of it."""
+
+    def __init__(self, coordination: Coordination, server: Applies) -> None:
+        super().__init__(coordination)
+
+        def norm(shard: int, norm: Norm) -> None:
+            _faults.reach("norm", norm.version)
+            coordination.norm(shard, norm)
+
+        def applied(shard: int, version: int) -> None:
+            server.applied(version)
+            coordination.applied(shard, version)
+
+        self.norm, self.applied = norm, applied
+
+
+class Watched(_Relay):
+    """Sets an event when something was written."""
+
+    def __init__(self, coordination: Coordination, event: threading.Event) -> None:
+        super().__init__(coordination)
+
+        def written(shard: int, written: Written) -> None:
+            coordination.written(shard, written)
+            event.set()
+
+        self.written = written

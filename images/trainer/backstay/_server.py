@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backstay_rpc.control_pb2 import (
@@ -332,30 +332,37 @@ class Server:
     def _save_and_stop(self) -> int:
         """SIGTERM: a checkpoint of what there is, so that whoever goes on loses nothing."""
         _LOG.info("told to stop: storing step %d", self._runtime.version)
-        deadline = time.monotonic() + _LAST_SAVE_SECONDS
         self._saved.clear()
         if self._driving is not None:
             self._driving.save()
-            gone_by = deadline
-            while self._driving.unstored() and time.monotonic() < deadline and self._done is None:
-                gone = self._driving.unstored_by_the_gone()
-                gone_by = min(gone_by, time.monotonic() + _GONE_SECONDS) if gone else deadline
-                if time.monotonic() >= gone_by:
-                    _LOG.warning(
-                        "step %d is not stored: the server of shard %d left before", self._runtime.version, gone[0]
-                    )
-                    break
-                time.sleep(0.05)
+            driving = self._driving
+            self._wait_until(
+                lambda: not driving.unstored() or self._done is not None,
+                lambda: not driving.unstored_by_the_gone(),
+                _LAST_SAVE_SECONDS,
+            )
+            if self._done is None and driving.unstored() and (gone := driving.unstored_by_the_gone()):
+                _LOG.warning(
+                    "step %d is not stored: the server of shard %d left before", self._runtime.version, gone[0]
+                )
         elif self._writer is not None:
             self._ask_to_save()
             # Not for long where nothing is written, because what there is was stored already, or nobody asks for it.
-            deadline = time.monotonic() + 10.0
-            gone_by = time.monotonic() + _GONE_SECONDS
-            while not self._saved.wait(0.05) and time.monotonic() < min(deadline, gone_by):
-                if self._link is not None and self._link.up:
-                    gone_by = time.monotonic() + _GONE_SECONDS
+            link = self._link
+            self._wait_until(self._saved.is_set, lambda: link is not None and link.up, 10.0)
             time.sleep(0.5)  # the link carries the news
         return SIGTERM_EXIT
+
+    @staticmethod
+    def _wait_until(done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float) -> None:
+        """At most so long, and not for longer than `_GONE_SECONDS` without hope."""
+        now = time.monotonic()
+        deadline, gone_by = now + seconds, now + _GONE_SECONDS
+        while not done() and now < min(deadline, gone_by):
+            time.sleep(0.05)
+            now = time.monotonic()
+            if hopeful():
+                gone_by = now + _GONE_SECONDS
 
     def _ask_to_save(self) -> None:
         client = ControlClient(self._env.servers[:1], self._env.token, self._peer)

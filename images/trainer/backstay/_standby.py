@@ -7,25 +7,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import grpc
-
-from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (
     EvaluatedRequest,
     HeartbeatReply,
     HeartbeatRequest,
     Hello,
     JoinReply,
-    JoinRequest,
     Leaf,
     Peer,
     ProgressReply,
     ProgressRequest,
 )
-from backstay_rpc.control_pb2_grpc import ControlStub
 
-from ._control import ControlServer, Driving, Peers
-from ._control._auth import open_channel, refusal_of
+from ._control import ControlClient, ControlServer, Driving, Peers
 from ._engine import ShardEngine
 from ._environment import Environment
 from ._exit import Stop
@@ -40,7 +34,6 @@ __all__ = ["Inherited", "Standby"]
 _LOG = logging.getLogger(__name__)
 
 _BACK_OFF_SECONDS = 0.1
-_CALL_SECONDS = 5.0
 
 
 @dataclass
@@ -149,25 +142,12 @@ class Standby:
 
     def _join(self) -> JoinReply:
         """Ask the active server where its data streams are. Raises as `_follow`."""
-        request = JoinRequest(
-            peer=self._peer,
-            shard=self.shard,
-            leaves=self._plan.leaves,
-            partition_digest=self._plan.partition.digest,
-            steps=self._script.steps,
-        )
-        channel = open_channel(self._env.servers[self.shard])
+        # Another connection each time: what its Service leads to may have changed since.
+        client = ControlClient(self._env.servers, self._env.token, self._peer)
         try:
-            stub = ControlStub(channel)  # type: ignore[no-untyped-call]
-            reply: JoinReply = stub.Join(request, timeout=_CALL_SECONDS, metadata=bearer(self._env.token))
-            return reply
-        except grpc.RpcError as error:
-            refusal = refusal_of(error)
-            if refusal is not None:
-                raise refusal from None
-            raise PeerLost(f"shard {self.shard}: {getattr(error, 'details', lambda: '')()}") from None
+            return client.join(self.shard, self._plan.leaves, self._plan.partition.digest, self._script.steps)
         finally:
-            channel.close()
+            client.close()
 
     # ---- Host ----
 

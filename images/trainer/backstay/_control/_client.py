@@ -99,17 +99,8 @@ class ControlClient:
             why = ""
             replies: list[JoinReply] = []
             for shard in range(self.shards):
-                request = JoinRequest(
-                    peer=self.peer,
-                    shard=shard,
-                    leaves=leaves,
-                    partition_digest=digest,
-                    steps=steps,
-                    term=at[0],
-                    version=at[1],
-                )
                 try:
-                    replies.append(self._call(shard, "Join", request))
+                    replies.append(self.join(shard, leaves, digest, steps, at))
                 except PeerLost as error:
                     why = str(error)
                     break
@@ -129,6 +120,22 @@ class ControlClient:
                 told = now
                 _LOG.warning("waiting for the servers: %s", why)
             time.sleep(_BACK_OFF_SECONDS / 2)
+
+    def join(
+        self, shard: int, leaves: Sequence[Leaf], digest: bytes, steps: int, at: tuple[int, int] = (0, 0)
+    ) -> JoinReply:
+        """Introduce this pod to one shard, once; the arguments are those of `join_all`. Raises as `_call` does."""
+        request = JoinRequest(
+            peer=self.peer,
+            shard=shard,
+            leaves=leaves,
+            partition_digest=digest,
+            steps=steps,
+            term=at[0],
+            version=at[1],
+        )
+        reply: JoinReply = self._call(shard, "Join", request)
+        return reply
 
     def beat(
         self, shard: int, incarnation: int, term: int, version: int, activity: Activity, step_seconds: float

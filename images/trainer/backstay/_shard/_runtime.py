@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import numpy as np
 
 from backstay_rpc.control_pb2 import (
     Commit,
+    Contribution,
     Done,
     GradientId,
     GradientInfo,
@@ -387,17 +388,13 @@ class ShardRuntime:
             if commit.term != self._term:
                 return
             prepared = self._prepared
-            if self._replication is not None and not commit.skip:
-                if prepared is None or not prepared.is_of(commit.version, commit.contributions):
+            if self._replication is None:
+                used = [self._held(c.id, "commit", commit.version) for c in commit.contributions]
+            else:
+                if not commit.skip and (prepared is None or not prepared.is_of(commit.version, commit.contributions)):
                     raise RuntimeError(f"the commit of version {commit.version} names gradients that were not prepared")
                 # Where this server was the standby, it holds their mean and not themselves.
-                found = [self._gradients.find(c.id) for c in commit.contributions]
-                used = [gradient for gradient in found if gradient is not None and gradient.complete]
-            elif self._replication is not None:
-                found = [self._gradients.find(c.id) for c in commit.contributions]
-                used = [gradient for gradient in found if gradient is not None and gradient.complete]
-            else:
-                used = [self._held(c.id, "commit", commit.version) for c in commit.contributions]
+                used = self._still_held(commit.contributions)
             if len(set(used)) != len(used) or not (commit.contributions or commit.skip):
                 raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one of them twice")
             freed: list[Staging | None] = [self._gradients.remove(gradient) for gradient in used]
@@ -481,8 +478,7 @@ class ShardRuntime:
         prepared = self._prepared
         if prepared is None or not prepared.is_of(request.version, request.contributions):
             with self._changed:
-                found = [self._gradients.find(c.id) for c in request.contributions]
-                held = [g for g in found if g is not None and g.complete]
+                held = self._still_held(request.contributions)
                 arrays = [g.staging.arrays for g in held if g.staging is not None]
                 if len(arrays) != len(request.contributions):
                     _LOG.debug("the decision of version %d was taken back before it was prepared", request.version)
@@ -530,6 +526,11 @@ class ShardRuntime:
                 f"{'does not hold' if found is None else 'holds only in part'} ({len(self._gradients)} are here)"
             )
         return found
+
+    def _still_held(self, contributions: Iterable[Contribution]) -> list[Gradient]:
+        """Those of the gradients that are here and complete."""
+        found = [self._gradients.find(contribution.id) for contribution in contributions]
+        return [gradient for gradient in found if gradient is not None and gradient.complete]
 
     def _current(self, term: int, what: str) -> bool:
         if term > self._term:
