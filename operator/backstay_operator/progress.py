@@ -25,11 +25,12 @@ from backstay_spec.observed import Progress, Stalled
 
 log = logging.getLogger(__name__)
 
-_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.max_receive_message_length", 4 << 20),
+    # With them a server that is going away can take all of the operator's memory: tests/runtime/test_going_away.py.
     ("grpc.enable_retries", 0),
     # Channels to one address must not share a connection: another incarnation may have taken the address.
     ("grpc.use_local_subchannel_pool", 1),
@@ -252,7 +253,7 @@ class Poller:
     async def _call(self, lines: dict[str, _Line], todo: Round, server: Server) -> control_pb2.ProgressReply | None:
         line = lines.get(server.pod_uid)
         if line is None:
-            channel = grpc.aio.insecure_channel(server.address, options=_OPTIONS)
+            channel = grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
             stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
             line = lines[server.pod_uid] = _Line(channel, stub)
         async with self._slots:

@@ -26,8 +26,10 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # Not a back-off, but how long one attempt may take; a busy machine needs longer than the back-off for its answer.
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # Callers try again themselves, with a pause; gRPC's own retries keep a copy of what was sent for each call, and
-    # were seen to need twice the memory where connections break again and again.
+    # Callers try again themselves, with a pause. gRPC's own retries have none where a call never left the client: a
+    # server that ends takes up a connection and says at once that it is going away, and the caller then begins the call
+    # anew on it for ever, until the process has all the memory there is (tests/runtime/test_going_away.py).
+    # https://github.com/grpc/proposal/blob/master/A6-client-retries.md#transparent-retries
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -1,0 +1,80 @@
+"""Dials a server again and again as a pod or the operator does, and ends with 3 if that takes a lot of memory: run as
+a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from backstay._control._auth import open_channel
+from backstay._wire.flight import ClientStream
+from backstay.errors import PeerLost
+from backstay_operator import progress
+from backstay_rpc.control_pb2 import Hello, ProgressRequest, ShardMessage
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+CALLS, AT_ONCE = 60, 4
+MEMORY_BYTES = 300 << 20
+TOO_MUCH = 3
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def control(address: str) -> None:
+    channel = open_channel(address)
+    with contextlib.suppress(grpc.RpcError):
+        list(ControlStub(channel).Coordinate(iter([ShardMessage()])))  # type: ignore[no-untyped-call]
+    channel.close()
+
+
+def data(address: str) -> None:
+    with contextlib.suppress(PeerLost):
+        stream = ClientStream(address, Hello(), "token")
+        try:
+            stream.read()
+        finally:
+            stream.close()
+
+
+def operator(address: str) -> None:
+    async def ask() -> None:
+        async with grpc.aio.insecure_channel(address, options=progress.CHANNEL_OPTIONS) as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await ControlStub(channel).Progress(ProgressRequest(), timeout=5)  # type: ignore[no-untyped-call]
+
+    asyncio.run(ask())
+
+
+def watch(done: threading.Event) -> None:
+    before = memory()
+    while not done.wait(0.02):
+        if memory() - before > MEMORY_BYTES:
+            os._exit(TOO_MUCH)
+
+
+def main(dial: Callable[[str], None], address: str) -> None:
+    done = threading.Event()
+    threading.Thread(target=watch, args=(done,), daemon=True).start()
+
+    def some() -> None:
+        for _ in range(CALLS // AT_ONCE):
+            dial(address)
+
+    threads = [threading.Thread(target=some) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+
+
+main({"control": control, "data": data, "operator": operator}[sys.argv[1]], sys.argv[2])
