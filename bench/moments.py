@@ -21,7 +21,7 @@ import numpy as np
 from _cluster import Cluster, Job, cluster, gaps, stored
 from chaos import injected, redone_of, witness_of
 
-STEPS, EVERY_STEPS, STALL_SECONDS = 60, 20, 8
+STEPS, EVERY_STEPS, STALL_SECONDS, WORKERS = 60, 20, 8, 2
 HOLD = 20
 """With standbys nothing is computed from this step on until they are in sync: so they are there when it matters."""
 
@@ -88,7 +88,9 @@ class Moments:
         Args:
             free: no update may be made again.
         """
-        job = self._job(mode, standbys, FAULT_INJECTION=script, **({"HOLD": str(HOLD)} if standbys else {}))
+        # In Async each worker counts its own steps.
+        hold = HOLD if mode == "Sync" else HOLD // WORKERS
+        job = self._job(mode, standbys, FAULT_INJECTION=script, **({"HOLD": str(hold)} if standbys else {}))
         began = time.monotonic()
         await job.submit()
         if standbys:
@@ -118,8 +120,8 @@ class Moments:
     def _job(self, mode: str, standbys: int, **env: str) -> Job:
         self._number += 1
         return Job(
-            self._on, f"moment-{self._number}-{mode.lower()}", steps=STEPS, workers=2, servers=2, mode=mode, pause=0.03,
-            standbys=standbys, every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env=env,
+            self._on, f"moment-{self._number}-{mode.lower()}", steps=STEPS, workers=WORKERS, servers=2, mode=mode,
+            pause=0.03, standbys=standbys, every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env=env,
         )  # fmt: skip
 
 

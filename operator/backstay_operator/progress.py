@@ -79,13 +79,14 @@ class Round:
         )
 
 
-def combine(
-    replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, heard: Mapping[str, datetime] | None = None
-) -> Progress | None:
-    """One round's answers as the planner wants them; `heard` is when each pod answered last, by its uid.
+def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, **known: Any) -> Progress | None:
+    """One round's answers as the planner wants them.
 
     What the whole job does is said by the coordinator (shard 0); that a worker is stalled, or has handed in a
     gradient, by any shard. None when no server answered.
+
+    Args:
+        known: attributes of `Progress` that are not in the replies.
     """
     if not replies:
         return None
@@ -117,10 +118,10 @@ def combine(
     return Progress(
         taken=taken,
         reached=frozenset(replies),
-        heard=heard or {},
         in_sync={shard: reply.standby for shard, reply in sorted(replies.items()) if reply.standby},
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
+        **known,
         **said,
     )
 
@@ -143,8 +144,12 @@ def urgent(before: Progress | None, after: Progress) -> bool:
 
 @dataclass
 class _Line:
+    """To one server's pod."""
+
     channel: grpc.aio.Channel
     stub: control_pb2_grpc.ControlStub
+    asked: datetime  # first
+    heard: datetime | None = None  # last
 
 
 @dataclass
@@ -152,7 +157,6 @@ class _Poll:
     task: asyncio.Task[None]
     now: asyncio.Event = field(default_factory=asyncio.Event)
     lines: dict[str, _Line] = field(default_factory=dict)
-    heard: dict[str, datetime] = field(default_factory=dict)  # by the uid of the pod
 
 
 class Poller:
@@ -223,7 +227,7 @@ class Poller:
                 if todo is None:
                     return
                 try:
-                    await self.round(key, poll.lines, todo, poll.heard)
+                    await self.round(key, poll.lines, todo)
                 except Exception:  # a reply that cannot be read must not end the calls
                     log.exception("job %s/%s: a round of progress calls failed", *key)
                     self._metrics.errors.labels("progress").inc()
@@ -232,21 +236,22 @@ class Poller:
             self._polls.pop(key, None)
             await asyncio.gather(*(line.channel.close(None) for line in poll.lines.values()), return_exceptions=True)
 
-    async def round(
-        self, key: JobKey, lines: dict[str, _Line], todo: Round, heard_at: dict[str, datetime] | None = None
-    ) -> None:
-        """Call all servers of a job once; `heard_at` keeps when each pod answered last, by its uid."""
-        heard_at = {} if heard_at is None else heard_at
+    async def round(self, key: JobKey, lines: dict[str, _Line], todo: Round) -> None:
+        """Call all servers of a job once; `lines` are kept from round to round, by the uid of the pod."""
         for uid in lines.keys() - {server.pod_uid for server in todo.servers}:
             await lines.pop(uid).channel.close(None)
-            heard_at.pop(uid, None)
         answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
         replies = {server.shard: reply for server, reply in answered if server.serves}
         now = self._now()
-        heard_at.update((server.pod_uid, now) for server, _ in answered)
-        heard = {server.pod_uid: heard_at[server.pod_uid] for server in todo.servers if server.pod_uid in heard_at}
-        combined = combine(replies, now, heard)
+        for server, _ in answered:
+            lines[server.pod_uid].heard = now
+        combined = combine(
+            replies,
+            now,
+            heard={uid: line.heard for uid, line in lines.items() if line.heard is not None},
+            asked={uid: line.asked for uid, line in lines.items() if line.heard is None},
+        )
         if combined is not None:
             self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
 
@@ -255,7 +260,7 @@ class Poller:
         if line is None:
             channel = grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
             stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-            line = lines[server.pod_uid] = _Line(channel, stub)
+            line = lines[server.pod_uid] = _Line(channel, stub, self._now())
         async with self._slots:
             try:
                 reply = await line.stub.Progress(

@@ -32,6 +32,7 @@ class Progress:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
         heard: uid of a server's pod, a standby's too -> when it answered last, in this round or one before it.
+        asked: uid of a server's pod that has not answered yet -> when it was called first.
         in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
         world: ranks in force; None while the coordinator has not been reached.
@@ -45,6 +46,7 @@ class Progress:
     taken: datetime
     reached: frozenset[int] = frozenset()
     heard: Mapping[str, datetime] = field(default_factory=dict)
+    asked: Mapping[str, datetime] = field(default_factory=dict)
     in_sync: Mapping[int, int] = field(default_factory=dict)
     term: int | None = None
     step: int | None = None

@@ -134,9 +134,13 @@ class Places:
         unready = unready_since(pod)
         if unready is None:
             return None
-        last = self.progress.heard.get(pod.uid) if self.progress is not None else None
-        # An operator that has just started has heard nobody yet.
-        deadline = unready + UNHEARD if last is None else last + SILENT
+        heard, asked = (self.progress.heard, self.progress.asked) if self.progress is not None else ({}, {})
+        if (last := heard.get(pod.uid)) is not None:
+            deadline = last + SILENT
+        elif (first := asked.get(pod.uid)) is not None:
+            deadline = max(first, unready) + SILENT
+        else:  # an operator that has just started has asked nobody yet, or nobody answers it
+            deadline = unready + UNHEARD
         if self.draft.now >= deadline:
             return last or unready
         self.draft.wake_at(deadline)

@@ -144,6 +144,11 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
             await it.close()
         assert heard.rounds[0][0].reached == frozenset({0})
         assert heard.rounds[-1][0].reached == frozenset({0, 1})
+        assert [set(answers.asked) for answers, _ in (heard.rounds[0], heard.rounds[-1])] == [
+            {"u1", "u2", "u3"},
+            {"u2", "u3"},
+        ]
+        assert set(heard.rounds[-1][0].heard) == {"u0", "u1"}
         assert outcome(metrics, "DEADLINE_EXCEEDED") >= 1
         assert outcome(metrics, "FAILED_PRECONDITION") >= 2
         assert outcome(metrics, "UNAVAILABLE") >= 1

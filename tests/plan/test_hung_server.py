@@ -67,6 +67,24 @@ def test_a_server_that_only_the_operator_cannot_reach_is_left_alone(training):
     assert not cluster.deaths
 
 
+def test_a_server_that_hung_before_it_was_ever_heard_is_no_longer_waited_for_than_another(training):
+    """T8: it was Ready for a second; the others answer, and it never has."""
+    cluster, name = training, training.named(SERVER, 1)
+    uid = cluster.pods[name]["metadata"]["uid"]
+    heard = {one: at for one, at in answering(cluster).items() if one != uid}
+    asked = {uid: cluster.now}
+    cluster.tick(8)
+    cluster.run(name, ready=False)
+    cluster.answer(step=7, reached=frozenset({0}), heard=heard, asked=asked)
+    cluster.tick(9)
+    assert not [a for a in cluster.plan().actions if isinstance(a, DeletePod)], "it is unready for 9 s"
+    cluster.tick(2)
+    cluster.answer(step=7, reached=frozenset({0}), heard=heard, asked=asked)
+    assert DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
+    cluster.settle()
+    assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("Stalled", 1, True)]
+
+
 def test_an_operator_that_has_just_started_gives_a_server_a_minute(training):
     cluster, name = training, training.named(SERVER, 0)
     cluster.run(name, ready=False)
