@@ -157,6 +157,28 @@ def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.Mon
     deaf.stop(0).wait(30)
 
 
+def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
+    host: FakeHost, server: ControlServer
+) -> None:
+    """It is promoted but was not told yet: the shard's Service leads to it, and both standbys dial there."""
+    host.loading = "this is the standby of shard 0"
+    own, next_one = (
+        ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="parameter-server", index=0, incarnation=number))
+        for number in (3, 4)
+    )
+    try:
+        for client in (next_one, own):
+            with pytest.raises(PeerLost, match="this is the standby"):
+                client.join(0, LEAVES, b"digest", 10)
+        host.loading = ""
+        next_one.join(0, LEAVES, b"digest", 10)
+        with pytest.raises(Superseded):
+            own.join(0, LEAVES, b"digest", 10)
+    finally:
+        own.close()
+        next_one.close()
+
+
 def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
     """O7: every method of the service, whatever is sent."""
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:

@@ -203,10 +203,12 @@ class _Service(ControlServicer):
                 f"the optimizer of {request.peer.role} {request.peer.index} updates the parameters in another way than "
                 f"that of shard {host.shard}; the optimizer must be the same in every pod",
             )
-        self._see(context, request.peer)
         why = host.not_ready()
         if why:
+            # Before the peer is looked at: who does not serve has no say in who was replaced. A standby that is being
+            # promoted may find its own Service leading to itself, and the next standby may have found it first.
             context.abort(grpc.StatusCode.UNAVAILABLE, why)
+        self._see(context, request.peer)
         if host.driving is not None and request.peer.role == "worker":
             host.driving.told(request.term, request.version)
         return host.joined(request.peer)
