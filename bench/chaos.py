@@ -52,7 +52,6 @@ class Chaos:
         self.on, self.job = on, job
         self.rng = random.Random(seed)
         self.strikes: list[Strike] = []
-        self.beyond = 0  # strikes that left a shard no server: one standby cannot mend that
         self._later: set[asyncio.Task[None]] = set()
         # What shall be rare is there once, what happens every day is there more often.
         self._kinds: list[Callable[[], Awaitable[str]]] = [
@@ -153,11 +152,7 @@ class Chaos:
     async def kill_several(self) -> str:
         pods = sorted(self.job.processes())
         some = self.rng.sample(pods, min(len(pods), self.rng.randint(2, 4)))
-        struck = {pod for pod in some if self._signal(pod, signal.SIGKILL)}
-        for shard in range(self.job.servers):
-            servers = {pod for pod in pods if f"-ps-{shard}-" in pod}
-            self.beyond += bool(servers) and servers <= struck
-        return " ".join(sorted(struck))
+        return " ".join(pod for pod in sorted(some) if self._signal(pod, signal.SIGKILL))
 
     async def kill_operator(self) -> str:
         operator = self.on.part("backstay_operator")
@@ -238,6 +233,25 @@ def injected(job: Job) -> Counter[str]:
     return found
 
 
+def twice_struck(job: Job) -> int:
+    """How many times training went back to a checkpoint after two servers of one shard had died within a few seconds,
+    as the logs of the coordinators and the operator say: one standby cannot mend that."""
+
+    def seconds(clock: str) -> int:
+        hours, minutes, rest = (int(part) for part in clock.split(":"))
+        return hours * 3600 + minutes * 60 + rest
+
+    operator = (job.cluster.folder / "operator.log").read_text(errors="replace")
+    died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod \S+-ps-(\d+)-\d+-\w+ is dead", operator, re.M)
+    found = 0
+    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-0-*/trainer.log*"):
+        for clock in re.findall(r"^([\d:]{8}) .*: training starts again", log.read_text(errors="replace"), re.M):
+            # The operator may be dead meanwhile: it counts what died when it is there again, and promotes then.
+            of_shard = Counter(shard for at, shard in died if -8 <= seconds(at) - seconds(clock) <= 2)
+            found += max(of_shard.values(), default=0) > 1
+    return found
+
+
 def tell_gaps(strikes: Sequence[Strike], updates: Sequence[Update]) -> None:
     """The table of faults by kind, and the time without an update around each."""
     print(f"\n{'faults by kind':<40}{'times':>8}{'without an update, median':>28}{'worst':>10}")
@@ -306,8 +320,9 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
     rollbacks = int(status.get("term") or 1) - 1
     row("times training went back to a checkpoint", str(rollbacks))
-    row("  of them after a shard's servers were all struck at once", str(min(chaos.beyond, rollbacks)))
-    row("  for any other reason", str(max(0, rollbacks - chaos.beyond)), "0 with standbys")
+    beyond = twice_struck(job)
+    row("  of them after two servers of one shard died within seconds", str(beyond))
+    row("  for any other reason", str(rollbacks - beyond), "0 with standbys")
     row("  updates redone after that", str(redone_of(updates)))
     pods = {role: f"{r.get('restarts', 0)} + {r.get('disruptions', 0)}" for role, r in status["roles"].items()}
     row("workers replaced: crashes + disruptions", pods.get("Worker", ""))
