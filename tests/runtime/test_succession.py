@@ -7,21 +7,25 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 import pytest
 
-from backstay._control import ControlServer, Driving, Peers
+from backstay._control import ControlClient, ControlServer, Driving, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._engine import ShardEngine
 from backstay._environment import Environment
 from backstay._exit import Stop
 from backstay._metrics import Metrics
 from backstay._script import Script
 from backstay._server import Server
+from backstay._shard._follower import Held
+from backstay._standby import Inherited, Standby
 from backstay._storing import ManifestStorage
 from backstay.errors import CheckpointError
-from backstay_rpc.control_pb2 import Rollback
+from backstay_rpc.control_pb2 import Done, Peer, Rollback
 
 TOKEN = "0123456789abcdef"
 SCRIPT = Script(
@@ -70,9 +74,8 @@ def driving() -> Iterator[Driving]:
     made.close()
 
 
-@pytest.fixture
-def server(driving: Driving) -> Iterator[Server]:
-    control = ControlServer(Coordinated(driving), Peers(), bind="127.0.0.1", port=0, token=TOKEN)  # type: ignore[arg-type]
+def environment_at(control: ControlServer) -> Environment:
+    """Of shard 1's server, in a job whose coordinator is there."""
     environment = Environment.read(
         {
             "BACKSTAY_JOB": "job",
@@ -90,14 +93,26 @@ def server(driving: Driving) -> Iterator[Server]:
         }
     )
     assert environment is not None
+    return environment
+
+
+@pytest.fixture
+def coordinator(driving: Driving) -> Iterator[ControlServer]:
+    control = ControlServer(Coordinated(driving), Peers(), bind="127.0.0.1", port=0, token=TOKEN)  # type: ignore[arg-type]
+    yield control
+    control.close()
+
+
+@pytest.fixture
+def server(coordinator: ControlServer) -> Iterator[Server]:
     stop = Stop()
-    made = Server(environment, SCRIPT, SCRIPT.plan(2), Metrics("job", "parameter-server", 1), stop)
+    metrics = Metrics("job", "parameter-server", 1)
+    made = Server(environment_at(coordinator), SCRIPT, SCRIPT.plan(2), metrics, stop)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     yield made
     stop.ask()
     thread.join(30)
-    control.close()
 
 
 def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, server: Server) -> None:
@@ -106,6 +121,49 @@ def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, 
     until(lambda: not server.not_ready())
     server.on_rollback(Rollback(term=1, version=0, world=1))
     until(lambda: not server.not_ready())
+
+
+def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
+    coordinator: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has joined it, and the job is over: a worker may have been pulling from the server before it."""
+    monkeypatch.setattr("backstay._server._NEWCOMER_SECONDS", 30.0)
+    plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "parameter-server", 1)
+    environment = environment_at(coordinator)
+    standby = Standby(environment, SCRIPT, plan, metrics, stop)
+    engine = ShardEngine(plan.partition, 1, plan.rule, SCRIPT.initial())
+    held = Held(term=1, world=1, offset=0, engine=engine, last=None)
+    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready)
+    server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
+    server.on_done(Done(version=0))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    address = f"127.0.0.1:{inherited.control.port}"
+    worker = ControlClient([address, address], TOKEN, Peer(role="worker", index=0))
+    try:
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert worker.join(1, plan.leaves, plan.partition.digest, SCRIPT.steps).done
+    finally:
+        worker.close()
+        stop.ask()
+        thread.join(30)
+
+
+def storage_of(store: Any) -> ManifestStorage:
+    """Of a job of one shard."""
+    plan = SCRIPT.plan(1)
+    return ManifestStorage(
+        store,
+        plan.partition,
+        plan.rule,
+        job="job",
+        incarnation=2,
+        steps=10,
+        keep=lambda: 1,
+        world=lambda: 1,
+        metrics=dict,
+    )
 
 
 def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,18 +178,7 @@ def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: 
             raise CheckpointError("it errs in the end")
 
     monkeypatch.setattr("backstay._storing.KNOWN_SECONDS", 0.01)
-    plan = SCRIPT.plan(1)
-    storage = ManifestStorage(
-        Silent(),  # type: ignore[arg-type]
-        plan.partition,
-        plan.rule,
-        job="job",
-        incarnation=2,
-        steps=10,
-        keep=lambda: 1,
-        world=lambda: 1,
-        metrics=dict,
-    )
+    storage = storage_of(Silent())
     assert storage.known() == ("", (0, -1))
     answers.set()
 
@@ -141,18 +188,7 @@ def test_a_checkpoint_is_known_without_being_read(tmp_path: Path) -> None:
     from backstay._checkpoint._store import CheckpointStore
 
     store = CheckpointStore(str(tmp_path))
-    plan = SCRIPT.plan(1)
-    storage = ManifestStorage(
-        store,
-        plan.partition,
-        plan.rule,
-        job="job",
-        incarnation=2,
-        steps=10,
-        keep=lambda: 1,
-        world=lambda: 1,
-        metrics=dict,
-    )
+    storage = storage_of(store)
     assert storage.known() == ("", (0, -1))
     manifest = Manifest(version=4, term=3, incarnation=1, shards=1, leaves=(), structure={}, files=())
     store.write_manifest(manifest)

@@ -56,6 +56,9 @@ _LOG = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 15.0
 """How long a server stays for workers that have not heard that the job is over."""
 
+_NEWCOMER_SECONDS = 3.0
+"""How long a server that took over stays at least: workers whose last parameters were lost with the one before come."""
+
 _ALONE_SECONDS = {"closed": 10.0, "silent": 30.0}
 """How long a server whose standby is lost waits for the operator before it goes on without one."""
 
@@ -110,6 +113,7 @@ class Server:
         self._commit_arrived: dict[int, float] = {}
         self._rollbacks: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
         self._already_complete = False
+        self._newcomers_until = 0.0 if inherited is None else time.monotonic() + _NEWCOMER_SECONDS
 
         store = CheckpointStore(environment.checkpoint_uri) if environment.checkpoint_uri else None
         self._leader: Leader | None = None
@@ -304,6 +308,8 @@ class Server:
         now = time.monotonic()
         with self._lock:
             pods = self._liveness.live(now, contract.ROLE_WORKER) + self._liveness.live(now, contract.ROLE_EVALUATOR)
+        if now < self._newcomers_until:
+            return True
         return pods > 0 or (self._driving is not None and self._control.linked() > 0)
 
     def _wait_applied(self, done: Done) -> None:
