@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from backstay_operator import access, logs
-from backstay_operator.app import App, WatchEnded, follow_parent
+from backstay_operator.app import App, WatchEnded, follow_parent, on_signals
 from backstay_operator.backoff import Curve
 from backstay_operator.keyfile import KeyFileError, read_key
 from backstay_operator.settings import Options
@@ -103,6 +104,22 @@ async def _once(options: Options, key: bytes, stop: asyncio.Event, parent: int) 
             await asyncio.gather(watcher, return_exceptions=True)
 
 
+def interrupted(seconds: float) -> bool:
+    """Wait so long, or until SIGTERM or SIGINT: then True.
+
+    To process 1 of a container neither comes unless it has asked for it (pid_namespaces(7)).
+    """
+
+    async def wait() -> bool:
+        stop = asyncio.Event()
+        on_signals(asyncio.get_running_loop(), stop)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), seconds)
+        return stop.is_set()
+
+    return asyncio.run(wait())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until a signal; returns the exit status.
 
@@ -139,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if lasted < 0:
             return 0
         failures = 0 if lasted > 60.0 else failures + 1
-        asyncio.run(asyncio.sleep(curve.seconds(failures, random.SystemRandom().random)))
+        if interrupted(curve.seconds(failures, random.SystemRandom().random)):
+            return 0
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class App:
         parts: list[asyncio.Task[None]] = []
         watch: asyncio.Task[None] | None = None
         try:
-            _on_signals(loop, stop)
+            on_signals(loop, stop)
             crd = loop.create_task(wait_for_crd(self._kube), name="wait for the CRD")
             parts.append(crd)
             await asyncio.wait([stopping, crd], return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class App:
 
     async def _after_kopf(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         await self._watch.started.wait()
-        _on_signals(loop, stop)  # Kopf took them over; but what we hold must end before Kopf does
+        on_signals(loop, stop)  # Kopf took them over; but what we hold must end before Kopf does
 
     def _raise(self, watch: asyncio.Task[None], parts: list[asyncio.Task[None]]) -> None:
         for task in (watch, *parts):
@@ -223,7 +223,8 @@ def _now() -> datetime:
     return datetime.now(UTC)
 
 
-def _on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+def on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the main thread (a test), or no such signals on this system: whoever runs us sets `stop`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):

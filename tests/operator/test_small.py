@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import os
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from backstay_operator import __main__ as command
-from backstay_operator import errors, slim
+from backstay_operator import app, errors, slim
 from backstay_operator.backoff import Backoffs, Curve
 from backstay_operator.keyfile import KeyFileError, read_key
 from backstay_operator.logs import JsonFormatter
@@ -228,3 +231,15 @@ def test_json_lines_are_json() -> None:
     record = logging.LogRecord("backstay", logging.WARNING, "f", 1, "job %s: ⚓", ("a",), None)
     line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["message"]) == ("warning", "job a: ⚓")
+
+
+def test_a_signal_ends_the_wait_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 of a container gets none that it did not ask for."""
+    assert not command.interrupted(0.01)
+
+    def on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+        app.on_signals(loop, stop)
+        loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(command, "on_signals", on_signals)
+    assert command.interrupted(60.0)
