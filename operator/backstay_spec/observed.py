@@ -8,7 +8,7 @@ of the job's servers (O8). Raw manifests are passed as they are; the planner rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeAlias
 
@@ -74,12 +74,20 @@ class Refusal:
         reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
             by an object of another owner). ``Invalid`` and ``BadRequest`` cannot be mended by trying again.
         message: its `message`.
-        at: when; the planner tries again `plan.REFUSED_RETRY` later.
+        at: when; the planner tries again `plan_places.REFUSED_RETRY` later.
+        since: when it was refused for that reason first, each try since then included; None: at `at`.
     """
 
     reason: str
     message: str
     at: datetime
+    since: datetime | None = None
+
+    def after(self, before: Refusal | None) -> Refusal:
+        """This refusal, known to go on from `before` where that was for the same reason."""
+        if before is None or before.reason != self.reason:
+            return self
+        return replace(self, since=before.since or before.at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ __all__ = ["plan", "refuse"]
 
 # How often a Secret is made that may have been deleted.
 SECRET_RETRY: Final = timedelta(seconds=10)
+ADDRESS_PATIENCE: Final = timedelta(seconds=20)
 # Containers that have not started by then are worth a word.
 SLOW_START: Final = timedelta(seconds=30)
 _INVALID_SPEC: Final = "InvalidSpec"
@@ -162,6 +163,8 @@ def _run(draft: Draft, job: TrainingJob, observed: Observed, settings: PlanSetti
     if not job.spec.parameter_servers.standbys:
         _point_services(draft, job, services)
     remove_superfluous(draft, wanted, observed.progress)
+    if can_create:
+        _end_misled(draft, addresses)
     _describe_pods(draft, slots, judged, observed.progress, can_create=can_create)
     plan_standbys.describe(judged)
 
@@ -223,8 +226,14 @@ def _ensure_infrastructure(
         name = names.service_name(meta.name, meta.uid, shard)
         if name not in services and due(name):
             refusal = observed.refused.get(name)
-            # The address that living pods know; unless it was refused, because somebody else has it now.
-            known = _known_address(draft, shard) if refusal is None or refusal.reason != "Invalid" else None
+            # The address that living pods know; unless it is refused for long, because somebody else has it now. Right
+            # after a Service was deleted its address is refused too, until the API server has freed it.
+            taken = (
+                refusal is not None
+                and refusal.reason == "Invalid"
+                and draft.now >= (refusal.since or refusal.at) + ADDRESS_PATIENCE
+            )
+            known = None if taken else _known_address(draft, shard)
             incarnation = serving_incarnation(draft, shard)
             draft.actions.append(CreateService(manifests.service(meta, shard, incarnation, known)))
 
@@ -233,13 +242,29 @@ def _known_address(draft: Draft, shard: int) -> str | None:
     """The address of a shard's Service that the job's living pods were started with."""
     for pods in draft.pods.values():
         for pod in pods:
-            containers = (pod.raw.get("spec") or {}).get("containers") or () if pod.alive else ()
-            for container in containers:
-                for variable in container.get("env") or ():
-                    if variable.get("name") == contract.ENV_SERVERS:
-                        known = str(variable.get("value") or "").split(",")
-                        return manifests.host_of(known[shard]) or None if shard < len(known) else None
+            if pod.alive and (known := _addresses_of(pod)):
+                return known[shard] or None if shard < len(known) else None
     return None
+
+
+def _addresses_of(pod: PodView) -> list[str]:
+    """The addresses of the shards' Services that a pod was started with; empty when they cannot be read."""
+    for container in (pod.raw.get("spec") or {}).get("containers") or ():
+        for variable in container.get("env") or ():
+            if variable.get("name") == contract.ENV_SERVERS:
+                return [manifests.host_of(known) for known in str(variable.get("value") or "").split(",")]
+    return []
+
+
+def _end_misled(draft: Draft, addresses: Sequence[str | None]) -> None:
+    """Delete the pods that look for a shard's server where no Service is any more: they would do so for ever (T8)."""
+    ended = {action.uid for action in draft.actions if isinstance(action, DeletePod)}
+    draft.actions.extend(
+        DeletePod(pod.name, pod.uid, None, "AddressChanged")
+        for pods in draft.pods.values()
+        for pod in pods
+        if pod.alive and pod.uid not in ended and (known := _addresses_of(pod)) and known != list(addresses)
+    )
 
 
 def _point_services(draft: Draft, job: TrainingJob, services: dict[str, Manifest]) -> None:

@@ -161,7 +161,7 @@ class Cluster:
         name = manifest["metadata"]["name"]
         for prefix, (reason, message) in self.refuse.items():
             if name.startswith(prefix):
-                self.refused[name] = Refusal(reason, message, self.now)
+                self.refused[name] = Refusal(reason, message, self.now).after(self.refused.get(name))
                 return True
         self.refused.pop(name, None)
         return False

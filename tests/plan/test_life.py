@@ -121,6 +121,40 @@ def test_a_deleted_service_comes_back_under_its_address(running):
     assert cluster.services[name]["spec"]["selector"] == lost["spec"]["selector"]
 
 
+def test_an_address_that_is_being_freed_is_asked_for_again(running):
+    """T8: the API server tells of a Service's deletion some milliseconds before it can give its address again."""
+    cluster = running(TWO_SERVERS)
+    name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))
+    lost = cluster.services.pop(name)
+    cluster.refuse[name] = ("Invalid", "spec.clusterIPs: provided IP is already allocated")
+    cluster.apply(cluster.plan())
+    cluster.refuse.clear()
+    cluster.tick(5)
+    cluster.settle()
+    assert cluster.services[name]["spec"]["clusterIP"] == lost["spec"]["clusterIP"]
+    assert cluster.status["roles"]["Worker"]["disruptions"] == 0
+
+
+def test_where_an_address_is_lost_for_good_the_pods_that_know_it_are_replaced(running):
+    """T8: they would look for their servers there for ever."""
+    cluster = running(TWO_SERVERS)
+    name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))
+    lost, before = cluster.services.pop(name), set(cluster.pods)
+    cluster.refuse[name] = ("Invalid", "spec.clusterIPs: provided IP is already allocated")
+    for _ in range(4):
+        cluster.apply(cluster.plan())
+        assert name not in cluster.services
+        cluster.tick(5)
+    cluster.refuse.clear()
+    cluster.settle()
+    assert cluster.services[name]["spec"]["clusterIP"] != lost["spec"]["clusterIP"]
+    cluster.bury()
+    cluster.settle()
+    assert len(cluster.living()) == 5
+    assert not before & cluster.living()
+    assert [(role["restarts"], role["disruptions"]) for role in cluster.status["roles"].values()] == [(0, 2), (0, 3)]
+
+
 def test_what_carries_our_labels_but_another_owner_is_left_alone(running):
     """O2: labels do not make a pod ours; the owner's uid does."""
     cluster = running(TWO_SERVERS)
