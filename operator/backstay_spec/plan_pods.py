@@ -161,6 +161,12 @@ def unready_since(view: PodView) -> datetime | None:
     return turned
 
 
+def ready_since(view: PodView) -> datetime | None:
+    """Since when a pod is Ready; None for one that is not."""
+    ready = _ready(view.raw.get("status") or {}) if view.ready else None
+    return parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+
+
 def is_node_silent(view: PodView) -> bool:
     """Whether it is the pod's node that does not answer: the node controller then takes Ready back and gives no reason,
     while ContainersReady, which only the kubelet sets, stays True."""

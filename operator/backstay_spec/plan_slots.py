@@ -34,15 +34,17 @@ from backstay_spec.observed import Progress
 from backstay_spec.plan_draft import Draft
 from backstay_spec.plan_places import (
     STALLED_GRACE,
+    UNHEARD,
     Hindered,
     Places,
     newest_pod,
     recorded_incarnation,
 )
-from backstay_spec.plan_pods import PodView, created_at, has_worked, silent_since
+from backstay_spec.plan_pods import PodView, created_at, has_worked, ready_since, silent_since, unready_since
 from backstay_spec.plan_standbys import GONE, Standbys
 from backstay_spec.types import TrainingJob
 
+LOST: Final = "it has been out of touch with a server"
 NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
 
 
@@ -118,6 +120,8 @@ class Slots:
         if since is None:
             if slot.role == contract.ROLE_SERVER:
                 self._judge_hung_server(slot, pod)
+            elif slot.role == contract.ROLE_WORKER:
+                self._judge_lost_worker(slot, pod)
             return
         if not self.draft.trained(self.progress):
             self.places.hindered.append(Hindered(slot, Obstacle(Blocked.NOT_JOINED, NOT_JOINED), since))
@@ -136,6 +140,28 @@ class Slots:
             seconds = (self.draft.now - silent).total_seconds()
             text = f"its server has not answered for {seconds:.0f} s"
             self._die(slot, pod, self.places.verdict_of_silence(pod, text))
+
+    def _judge_lost_worker(self, slot: Slot, pod: PodView) -> None:
+        """A worker that was Ready and is not any more has lost a server and does not find it again, or hangs. The
+        coordinator gives up the workers that it has heard; one that fell silent together with the coordinator before
+        was never heard by the new one (T8)."""
+        unready = unready_since(pod)
+        if unready is None:
+            return
+        since = unready
+        for shard in range(self.job.spec.parameter_servers.replicas):
+            server = newest_pod(self.draft, Slot(contract.ROLE_SERVER, shard))
+            serves = ready_since(server) if server is not None else None
+            if serves is None:
+                return  # it is the servers that are waited for
+            since = max(since, serves)
+        patience = max(timedelta(seconds=self.job.spec.workers.stall_seconds), UNHEARD)
+        if self.draft.now < since + patience:
+            self.draft.wake_at(since + patience)
+        elif self.places.can_create:
+            self.places.end_hung(pod)
+            seconds = (self.draft.now - unready).total_seconds()
+            self._die(slot, pod, self.places.verdict_of_silence(pod, f"{LOST} for {seconds:.0f} s"))
 
     def _judge_waiting(self, slot: Slot, pod: PodView | None, not_before: datetime) -> None:
         if self.draft.now >= not_before:

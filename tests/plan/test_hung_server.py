@@ -9,7 +9,7 @@ import pytest
 from backstay_spec import contract
 from backstay_spec.actions import DeletePod
 
-SERVER = contract.ROLE_SERVER
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
 SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 1}}
 
 
@@ -108,3 +108,39 @@ def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
     cluster.answer(step=7, reached=frozenset({0}), heard=answering(cluster) | heard)
     cluster.settle()
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("NodeLost", 1, False)]
+
+
+def test_a_worker_that_fell_silent_together_with_the_coordinator_is_replaced(training):
+    """T8: the new coordinator never heard it, so it cannot say that it hangs."""
+    cluster, name = training, training.named(WORKER, 0)
+    uid = cluster.pods[name]["metadata"]["uid"]
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster), contributed={0: 1})
+    cluster.tick(10)
+    cluster.run(name, ready=False)
+    limit = cluster.job.spec.workers.stall_seconds
+    todo = cluster.plan()
+    assert not [a for a in todo.actions if isinstance(a, DeletePod)]
+    cluster.tick(limit - 1)
+    assert not [a for a in cluster.plan().actions if isinstance(a, DeletePod)]
+    cluster.tick(1)
+    assert DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
+    cluster.settle()
+    assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("Stalled", 0, True)]
+    assert cluster.named(WORKER, 0) != name
+
+
+def test_a_worker_that_waits_for_a_server_that_is_not_there_is_not_replaced(training):
+    cluster, name = training, training.named(WORKER, 0)
+    cluster.tick(10)
+    cluster.run(name, ready=False)
+    cluster.run(cluster.named(SERVER, 1), ready=False)
+    for _ in range(100):
+        cluster.tick(5)
+        cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
+        cluster.settle()
+    assert cluster.named(WORKER, 0) == name
+    cluster.run(cluster.named(SERVER, 1))
+    cluster.tick(cluster.job.spec.workers.stall_seconds - 1)
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
+    cluster.settle()
+    assert not cluster.deaths
