@@ -82,8 +82,8 @@ class Round:
 def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, **known: Any) -> Progress | None:
     """One round's answers as the planner wants them.
 
-    What the whole job does is said by the coordinator (shard 0); that a worker is stalled, or has handed in a
-    gradient, by any shard. None when no server answered.
+    What the whole job does is said by the coordinator (shard 0); that a worker is stalled, has handed in a gradient, or
+    lives, by any shard. None when no server answered.
 
     Args:
         known: attributes of `Progress` that are not in the replies.
@@ -92,11 +92,13 @@ def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, *
         return None
     stalled: dict[tuple[int, int], str] = {}
     contributed: dict[int, int] = {}
+    beating: dict[int, int] = {}
     for _, reply in sorted(replies.items()):
         for worker in reply.stalled:
             stalled.setdefault((worker.rank, worker.incarnation), worker.reason)
-        for rank, incarnation in reply.contributed.items():
-            contributed[rank] = max(incarnation, contributed.get(rank, 0))
+        for found, told in ((contributed, reply.contributed), (beating, reply.beating)):
+            for rank, incarnation in told.items():
+                found[rank] = max(incarnation, found.get(rank, 0))
     said: dict[str, Any] = {}
     coordinator = replies.get(0)
     if coordinator is not None:
@@ -121,6 +123,7 @@ def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, *
         in_sync={shard: reply.standby for shard, reply in sorted(replies.items()) if reply.standby},
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
+        beating=beating,
         **known,
         **said,
     )

@@ -38,6 +38,7 @@ class Progress:
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
+        beating: rank -> the incarnation whose heartbeats a server hears.
         checkpoint_step, checkpoint_uri: the newest whole checkpoint.
         checkpoint_error: why the newest attempt at one failed; empty when it did not.
         done: the last step's checkpoint is whole, and the pods are leaving.
@@ -55,6 +56,7 @@ class Progress:
     world: int | None = None
     stalled: tuple[Stalled, ...] = ()
     contributed: Mapping[int, int] = field(default_factory=dict)
+    beating: Mapping[int, int] = field(default_factory=dict)
     checkpoint_step: int | None = None
     checkpoint_uri: str = ""
     checkpoint_error: str = ""

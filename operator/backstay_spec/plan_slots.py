@@ -33,6 +33,8 @@ from backstay_spec.names import Slot
 from backstay_spec.observed import Progress
 from backstay_spec.plan_draft import Draft
 from backstay_spec.plan_places import (
+    SILENT,
+    SILENT_WORKER,
     STALLED_GRACE,
     UNHEARD,
     Hindered,
@@ -45,6 +47,7 @@ from backstay_spec.plan_standbys import GONE, Standbys
 from backstay_spec.types import TrainingJob
 
 LOST: Final = "it has been out of touch with a server"
+SILENCE: Final = "no server has heard it"
 NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
 
 
@@ -144,7 +147,7 @@ class Slots:
     def _judge_lost_worker(self, slot: Slot, pod: PodView) -> None:
         """A worker that was Ready and is not any more has lost a server and does not find it again, or hangs. The
         coordinator gives up the workers that it has heard; one that fell silent together with the coordinator before
-        was never heard by the new one (T8)."""
+        was never heard by the new one (T8). The former beats all the while, the latter does not."""
         unready = unready_since(pod)
         if unready is None:
             return
@@ -155,13 +158,20 @@ class Slots:
             if serves is None:
                 return  # it is the servers that are waited for
             since = max(since, serves)
-        patience = max(timedelta(seconds=self.job.spec.workers.stall_seconds), UNHEARD)
-        if self.draft.now < since + patience:
-            self.draft.wake_at(since + patience)
-        elif self.places.can_create:
-            self.places.end_hung(pod)
-            seconds = (self.draft.now - unready).total_seconds()
-            self._die(slot, pod, self.places.verdict_of_silence(pod, f"{LOST} for {seconds:.0f} s"))
+        patience, what = max(timedelta(seconds=self.job.spec.workers.stall_seconds), UNHEARD), LOST
+        progress = self.progress
+        # What was said soon after says nothing yet: whoever is silent is held for alive for 10 s.
+        known = progress is not None and 0 in progress.reached and progress.taken >= since + SILENT
+        if known and progress is not None and progress.beating.get(slot.index) != pod.incarnation:
+            patience, what = SILENT_WORKER, SILENCE
+        if self.draft.now >= since + patience:
+            if self.places.can_create:
+                self.places.end_hung(pod)
+                seconds = (self.draft.now - unready).total_seconds()
+                self._die(slot, pod, self.places.verdict_of_silence(pod, f"{what} for {seconds:.0f} s"))
+            return
+        first = since + SILENT_WORKER
+        self.draft.wake_at(first if self.draft.now < first else since + patience)
 
     def _judge_waiting(self, slot: Slot, pod: PodView | None, not_before: datetime) -> None:
         if self.draft.now >= not_before:

@@ -52,7 +52,7 @@ def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_anew() 
     live.joined(SILENT_SECONDS, worker(0, 1))
     live.beat(SILENT_SECONDS, worker(0, 0), TRAINING, 0)  # the old one does not count any more
     assert live.stalled(SILENT_SECONDS, 300, 1) == []
-    assert live.live(SILENT_SECONDS, "worker") == 1
+    assert live.live(SILENT_SECONDS, "worker") == {0: 1}
     for now in range(12, int(COMPILE_SECONDS) + 20, 5):
         live.beat(now, worker(0, 1), COMPILING, 0)
     assert ranks(live.stalled(COMPILE_SECONDS, 300, 1)) == []
@@ -98,7 +98,7 @@ def test_the_silence_of_a_process_that_was_stopped_is_its_own() -> None:
         live.tick(now)
         live.beat(now, worker(0), TRAINING, 0)
     assert [peer.index for peer in live.lost(10)] == [1], "the process ran all the time: this silence is rank 1's"
-    assert live.live(60, "worker") == 2, "it stood still from 9 to 60: that is nobody's silence"
+    assert len(live.live(60, "worker")) == 2, "it stood still from 9 to 60: that is nobody's silence"
     assert [stalled.rank for stalled in live.stalled(61, 30, 2)] == [1]
     live.tick(61)
     for now in range(62, 72):

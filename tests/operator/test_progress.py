@@ -197,8 +197,8 @@ def test_a_replaced_pod_gets_a_channel_of_its_own_and_a_job_without_servers_is_l
 
 def test_what_is_combined() -> None:
     assert combine({}, NOW) is None
-    only_one = combine({1: pb.ProgressReply(step=3, contributed={0: 2})}, NOW)
-    assert only_one == Progress(taken=NOW, reached=frozenset({1}), contributed={0: 2})
+    only_one = combine({1: pb.ProgressReply(step=3, contributed={0: 2}, beating={1: 3})}, NOW)
+    assert only_one == Progress(taken=NOW, reached=frozenset({1}), contributed={0: 2}, beating={1: 3})
     replies = {
         0: pb.ProgressReply(
             contributed={0: 1, 1: 5},

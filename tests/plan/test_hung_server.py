@@ -110,23 +110,46 @@ def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("NodeLost", 1, False)]
 
 
-def test_a_worker_that_fell_silent_together_with_the_coordinator_is_replaced(training):
-    """T8: the new coordinator never heard it, so it cannot say that it hangs."""
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(training, beats):
+    """T8: it fell silent together with the coordinator, and the new one has never heard it, so it cannot say that it
+    hangs; or it lives, and does not find one of the servers."""
     cluster, name = training, training.named(WORKER, 0)
     uid = cluster.pods[name]["metadata"]["uid"]
-    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster), contributed={0: 1})
+    limit = cluster.job.spec.workers.stall_seconds if beats else 20
+
+    def deleted():
+        cluster.answer(
+            step=7,
+            reached=frozenset({0, 1}),
+            heard=answering(cluster),
+            contributed={0: 1},
+            beating={0: 1} if beats else {},
+        )
+        return DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
+
     cluster.tick(10)
     cluster.run(name, ready=False)
-    limit = cluster.job.spec.workers.stall_seconds
-    todo = cluster.plan()
-    assert not [a for a in todo.actions if isinstance(a, DeletePod)]
+    assert not deleted()
+    assert timedelta(seconds=19) < cluster.plan().requeue_after <= timedelta(seconds=20)
     cluster.tick(limit - 1)
-    assert not [a for a in cluster.plan().actions if isinstance(a, DeletePod)]
+    assert not deleted()
     cluster.tick(1)
-    assert DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
+    assert deleted()
     cluster.settle()
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("Stalled", 0, True)]
     assert cluster.named(WORKER, 0) != name
+
+
+def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_it(training):
+    cluster, name = training, training.named(WORKER, 0)
+    cluster.tick(10)
+    cluster.run(name, ready=False)
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
+    cluster.tick(30)
+    cluster.settle()
+    assert cluster.named(WORKER, 0) == name
+    assert not cluster.deaths
 
 
 def test_a_worker_that_waits_for_a_server_that_is_not_there_is_not_replaced(training):
@@ -141,6 +164,6 @@ def test_a_worker_that_waits_for_a_server_that_is_not_there_is_not_replaced(trai
     assert cluster.named(WORKER, 0) == name
     cluster.run(cluster.named(SERVER, 1))
     cluster.tick(cluster.job.spec.workers.stall_seconds - 1)
-    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
+    cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster), beating={0: 1})
     cluster.settle()
     assert not cluster.deaths

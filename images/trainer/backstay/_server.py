@@ -260,7 +260,7 @@ class Server:
                     now = time.monotonic()
                     self._liveness.tick(now)
                     live = self._liveness.live(now, contract.ROLE_WORKER)
-                self._metrics.live_workers.set(live)
+                self._metrics.live_workers.set(len(live))
                 if self._done is not None:
                     return self._end(self._done)
                 if self._stop.asked.is_set():
@@ -307,10 +307,10 @@ class Server:
         """Whether somebody has not heard yet that the job is over."""
         now = time.monotonic()
         with self._lock:
-            pods = self._liveness.live(now, contract.ROLE_WORKER) + self._liveness.live(now, contract.ROLE_EVALUATOR)
+            pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
         if now < self._newcomers_until:
             return True
-        return pods > 0 or (self._driving is not None and self._control.linked() > 0)
+        return bool(pods) or (self._driving is not None and self._control.linked() > 0)
 
     def _wait_applied(self, done: Done) -> None:
         deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -570,7 +570,8 @@ class Server:
             reply.standby = self._replication.standby
         with self._lock:
             reply.lost.extend(self._liveness.lost(now))
-            reply.live_workers = self._liveness.live(now, contract.ROLE_WORKER)
+            reply.beating.update(self._liveness.live(now, contract.ROLE_WORKER))
+        reply.live_workers = len(reply.beating)
         return reply
 
     def asks(self) -> bool:

@@ -151,13 +151,14 @@ class Liveness:
         self._wake(now)
         return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= SILENT_SECONDS]
 
-    def live(self, now: float, role: str) -> int:
-        """How many of a role live."""
+    def live(self, now: float, role: str) -> dict[int, int]:
+        """Those of a role that live: their indices, with their incarnations."""
         self._wake(now)
-        return sum(
-            member_role == role and now - member.beat < SILENT_SECONDS
-            for (member_role, _), member in self._members.items()
-        )
+        return {
+            index: member.peer.incarnation
+            for (member_role, index), member in self._members.items()
+            if member_role == role and now - member.beat < SILENT_SECONDS
+        }
 
     def _member(self, peer: Peer) -> _Member | None:
         member = self._members.get((peer.role, peer.index))
