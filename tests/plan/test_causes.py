@@ -472,7 +472,7 @@ def test_t8_a_pod_that_runs_and_never_joins_fails_a_job_that_has_not_trained(mak
 def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(running):
     """T8: the others may train on, so it costs a restart and not the job; one that joined is left alone."""
     cluster = running(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
-    cluster.answer(step=5, contributed={0: 1, 1: 1})
+    cluster.answer(step=5, contributed={0: 1, 1: 1}, beating={0: 1})
     cluster.run(cluster.named(WORKER, 0), ready=False)  # it lost its servers for a moment
     cluster.end(cluster.named(WORKER, 1), 1)
     cluster.settle()
@@ -480,7 +480,7 @@ def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(
     cluster.run(silent, ready=False)
     cluster.settle()
     cluster.tick(100)
-    cluster.answer(step=5, contributed={0: 1, 1: 1})
+    cluster.answer(step=5, contributed={0: 1, 1: 1}, beating={0: 1})
     cluster.settle()
     assert cluster.status["phase"] == "Running"
     assert "deletionTimestamp" in cluster.pods[silent]["metadata"]
