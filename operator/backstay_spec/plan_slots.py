@@ -148,8 +148,8 @@ class Slots:
         """A worker that was Ready and is not any more has lost a server and does not find it again, or hangs. The
         coordinator gives up the workers that it has heard; one that fell silent together with the coordinator before
         was never heard by the new one (T8). The former beats all the while, the latter does not."""
-        unready = unready_since(pod)
-        if unready is None:
+        unready, progress = unready_since(pod), self.progress
+        if unready is None or (progress is not None and progress.done):
             return
         since = unready
         for shard in range(self.job.spec.parameter_servers.replicas):
@@ -159,7 +159,6 @@ class Slots:
                 return  # it is the servers that are waited for
             since = max(since, serves)
         patience, what = max(timedelta(seconds=self.job.spec.workers.stall_seconds), UNHEARD), LOST
-        progress = self.progress
         # What was said soon after says nothing yet: whoever is silent is held for alive for 10 s.
         known = progress is not None and 0 in progress.reached and progress.taken >= since + SILENT
         if known and progress is not None and progress.beating.get(slot.index) != pod.incarnation:

@@ -141,6 +141,18 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(training, beats
     assert cluster.named(WORKER, 0) != name
 
 
+def test_a_worker_whose_script_goes_on_after_training_is_left_alone(training):
+    cluster, name = training, training.named(WORKER, 0)
+    cluster.tick(10)
+    cluster.run(name, ready=False)
+    for _ in range(10):
+        cluster.tick(5)
+        cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster), done=True)
+        cluster.settle()
+    assert cluster.named(WORKER, 0) == name
+    assert not cluster.deaths
+
+
 def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_it(training):
     cluster, name = training, training.named(WORKER, 0)
     cluster.tick(10)
