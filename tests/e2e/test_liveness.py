@@ -34,14 +34,19 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     }
     name = submit(spec, env={"PAUSE": "0.2", "STEPS": "600", "GATE": str(gate)})
 
-    def pod_of(place: str) -> str:
+    def pods_at(place: str) -> list[Any]:
+        """That of the newest incarnation; none while it is on record and not made yet."""
         number = cluster.job(name)["status"]["incarnations"][place.replace("ps-", "parameter-server-")]
-        return next(
-            pod["metadata"]["name"]
+        return [
+            pod
             for pod in cluster.pods(name)
             if f"-{place}-" in pod["metadata"]["name"]
             and pod["metadata"]["labels"]["backstay.dev/incarnation"] == str(number)
-        )
+        ]
+
+    def pod_of(place: str) -> str:
+        found: str = cluster.wait(f"{place} has its pod", lambda: pods_at(place))[0]["metadata"]["name"]
+        return found
 
     def status() -> dict[str, Any]:
         found: dict[str, Any] = cluster.job(name).get("status", {})
@@ -50,8 +55,7 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     def worked(place: str) -> bool:
         return any(
             condition["type"] == "Ready" and condition["status"] == "True"
-            for pod in cluster.pods(name)
-            if pod["metadata"]["name"] == pod_of(place)
+            for pod in pods_at(place)
             for condition in pod["status"].get("conditions", [])
         )
 
