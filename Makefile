@@ -35,7 +35,7 @@ SECONDS_OF_CHAOS ?= 600
 SEED ?= 0
 STANDBYS ?= 1
 
-bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minutes
+bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minutes
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/apply.py
@@ -46,7 +46,7 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here; about 20 minu
 	$(BIN)/python bench/chaos.py --goodput --seconds 60 --standbys $(STANDBYS)
 	$(BIN)/python bench/jobs.py
 
-chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet run; what became of it
+chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet runs; what became of it; half an hour
 	$(BIN)/python bench/moments.py
 	$(BIN)/python bench/chaos.py --seconds $(SECONDS_OF_CHAOS) --seed $(SEED) --standbys $(STANDBYS)
 
