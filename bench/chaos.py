@@ -245,7 +245,9 @@ def twice_struck(job: Job) -> int:
     died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod \S+-ps-(\d+)-\d+-\w+ is dead", operator, re.M)
     found = 0
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-0-*/trainer.log*"):
-        for clock in re.findall(r"^([\d:]{8}) .*: training starts again", log.read_text(errors="replace"), re.M):
+        # The coordinator says the one where another shard was lost, and the other where it is a new one itself.
+        back = r"^([\d:]{8}) .*: (?:a shard was lost: training starts again|starting at step [1-9])"
+        for clock in re.findall(back, log.read_text(errors="replace"), re.M):
             # The operator may be dead meanwhile: it counts what died when it is there again, and promotes then.
             of_shard = Counter(shard for at, shard in died if -8 <= seconds(at) - seconds(clock) <= 2)
             found += max(of_shard.values(), default=0) > 1
