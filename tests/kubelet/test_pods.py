@@ -409,8 +409,11 @@ async def test_logs_through_the_api(driver):
     assert await driver.log(name, limitBytes="4") == "line"
     with pytest.raises(ApiError):
         await driver.log(name, container="other")
-    following = asyncio.create_task(driver.log(name, follow="true"))
-    await driver.delete(name, gracePeriodSeconds=1)
-    assert (await following).endswith("bin")
+    async with driver.client._open().get(
+        driver.client.url + f"{driver.path(name)}/log", params={"follow": "true"}
+    ) as followed:
+        assert followed.status == 200  # the request is there before the pod goes
+        await driver.delete(name, gracePeriodSeconds=1)
+        assert (await followed.text(errors="replace")).endswith("bin")
     await driver.gone(name)
     assert (driver.logs_dir / "default" / name / "main.log").read_bytes().endswith(b"err\n\xff\0bin")
