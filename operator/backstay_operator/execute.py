@@ -212,12 +212,12 @@ class Executor:
             # A create that was answered too late, or an object that somebody else made.
             answer = await self._kube.get(resource, key[0], name)
             if not _owned_by(answer, memory.uid):
-                _refused(memory, name, Refusal(error.reason, f"{error.message}, and it is not this job's", self._now()))
+                self._refused(memory, name, error.reason, f"{error.message}, and it is not this job's")
                 return False
             created = False
         except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
             # Told to the planner: it knows which refusals are final, and when to try the others again.
-            _refused(memory, name, Refusal(error.reason or str(error.code), error.message, self._now()))
+            self._refused(memory, name, error.reason or str(error.code), error.message)
             self._metrics.errors.labels(error.kind).inc()
             return False
         memory.refused.pop(name, None)
@@ -233,7 +233,7 @@ class Executor:
         except errors.AlreadyExists:
             pass  # its name holds the job's uid, its content is derived: it is the same
         except (errors.Invalid, errors.Forbidden, errors.NotFound) as error:
-            _refused(memory, name, Refusal(error.reason or str(error.code), error.message, self._now()))
+            self._refused(memory, name, error.reason or str(error.code), error.message)
             self._metrics.errors.labels(error.kind).inc()
             return
         memory.refused.pop(name, None)
@@ -272,9 +272,8 @@ class Executor:
             return
         self._cluster.wrote(SERVICES, answer)
 
-
-def _refused(memory: JobMemory, name: str, refusal: Refusal) -> None:
-    memory.refused[name] = refusal.after(memory.refused.get(name))
+    def _refused(self, memory: JobMemory, name: str, reason: str, message: str) -> None:
+        memory.refused[name] = Refusal(reason, message, self._now()).after(memory.refused.get(name))
 
 
 def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:

@@ -79,14 +79,20 @@ class Round:
         )
 
 
-def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, **known: Any) -> Progress | None:
+def combine(
+    replies: Mapping[int, control_pb2.ProgressReply],
+    taken: datetime,
+    *,
+    heard: Mapping[str, datetime] | None = None,
+    asked: Mapping[str, datetime] | None = None,
+) -> Progress | None:
     """One round's answers as the planner wants them.
 
     What the whole job does is said by the coordinator (shard 0); that a worker is stalled, has handed in a gradient, or
     lives, by any shard. None when no server answered.
 
     Args:
-        known: attributes of `Progress` that are not in the replies.
+        heard, asked: as in `Progress`; the replies do not tell.
     """
     if not replies:
         return None
@@ -124,7 +130,8 @@ def combine(replies: Mapping[int, control_pb2.ProgressReply], taken: datetime, *
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         beating=beating,
-        **known,
+        heard=heard or {},
+        asked=asked or {},
         **said,
     )
 

@@ -27,9 +27,9 @@ EXIT_VERDICT: Final = timedelta(seconds=10)
 STALLED_GRACE: Final = 1
 # A server that is not Ready any more and has answered nobody for so long is hung.
 SILENT: Final = timedelta(seconds=10)
-UNHEARD: Final = timedelta(seconds=60)
 # The same for a worker that no server hears: it may have to find another server first.
 SILENT_WORKER: Final = timedelta(seconds=20)
+UNHEARD: Final = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)

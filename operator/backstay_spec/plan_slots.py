@@ -159,9 +159,13 @@ class Slots:
                 return  # it is the servers that are waited for
             since = max(since, serves)
         patience, what = max(timedelta(seconds=self.job.spec.workers.stall_seconds), UNHEARD), LOST
-        # What was said soon after says nothing yet: whoever is silent is held for alive for 10 s.
-        known = progress is not None and 0 in progress.reached and progress.taken >= since + SILENT
-        if known and progress is not None and progress.beating.get(slot.index) != pod.incarnation:
+        if (
+            progress is not None
+            and 0 in progress.reached
+            # What was said soon after says nothing yet: whoever is silent is held for alive for 10 s.
+            and progress.taken >= since + SILENT
+            and progress.beating.get(slot.index) != pod.incarnation
+        ):
             patience, what = SILENT_WORKER, SILENCE
         if self.draft.now >= since + patience:
             if self.places.can_create:

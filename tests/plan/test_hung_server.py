@@ -110,11 +110,20 @@ def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("NodeLost", 1, False)]
 
 
+@pytest.fixture
+def out_of_touch(training):
+    """A worker that was Ready and is not any more: the cluster, and the pod's name."""
+    name = training.named(WORKER, 0)
+    training.tick(10)
+    training.run(name, ready=False)
+    return training, name
+
+
 @pytest.mark.parametrize("beats", [False, True])
-def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(training, beats):
+def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, beats):
     """T8: it fell silent together with the coordinator, and the new one has never heard it, so it cannot say that it
     hangs; or it lives, and does not find one of the servers."""
-    cluster, name = training, training.named(WORKER, 0)
+    cluster, name = out_of_touch
     uid = cluster.pods[name]["metadata"]["uid"]
     limit = cluster.job.spec.workers.stall_seconds if beats else 20
 
@@ -128,8 +137,6 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(training, beats
         )
         return DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions
 
-    cluster.tick(10)
-    cluster.run(name, ready=False)
     assert not deleted()
     assert timedelta(seconds=19) < cluster.plan().requeue_after <= timedelta(seconds=20)
     cluster.tick(limit - 1)
@@ -141,10 +148,8 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(training, beats
     assert cluster.named(WORKER, 0) != name
 
 
-def test_a_worker_whose_script_goes_on_after_training_is_left_alone(training):
-    cluster, name = training, training.named(WORKER, 0)
-    cluster.tick(10)
-    cluster.run(name, ready=False)
+def test_a_worker_whose_script_goes_on_after_training_is_left_alone(out_of_touch):
+    cluster, name = out_of_touch
     for _ in range(10):
         cluster.tick(5)
         cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster), done=True)
@@ -153,10 +158,8 @@ def test_a_worker_whose_script_goes_on_after_training_is_left_alone(training):
     assert not cluster.deaths
 
 
-def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_it(training):
-    cluster, name = training, training.named(WORKER, 0)
-    cluster.tick(10)
-    cluster.run(name, ready=False)
+def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_it(out_of_touch):
+    cluster, name = out_of_touch
     cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
     cluster.tick(30)
     cluster.settle()
@@ -164,10 +167,8 @@ def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_i
     assert not cluster.deaths
 
 
-def test_a_worker_that_waits_for_a_server_that_is_not_there_is_not_replaced(training):
-    cluster, name = training, training.named(WORKER, 0)
-    cluster.tick(10)
-    cluster.run(name, ready=False)
+def test_a_worker_that_waits_for_a_server_that_is_not_there_is_not_replaced(out_of_touch):
+    cluster, name = out_of_touch
     cluster.run(cluster.named(SERVER, 1), ready=False)
     for _ in range(100):
         cluster.tick(5)

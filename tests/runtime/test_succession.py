@@ -128,6 +128,9 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
 ) -> None:
     """Nobody has joined it, and the job is over: a worker may have been pulling from the server before it."""
     monkeypatch.setattr("backstay._server._NEWCOMER_SECONDS", 30.0)
+    answers: list[bool] = []
+    awaited = Server._awaited
+    monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
     plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "parameter-server", 1)
     environment = environment_at(coordinator)
     standby = Standby(environment, SCRIPT, plan, metrics, stop)
@@ -141,8 +144,8 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     address = f"127.0.0.1:{inherited.control.port}"
     worker = ControlClient([address, address], TOKEN, Peer(role="worker", index=0))
     try:
-        thread.join(0.5)
-        assert thread.is_alive()
+        until(lambda: answers)
+        assert answers[0]
         assert worker.join(1, plan.leaves, plan.partition.digest, SCRIPT.steps).done
     finally:
         worker.close()

@@ -306,10 +306,10 @@ class Server:
     def _awaited(self) -> bool:
         """Whether somebody has not heard yet that the job is over."""
         now = time.monotonic()
-        with self._lock:
-            pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
         if now < self._newcomers_until:
             return True
+        with self._lock:
+            pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
         return bool(pods) or (self._driving is not None and self._control.linked() > 0)
 
     def _wait_applied(self, done: Done) -> None:

@@ -64,12 +64,12 @@ class ControlClient:
         self.peer = peer
         self._servers = tuple(servers)
         self._metadata = bearer(token)
-        self._channels = [open_channel(server) for server in servers]
-        self._stubs = [ControlStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._opened: dict[int, tuple[grpc.Channel, ControlStub]] = {}  # of the shards that were called
 
     @property
     def shards(self) -> int:
-        return len(self._stubs)
+        return len(self._servers)
 
     def join_all(
         self,
@@ -167,8 +167,16 @@ class ControlClient:
                 continue
 
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        with self._lock:
+            for channel, _ in self._opened.values():
+                channel.close()
+
+    def _stub(self, shard: int) -> ControlStub:
+        with self._lock:
+            if shard not in self._opened:
+                channel = open_channel(self._servers[shard])
+                self._opened[shard] = channel, ControlStub(channel)  # type: ignore[no-untyped-call]
+            return self._opened[shard][1]
 
     def _call(self, shard: int, method: str, request: Any, seconds: float = _CALL_SECONDS) -> Any:
         """
@@ -177,7 +185,7 @@ class ControlClient:
             PeerLost: it may.
         """
         try:
-            return getattr(self._stubs[shard], method)(request, timeout=seconds, metadata=self._metadata)
+            return getattr(self._stub(shard), method)(request, timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             refusal = refusal_of(error)
             if refusal is not None:
