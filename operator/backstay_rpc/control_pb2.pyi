@@ -126,7 +126,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "version", "world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step")
+    __slots__ = ("term", "version", "world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,13 @@ class HeartbeatReply(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EvaluationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +149,7 @@ class HeartbeatReply(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -150,7 +158,8 @@ class HeartbeatReply(_message.Message):
     failed: str
     checkpoint: str
     checkpoint_step: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ...) -> None: ...
+    evaluation: _containers.ScalarMap[str, float]
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
@@ -466,8 +475,20 @@ class CheckpointReport(_message.Message):
     error: str
     def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., term: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
+class TermStart(_message.Message):
+    __slots__ = ("term", "step", "checkpoint", "redone")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REDONE_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    step: int
+    checkpoint: str
+    redone: int
+    def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ...) -> None: ...
+
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "failed_reason", "live_workers", "standby", "beating")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "failed_reason", "live_workers", "standby", "beating", "term_start", "evaluation_step", "evaluation_error")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -517,6 +538,9 @@ class ProgressReply(_message.Message):
     LIVE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     BEATING_FIELD_NUMBER: _ClassVar[int]
+    TERM_START_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
@@ -538,7 +562,10 @@ class ProgressReply(_message.Message):
     live_workers: int
     standby: int
     beating: _containers.ScalarMap[int, int]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., failed_reason: _Optional[str] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    term_start: TermStart
+    evaluation_step: int
+    evaluation_error: str
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., failed_reason: _Optional[str] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., evaluation_error: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("peer", "term", "step", "metrics", "error")
