@@ -184,11 +184,11 @@ class Server:
     """One shard with everything, as in a pod."""
 
     def __init__(self, params: Any, optimizer: Any, workers: int) -> None:
-        from backstay._engine import ShardEngine
-        from backstay._partition import partition
-        from backstay._rules import analyse
         from backstay._shard import ShardRuntime
-        from backstay._tree import describe
+        from backstay._update._engine import ShardEngine
+        from backstay._update._partition import partition
+        from backstay._update._rules import analyse
+        from backstay._update._tree import describe
         from backstay._wire.server import DataServer
 
         tree = describe(params)
@@ -210,9 +210,9 @@ class Worker:
         import jax
         import jax.numpy as jnp
 
-        from backstay._partition import partition
-        from backstay._rules import analyse
-        from backstay._tree import describe
+        from backstay._update._partition import partition
+        from backstay._update._rules import analyse
+        from backstay._update._tree import describe
         from backstay._wire.buffers import Arrangement, ParamBuffers
         from backstay._wire.client import connect
         from backstay_rpc.control_pb2 import Hello, Peer

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from backstay._engine import ShardEngine
-from backstay._partition import gather, partition
-from backstay._rules import analyse
-from backstay._tree import describe
+from backstay._update._engine import ShardEngine
+from backstay._update._partition import gather, partition
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(1e-3),

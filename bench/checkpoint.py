@@ -21,12 +21,12 @@ import numpy as np
 from apply import OPTIMIZERS, aligned, median_ms
 
 from backstay._checkpoint import CheckpointStore
-from backstay._engine import ShardEngine
-from backstay._metrics import Metrics
-from backstay._partition import gather, partition
-from backstay._rules import analyse
-from backstay._storing import CheckpointWriter
-from backstay._tree import describe
+from backstay._roles._metrics import Metrics
+from backstay._roles._storing import CheckpointWriter
+from backstay._update._engine import ShardEngine
+from backstay._update._partition import gather, partition
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
 
 
 class Heard:

@@ -61,12 +61,12 @@ class Replicated:
     """A shard as in the pod of an active server."""
 
     def __init__(self, params: Any, rule_of: Any) -> None:
-        from backstay._engine import ShardEngine
-        from backstay._partition import partition
-        from backstay._rules import analyse
         from backstay._shard import ShardRuntime
         from backstay._shard._replication import Replication
-        from backstay._tree import describe
+        from backstay._update._engine import ShardEngine
+        from backstay._update._partition import partition
+        from backstay._update._rules import analyse
+        from backstay._update._tree import describe
         from backstay._wire.server import DataServer
 
         described = describe(params)
@@ -105,10 +105,10 @@ def server(mib: int) -> None:
 
 
 def standby(mib: int) -> None:
-    from backstay._partition import partition
-    from backstay._rules import analyse
     from backstay._shard._follower import Follower
-    from backstay._tree import describe
+    from backstay._update._partition import partition
+    from backstay._update._rules import analyse
+    from backstay._update._tree import describe
     from backstay._wire.flight import ClientStream
     from backstay_rpc.control_pb2 import Hello, Peer
 

@@ -90,7 +90,7 @@ def local(leaves: int) -> None:
     import numpy as np
     import optax
 
-    from backstay._local import train_local
+    from backstay._roles._local import train_local
 
     tree, batch = float_tree(leaves, 64), np.ones((4, 8), np.float32)
     times = [time.perf_counter()]
@@ -111,11 +111,11 @@ def parts(leaves: int) -> None:
     import numpy as np
     import optax
 
-    from backstay._engine import ShardEngine
-    from backstay._gradient import GradientFn
-    from backstay._partition import partition
-    from backstay._rules import analyse
-    from backstay._tree import describe
+    from backstay._compute._gradient import GradientFn
+    from backstay._update._engine import ShardEngine
+    from backstay._update._partition import partition
+    from backstay._update._rules import analyse
+    from backstay._update._tree import describe
     from backstay._wire.buffers import Arrangement, ParamBuffers
 
     params, batch = float_tree(leaves, 64), np.ones((4, 8), np.float32)

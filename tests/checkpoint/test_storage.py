@@ -14,7 +14,7 @@ import pytest
 from backstay._checkpoint import CheckpointStore, Entry, Manifest, ManifestLeaf
 from backstay._checkpoint._files import RemoteFolder
 from backstay._checkpoint._structure import describe_structure
-from backstay._storing import patiently
+from backstay._roles._storing import patiently
 from backstay.errors import CheckpointError, StorageError
 
 

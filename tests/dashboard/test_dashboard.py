@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from backstay import _metrics as trainer
+from backstay._roles import _metrics as trainer
 from backstay_operator import metrics as operator
 
 # What Prometheus adds to every series of a target, through the PodMonitors' relabelings.

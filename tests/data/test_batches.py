@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._batch_key import BatchKey
-from backstay._dataset import from_dataset, from_iterator
+from backstay._data._batch_key import BatchKey
+from backstay._data._dataset import from_dataset, from_iterator
 from backstay.errors import ConfigurationError
 
 

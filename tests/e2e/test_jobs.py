@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import backstay
-from backstay._local import train_local
+from backstay._roles._local import train_local
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

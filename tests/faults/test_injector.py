@@ -14,8 +14,8 @@ import pytest
 
 from backstay import _faults
 from backstay._checkpoint._files import PosixFolder
-from backstay._environment import Environment
 from backstay._faults import Injector, parse
+from backstay._process._environment import Environment
 from backstay._wire.frames import Cover
 from backstay._wire.seam import Refusal
 from backstay.errors import CheckpointError, ConfigurationError
@@ -34,7 +34,7 @@ VARIABLES = {
 CHILD = """
 import os, sys
 from backstay import _faults
-from backstay._environment import Environment
+from backstay._process._environment import Environment
 _faults.install(Environment.read(os.environ), os.environ)
 for step in range(int(sys.argv[1])):
     _faults.reach("compute", step)

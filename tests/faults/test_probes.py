@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from backstay._metrics import HttpPort, Metrics
+from backstay._roles._metrics import HttpPort, Metrics
 
 
 def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving, _link, _service
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
-from backstay._metrics import HttpPort, Metrics
+from backstay._roles._metrics import HttpPort, Metrics
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (

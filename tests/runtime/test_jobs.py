@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from backstay._metrics import metric_names
+from backstay._roles._metrics import metric_names
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub

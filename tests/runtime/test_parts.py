@@ -14,11 +14,11 @@ import pytest
 
 import backstay
 from backstay import BatchKey, errors
-from backstay._environment import Environment
-from backstay._exit import Stop, termination_message
-from backstay._logs import Reporter, configure
-from backstay._prefetch import Prefetcher
-from backstay._script import Script, evaluation_of
+from backstay._data._prefetch import Prefetcher
+from backstay._process._environment import Environment
+from backstay._process._exit import Stop, termination_message
+from backstay._process._logs import Reporter, configure
+from backstay._roles._script import Script, evaluation_of
 from backstay_spec.runtime import RuntimeConfig
 
 

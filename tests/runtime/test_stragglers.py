@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from backstay._coordination import CoordinatorState, Liveness
-from backstay._leader import Leader
-from backstay._metrics import Metrics
+from backstay._roles._leader import Leader
+from backstay._roles._metrics import Metrics
 from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 

@@ -15,15 +15,15 @@ import pytest
 
 from backstay._control import ControlClient, ControlServer, Driving, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
-from backstay._engine import ShardEngine
-from backstay._environment import Environment
-from backstay._exit import Stop
-from backstay._metrics import Metrics
-from backstay._script import Script
-from backstay._server import Server
+from backstay._process._environment import Environment
+from backstay._process._exit import Stop
+from backstay._roles._metrics import Metrics
+from backstay._roles._script import Script
+from backstay._roles._server import Server
+from backstay._roles._standby import Inherited, Standby
+from backstay._roles._storing import ManifestStorage
 from backstay._shard._follower import Held
-from backstay._standby import Inherited, Standby
-from backstay._storing import ManifestStorage
+from backstay._update._engine import ShardEngine
 from backstay.errors import CheckpointError
 from backstay_rpc.control_pb2 import Done, Peer, Rollback
 
@@ -127,7 +127,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     coordinator: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has joined it, and the job is over: a worker may have been pulling from the server before it."""
-    monkeypatch.setattr("backstay._server._NEWCOMER_SECONDS", 30.0)
+    monkeypatch.setattr("backstay._roles._server._NEWCOMER_SECONDS", 30.0)
     answers: list[bool] = []
     awaited = Server._awaited
     monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
@@ -180,7 +180,7 @@ def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: 
             answers.wait(30)
             raise CheckpointError("it errs in the end")
 
-    monkeypatch.setattr("backstay._storing.KNOWN_SECONDS", 0.01)
+    monkeypatch.setattr("backstay._roles._storing.KNOWN_SECONDS", 0.01)
     storage = storage_of(Silent())
     assert storage.known() == ("", (0, -1))
     answers.set()

@@ -66,7 +66,7 @@ def main() -> None:
     if world is None:
         result = backstay.train(**arguments, log_every=0)
     else:
-        from backstay._local import train_local
+        from backstay._roles._local import train_local
 
         result = train_local(**arguments, world=int(world))
     leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(result.params))}

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from backstay._gradient import GradientFn, examples_of
-from backstay._tree import describe
+from backstay._compute._gradient import GradientFn, examples_of
+from backstay._update._tree import describe
 from backstay.errors import ConfigurationError
 
 PARAMS = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "b": np.zeros(3, np.float32)}
@@ -106,9 +106,9 @@ def test_the_number_of_examples():
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from backstay._gradient import GradientFn
-from backstay._local import train_local
-from backstay._tree import describe
+from backstay._compute._gradient import GradientFn
+from backstay._roles._local import train_local
+from backstay._update._tree import describe
 import optax
 
 assert len(jax.local_devices()) == 4

@@ -12,11 +12,11 @@ import optax
 import optax.contrib
 import pytest
 
-from backstay._engine import PARAMS, STATE, ShardEngine
-from backstay._kernels import enable_x64
-from backstay._partition import gather, partition, scatter
-from backstay._rules import analyse
-from backstay._tree import describe, leaf_names
+from backstay._update._engine import PARAMS, STATE, ShardEngine
+from backstay._update._kernels import enable_x64
+from backstay._update._partition import gather, partition, scatter
+from backstay._update._rules import analyse
+from backstay._update._tree import describe, leaf_names
 from backstay.errors import OptimizerError
 
 LR = 1e-2

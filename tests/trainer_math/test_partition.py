@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._partition import LINE_BYTES, gather, partition, scatter
-from backstay._rules import analyse
-from backstay._tree import LeafSpec, TreeSpec, describe
+from backstay._update._partition import LINE_BYTES, gather, partition, scatter
+from backstay._update._rules import analyse
+from backstay._update._tree import LeafSpec, TreeSpec, describe
 from backstay.errors import ConfigurationError, OptimizerError
 
 
@@ -166,9 +166,9 @@ def test_the_digest_is_of_the_layout():
 def test_every_process_computes_the_same_layout():
     program = (
         "import numpy as np, optax\n"
-        "from backstay._tree import describe\n"
-        "from backstay._rules import analyse\n"
-        "from backstay._partition import partition\n"
+        "from backstay._update._tree import describe\n"
+        "from backstay._update._rules import analyse\n"
+        "from backstay._update._partition import partition\n"
         "tree = describe({'a': np.zeros((300, 70), np.float32), 'b': np.zeros(70, np.float32),"
         " 'c': np.zeros((64, 64), np.float32)})\n"
         "print(partition(tree, analyse(optax.adam(1e-3), tree), 2).digest.hex())\n"

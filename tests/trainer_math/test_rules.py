@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._engine import ShardEngine, array_specs
-from backstay._partition import gather, partition, scatter
-from backstay._rules import analyse
-from backstay._tree import describe
+from backstay._update._engine import ShardEngine, array_specs
+from backstay._update._partition import gather, partition, scatter
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
 from backstay.errors import OptimizerError
 
 RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._tree import arrays, describe
+from backstay._update._tree import arrays, describe
 from backstay.errors import TreeError
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from . import errors
-    from ._batch_key import BatchKey
     from ._checkpoint import Checkpoint, load
-    from ._dataset import from_dataset, from_iterator
+    from ._data._batch_key import BatchKey
+    from ._data._dataset import from_dataset, from_iterator
     from ._result import Result
     from ._train import train
     from .errors import BackstayError
@@ -38,11 +38,11 @@ __all__ = [
 
 _HOMES: Final = {
     "BackstayError": ".errors",
-    "BatchKey": "._batch_key",
+    "BatchKey": "._data._batch_key",
     "Checkpoint": "._checkpoint",
     "Result": "._result",
-    "from_dataset": "._dataset",
-    "from_iterator": "._dataset",
+    "from_dataset": "._data._dataset",
+    "from_iterator": "._data._dataset",
     "load": "._checkpoint",
     "train": "._train",
 }

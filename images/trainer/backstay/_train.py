@@ -15,19 +15,19 @@ from backstay_spec import contract
 from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults
-from ._batch_key import BatchKey
-from ._environment import Environment
-from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
-from ._logs import Reporter, configure
+from ._data._batch_key import BatchKey
+from ._process._environment import Environment
+from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
+from ._process._logs import Reporter, configure
 from ._result import Result
-from ._script import Script, evaluation_of
+from ._roles._script import Script, evaluation_of
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
     import optax
 
-    from ._metrics import Metrics
-    from ._script import Plan
+    from ._roles._metrics import Metrics
+    from ._roles._script import Plan
 
 __all__ = ["train"]
 
@@ -116,7 +116,7 @@ def _once() -> None:
 
 def _alone(script: Script) -> Result:
     from ._coordination import Rate
-    from ._local import Update, train_local
+    from ._roles._local import Update, train_local
 
     configure("text", "", "")
     reporter, rate = Reporter(script.log_every, script.steps), Rate()
@@ -145,7 +145,7 @@ def _alone(script: Script) -> Result:
 
 
 def _in_pod(environment: Environment, script: Script, began: float) -> Result:
-    from ._metrics import Metrics
+    from ._roles._metrics import Metrics
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
@@ -157,7 +157,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     _LOG.debug("planned after %.2f s", time.monotonic() - began)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
-    from ._worker import Stopped, Worker
+    from ._roles._worker import Stopped, Worker
 
     try:
         return Worker(environment, script, plan, metrics, stop).run()
@@ -181,19 +181,19 @@ def _share_compilations() -> None:
 
 def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> NoReturn:
     if environment.role == contract.ROLE_EVALUATOR:
-        from ._evaluator import Evaluator
-        from ._worker import Stopped
+        from ._roles._evaluator import Evaluator
+        from ._roles._worker import Stopped
 
         try:
             Evaluator(environment, script, plan, metrics, stop).run()
         except Stopped:
             end_process(SIGTERM_EXIT)
         end_process(0)
-    from ._server import Server
+    from ._roles._server import Server
 
     inherited = None
     if environment.standby:
-        from ._standby import Standby
+        from ._roles._standby import Standby
 
         inherited = Standby(environment, script, plan, metrics, stop).run()
         if inherited is None:

@@ -19,7 +19,7 @@ from ._plan import ENV_FAULTS, Fault, parse
 if TYPE_CHECKING:
     from backstay_rpc.control_pb2 import Frame
 
-    from .._environment import Environment
+    from .._process._environment import Environment
 
 __all__ = ["Injector", "disk", "install", "on_wire", "reach"]
 
@@ -87,7 +87,7 @@ class Injector:
             case "hang":
                 threading.Event().wait()
             case "cut":
-                from .._wire.sockets import shut_down
+                from .._process._sockets import shut_down
 
                 _LOG.info("%d connections were cut", shut_down(None, lambda _: True))
             case "corrupt":

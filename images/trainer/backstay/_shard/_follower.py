@@ -15,7 +15,7 @@ from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, Replica
 
 from .. import _faults
 from .._coordination import CoordinatorState, after
-from .._engine import ShardEngine, array_specs
+from .._update._engine import ShardEngine, array_specs
 from .._wire.frames import Cover, kind_of
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal, block_nbytes
@@ -23,8 +23,8 @@ from ..errors import PeerLost, Refused
 from ._replication import HELD, Prepared
 
 if TYPE_CHECKING:
-    from .._partition import Partition
-    from .._rules import Rule
+    from .._update._partition import Partition
+    from .._update._rules import Rule
     from .._wire.flight import ClientStream
 
 __all__ = ["Follower", "Held"]

@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _faults
+from .._process._sockets import Address, Connection, connections, reset, shut_down
 from ..errors import PeerLost, Refused
 from .frames import decode
 from .seam import Bytes, FrameStream, Refusal
-from .sockets import Address, Connection, connections, reset, shut_down
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
 

@@ -17,7 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from backstay_spec.types_status import Role
 
-from ._coordination import Outcome
+from .._coordination import Outcome
 
 __all__ = ["HttpPort", "Metrics", "metric_names"]
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._tree import TreeSpec
-from .errors import ConfigurationError
+from .._update._tree import TreeSpec
+from ..errors import ConfigurationError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from .errors import TreeError
+from ..errors import TreeError
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 

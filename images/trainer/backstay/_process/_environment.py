@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 
-from .errors import ConfigurationError
+from ..errors import ConfigurationError
 
 __all__ = ["Environment"]
 

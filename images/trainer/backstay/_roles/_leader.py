@@ -13,8 +13,8 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import CheckpointReport, EvaluatedRequest, GradientInfo, ProgressReply, Staged
 
-from ._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
-from ._logs import Reporter
+from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
+from .._process._logs import Reporter
 from ._metrics import Metrics
 
 __all__ = ["Leader"]

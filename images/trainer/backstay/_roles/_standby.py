@@ -19,15 +19,15 @@ from backstay_rpc.control_pb2 import (
     ProgressRequest,
 )
 
-from ._control import ControlClient, ControlServer, Driving, Peers
-from ._engine import ShardEngine
-from ._environment import Environment
-from ._exit import Stop
+from .._control import ControlClient, ControlServer, Driving, Peers
+from .._process._environment import Environment
+from .._process._exit import Stop
+from .._shard._follower import Follower, Held
+from .._update._engine import ShardEngine
+from .._wire.flight import ClientStream
+from ..errors import PeerLost, Refused, Superseded
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script
-from ._shard._follower import Follower, Held
-from ._wire.flight import ClientStream
-from .errors import PeerLost, Refused, Superseded
 
 __all__ = ["Inherited", "Standby"]
 

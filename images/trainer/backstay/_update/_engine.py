@@ -17,11 +17,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from ..errors import CheckpointError
 from ._kernels import Kernels, Mean, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, key_impl
 from ._tree import arrays
-from .errors import CheckpointError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

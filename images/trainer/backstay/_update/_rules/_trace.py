@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ...errors import OptimizerError
 from .._tree import TreeSpec, leaf_names
-from ..errors import OptimizerError
 from ._flat import Flat, flatten
 
 

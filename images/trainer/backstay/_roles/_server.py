@@ -28,26 +28,26 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 
-from . import _faults
-from ._checkpoint import CheckpointStore
-from ._control import ControlClient, ControlServer, Driving, Link, Peers
-from ._coordination import Intervals, Liveness
-from ._coordination.seam import Coordination
-from ._engine import ShardEngine
-from ._environment import Environment
-from ._exit import SIGTERM_EXIT, Stop, write_termination
+from .. import _faults
+from .._checkpoint import CheckpointStore
+from .._control import ControlClient, ControlServer, Driving, Link, Peers
+from .._coordination import Intervals, Liveness
+from .._coordination.seam import Coordination
+from .._process._environment import Environment
+from .._process._exit import SIGTERM_EXIT, Stop, write_termination
+from .._shard import ShardRuntime
+from .._shard._follower import Held
+from .._shard._replication import Replication
+from .._update._engine import ShardEngine
+from .._wire.server import DataServer
+from ..errors import CheckpointError, JobFailed, Superseded
 from ._history import begin_history
 from ._leader import Leader
 from ._metrics import HttpPort, Metrics
 from ._relays import Timed, Watched
 from ._script import Plan, Script
-from ._shard import ShardRuntime
-from ._shard._follower import Held
-from ._shard._replication import Replication
 from ._standby import Inherited
 from ._storing import CheckpointWriter, restore
-from ._wire.server import DataServer
-from .errors import CheckpointError, JobFailed, Superseded
 
 __all__ = ["Server"]
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ...errors import OptimizerError
 from .._tree import LeafSpec, TreeSpec
-from ..errors import OptimizerError
 from ._elementwise import Expressions, NotElementwiseError
 from ._flat import Flat, Slicer, evaluate
 from ._groups import Split, split

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backstay_rpc.control_pb2 import File, Range, Written
 
-from . import _faults
-from ._checkpoint import (
+from .. import _faults
+from .._checkpoint import (
     CheckpointStore,
     Entry,
     FileInfo,
@@ -23,15 +23,15 @@ from ._checkpoint import (
     describe_structure,
     order_of_manifest,
 )
-from ._coordination import CoordinatorState, WriteManifest
-from ._coordination.seam import Coordination
-from ._engine import ShardEngine, Snapshot, array_specs
+from .._coordination import CoordinatorState, WriteManifest
+from .._coordination.seam import Coordination
+from .._update._engine import ShardEngine, Snapshot, array_specs
+from ..errors import CheckpointError, StorageError
 from ._metrics import Metrics
-from .errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
-    from ._partition import Partition
-    from ._rules import Rule
+    from .._update._partition import Partition
+    from .._update._rules import Rule
 
 __all__ = ["CheckpointWriter", "ManifestStorage", "NoStorage", "restore"]
 

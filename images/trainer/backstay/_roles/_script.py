@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from backstay_rpc.control_pb2 import Leaf
 
-from ._batch_key import BatchKey
-from .errors import ConfigurationError
+from .._data._batch_key import BatchKey
+from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     import optax
 
-    from ._partition import Partition
-    from ._rules import Rule
+    from .._update._partition import Partition
+    from .._update._rules import Rule
 
 __all__ = ["Plan", "Script", "evaluation_of"]
 
@@ -78,9 +78,9 @@ class Script:
         """
         import jax
 
-        from ._partition import partition
-        from ._rules import analyse
-        from ._tree import describe
+        from .._update._partition import partition
+        from .._update._rules import analyse
+        from .._update._tree import describe
 
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)))
         rule = analyse(self.optimizer, tree)

@@ -23,22 +23,22 @@ from backstay_rpc.control_pb2 import (
     RejectReason,
 )
 
-from . import _faults
-from ._batch_key import BatchKey
-from ._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats, News
-from ._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
-from ._environment import Environment
-from ._exit import SIGTERM_EXIT, Stop, end_process
-from ._gradient import Gradient, GradientFn
-from ._logs import Reporter
+from .. import _faults
+from .._compute._gradient import Gradient, GradientFn
+from .._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats, News
+from .._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
+from .._data._batch_key import BatchKey
+from .._data._prefetch import Prefetcher
+from .._process._environment import Environment
+from .._process._exit import SIGTERM_EXIT, Stop, end_process
+from .._process._logs import Reporter
+from .._result import Result
+from .._wire.buffers import Arrangement, ParamBuffers
+from .._wire.client import Push, ShardedClient, connect
+from .._wire.seam import Pulled
+from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._metrics import HttpPort, Metrics
-from ._prefetch import Prefetcher
-from ._result import Result
 from ._script import Plan, Script, evaluation_of
-from ._wire.buffers import Arrangement, ParamBuffers
-from ._wire.client import Push, ShardedClient, connect
-from ._wire.seam import Pulled
-from .errors import JobFailed, PeerLost, Refused, WaitedTooLong
 
 __all__ = ["Stopped", "Worker", "raise_end"]
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._batch_key import BatchKey
-from ._gradient import Gradient, GradientFn
-from ._kernels import Mean, enable_x64, mean
-from ._result import Result
-from ._tree import describe
-from .errors import ConfigurationError, JobFailed
+from .._compute._gradient import Gradient, GradientFn
+from .._data._batch_key import BatchKey
+from .._result import Result
+from .._update._kernels import Mean, enable_x64, mean
+from .._update._tree import describe
+from ..errors import ConfigurationError, JobFailed
 
 
 @dataclass(frozen=True)

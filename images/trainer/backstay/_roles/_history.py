@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ._control import Driving
-from ._coordination import Coordinator, Intervals, Rules
+from .._control import Driving
+from .._coordination import Coordinator, Intervals, Rules
 from ._storing import ManifestStorage, NoStorage
 
 if TYPE_CHECKING:
-    from ._checkpoint import CheckpointStore
-    from ._environment import Environment
+    from .._checkpoint import CheckpointStore
+    from .._process._environment import Environment
+    from .._shard._follower import Held
     from ._leader import Leader
     from ._script import Plan, Script
-    from ._shard._follower import Held
 
 __all__ = ["begin_history"]
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from backstay_rpc.control_pb2 import Norm, Written
 
-from . import _faults
-from ._coordination.seam import Coordination
+from .. import _faults
+from .._coordination.seam import Coordination
 
 __all__ = ["Applies", "Timed", "Watched"]
 

@@ -7,15 +7,15 @@ import time
 
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
 
-from . import _faults
-from ._checkpoint import load
-from ._control import ControlClient, Heartbeats
-from ._environment import Environment
-from ._exit import Stop
+from .. import _faults
+from .._checkpoint import load
+from .._control import ControlClient, Heartbeats
+from .._process._environment import Environment
+from .._process._exit import Stop
+from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 from ._worker import raise_end
-from .errors import CheckpointError, ConfigurationError, PeerLost, Refused
 
 __all__ = ["Evaluator"]
 

@@ -3,10 +3,10 @@
 Every pod of a job computes the partition for itself from the tree and the optimizer's rule; so it is a pure function,
 and its digest is compared when a pod joins.
 
-Elementwise groups (see `backstay._rules`) are laid out as one line of bytes in the order of the leaves and cut where
-the shards fill up; at most ``shards - 1`` leaves are cut, always at multiples of 64 bytes. All other groups stay whole
-and are dealt out first, the largest first. A shard may end up with nothing, when there is less than one cache line or
-one group for each.
+Elementwise groups (see `backstay._update._rules`) are laid out as one line of bytes in the order of the leaves and cut
+where the shards fill up; at most ``shards - 1`` leaves are cut, always at multiples of 64 bytes. All other groups
+stay whole and are dealt out first, the largest first. A shard may end up with nothing, when there is less than one
+cache line or one group for each.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from ..errors import ConfigurationError
 from ._tree import LeafSpec, TreeSpec
-from .errors import ConfigurationError
 
 BLOCK_BYTES: Final = 4 << 20
 """Large enough that dispatching costs nothing, small enough that sending one hides computing the next."""
@@ -49,8 +49,8 @@ class Piece:
 class Block:
     """A one-dimensional array of `size` elements of one dtype, sent and updated as one.
 
-    The pieces cover it without gaps in order of offset. `rule` is the program of `backstay._rules` that updates it:
-    blocks of equal rule, dtype and size run the same executable when the rule is elementwise.
+    The pieces cover it without gaps in order of offset. `rule` is the program of `backstay._update._rules` that updates
+    it: blocks of equal rule, dtype and size run the same executable when the rule is elementwise.
     """
 
     dtype: np.dtype[Any]
@@ -98,7 +98,7 @@ class GroupLike(Protocol):
 
 
 class RuleLike(Protocol):
-    """The part of `backstay._rules.Rule` that the partition depends on."""
+    """The part of `backstay._update._rules.Rule` that the partition depends on."""
 
     @property
     def groups(self) -> tuple[Any, ...]: ...  # of GroupLike
@@ -117,7 +117,7 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
 
     Args:
         tree: the parameters.
-        rule: `backstay._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
+        rule: `backstay._update._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
         shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import ConfigurationError
 from ._batch_key import BatchKey
-from .errors import ConfigurationError
 
 __all__ = ["Batches", "from_dataset", "from_iterator"]
 

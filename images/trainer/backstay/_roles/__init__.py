@@ -1,0 +1,1 @@
+"""The lifecycles of a pod: worker, parameter server, standby, evaluator; and training in one process."""

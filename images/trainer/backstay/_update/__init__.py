@@ -1,0 +1,1 @@
+"""An update, computed: trees of parameters, partition into shards and blocks, update rules, kernels, engine."""
