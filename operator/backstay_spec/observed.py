@@ -76,7 +76,7 @@ class Refusal:
         reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
             by an object of another owner). ``Invalid`` and ``BadRequest`` cannot be mended by trying again.
         message: its `message`.
-        at: when; the planner tries again `plan_places.REFUSED_RETRY` later.
+        at: when; the planner tries again `planner.creating.REFUSED_RETRY` later.
         since: when it was refused for that reason first, each try since then included; None: at `at`.
     """
 

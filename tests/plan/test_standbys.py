@@ -1,11 +1,10 @@
-"""O2, O3, T6: which of a shard's two servers serves, when that changes, and that each death is counted once."""
+"""O2, O4: each shard has a standby; it is replaced, charged and reported."""
 
 from __future__ import annotations
 
 import pytest
 
 from backstay_spec import contract
-from backstay_spec.actions import DeletePod, PatchService
 
 SERVER = contract.ROLE_SERVER
 SPEC = {"parameterServers": {"replicas": 2, "standbys": 1}, "workers": {"replicas": 1}}
@@ -62,22 +61,6 @@ def test_each_shard_has_two_servers_and_the_service_leads_to_one(training):
     assert training.status["roles"]["ParameterServer"]["ready"] == 4
 
 
-def test_the_standby_serves_when_the_active_server_dies_and_a_new_standby_is_made(training):
-    training.end(training.named(SERVER, 0, 1), 137)
-    todo = training.plan()
-    assert todo.status is not None
-    assert todo.status["active"][FIRST] == 2
-    patched = [action for action in todo.actions if isinstance(action, PatchService)]
-    assert [action.patch[1]["value"] for action in patched] == ["2"]
-    assert todo.actions.index(patched[0]) == 0, "nobody waits for the new standby"
-    training.settle()
-    assert selected(training, 0) == "2"
-    assert training.status["incarnations"][FIRST] == 3
-    assert said(training, training.named(SERVER, 0, 3)) == "2"
-    assert [(d.index, d.incarnation, d.charged) for d in training.deaths] == [(0, 1, True)]
-    assert training.status["roles"]["ParameterServer"]["restarts"] == 1
-
-
 def test_a_standby_that_dies_is_replaced_and_nothing_else_changes(training):
     training.end(training.named(SERVER, 1, 2), 137)
     training.settle()
@@ -85,108 +68,6 @@ def test_a_standby_that_dies_is_replaced_and_nothing_else_changes(training):
     assert training.status["incarnations"][SECOND] == 3
     assert selected(training, 1) == "1"
     assert [(d.index, d.incarnation) for d in training.deaths] == [(1, 2)]
-
-
-def test_when_both_die_both_are_replaced(training):
-    for incarnation in (1, 2):
-        training.end(training.named(SERVER, 0, incarnation), 137)
-    training.settle()
-    assert training.status["active"][FIRST] == 3
-    assert training.status["incarnations"][FIRST] == 4
-    assert selected(training, 0) == "3"
-
-
-def test_a_standby_that_does_not_run_yet_is_not_promoted(training):
-    training.end(training.named(SERVER, 0, 1), 137)
-    training.settle()
-    assert training.status["active"][FIRST] == 2
-    training.end(training.named(SERVER, 0, 2), 137)  # the new standby, 3, is still Pending
-    training.settle()
-    assert training.status["active"][FIRST] == 4
-    assert selected(training, 0) == "4"
-
-
-def test_a_deleted_server_is_succeeded_while_it_still_ends(training):
-    """T6: it may run for its whole grace period: nobody waits for that."""
-    training.delete(training.named(SERVER, 1, 1), 60)
-    training.settle()
-    assert training.status["active"][SECOND] == 2
-    assert training.status["roles"]["ParameterServer"]["restarts"] == 0
-
-
-def test_an_operator_that_dies_after_the_status_ends_what_was_begun(training):
-    """O2, O5: the status is written first; the patch and the births follow from it."""
-    training.end(training.named(SERVER, 0, 1), 137)
-    todo = training.plan()
-    training.write_status(todo)
-    training.restart_operator()
-    training.settle()
-    assert selected(training, 0) == "2"
-    assert training.status["active"][FIRST] == 2
-    assert len(training.deaths) <= 1
-    assert training.status["roles"]["ParameterServer"]["restarts"] == 1
-
-
-def test_a_server_told_to_stop_stores_first_if_its_standby_does_not_hold_everything(training):
-    """T6, O5: its checkpoint is what the standby would start from."""
-    answer(training, shard_1=2)
-    name = training.named(SERVER, 0, 1)
-    training.delete(name, 60)
-    training.settle()
-    assert training.status["active"][FIRST] == 1
-    training.tick(2)
-    training.end(name, 143)
-    training.settle()
-    assert training.status["active"][FIRST] == 2
-    assert [d.incarnation for d in training.deaths] == [1]
-
-
-def test_a_server_told_to_stop_is_succeeded_at_once_by_a_standby_that_holds_everything(training):
-    answer(training, shard_0=2, shard_1=2)
-    training.delete(training.named(SERVER, 0, 1), 60)
-    training.settle()
-    assert training.status["active"][FIRST] == 2
-
-
-@pytest.mark.parametrize("seconds", [10, 60])
-def test_nobody_waits_for_a_checkpoint_of_a_server_that_answers_no_more_or_has_had_its_time(training, seconds):
-    """T8."""
-    answer(training, shard_1=2)
-    training.delete(training.named(SERVER, 0, 1), 60)
-    for _ in range(seconds // 2):
-        training.settle()
-        assert training.status["active"][FIRST] == 1
-        training.tick(2)
-        if seconds > 20:
-            training.answer(**said_of(training.progress), heard=everybody(training))
-    training.tick(2)
-    training.settle()
-    assert training.status["active"][FIRST] == 2
-
-
-def test_a_server_of_a_lost_node_is_not_waited_for(training):
-    answer(training, shard_1=2)
-    training.disrupt(training.named(SERVER, 0, 1), "DeletionByTaintManager")
-    training.settle()
-    assert training.status["active"][FIRST] == 2
-
-
-def test_a_standby_that_hangs_is_replaced_and_never_promoted(training):
-    """T8: its server has gone on without it; a promotion would be the end of the shard."""
-    answer(training, shard_0=2, shard_1=2)
-    name = training.named(SERVER, 0, 2)
-    identity, heard = uid(training, name), training.now
-    training.tick(8)
-    training.run(name, ready=False)
-    training.answer(**said_of(training.progress), heard=everybody(training) | {identity: heard})
-    training.settle()
-    assert training.status["incarnations"][FIRST] == 2
-    training.tick(3)
-    assert DeletePod(name, identity, 1, "Stalled") in training.plan().actions
-    training.settle()
-    assert training.status["incarnations"][FIRST] == 3
-    assert training.status["active"][FIRST] == 1
-    assert [(d.cause, d.incarnation, d.charged) for d in training.deaths] == [("Stalled", 2, True)]
 
 
 def test_a_standby_whose_node_is_cut_off_pays_for_nothing(training):
@@ -201,19 +82,6 @@ def test_a_standby_whose_node_is_cut_off_pays_for_nothing(training):
     training.settle()
     assert [(d.cause, d.incarnation, d.charged) for d in training.deaths] == [("NodeLost", 2, False)]
     assert training.status["incarnations"][FIRST] == 3
-
-
-def test_a_server_whose_standby_hangs_is_replaced_as_if_it_had_none(training):
-    answer(training, shard_0=2, shard_1=2)
-    standby = training.named(SERVER, 0, 2)
-    heard = everybody(training)
-    training.tick(11)
-    training.run(standby, ready=False)
-    heard = everybody(training) | {uid(training, standby): heard[uid(training, standby)]}
-    training.answer(step=7, reached=frozenset({0, 1}), heard=heard)
-    training.end(training.named(SERVER, 0, 1), 137)
-    training.settle()
-    assert training.status["active"][FIRST] > 2
 
 
 def test_a_standby_that_crashes_before_it_was_filled_backs_off(training):

@@ -1,4 +1,4 @@
-"""T8: a server that is stopped is replaced, and one that only loads, or only cannot be reached by us, is not."""
+"""T8: a pod that is hung is replaced; one that is loading, or that only the operator cannot reach, is not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 
 from backstay_spec import contract
 from backstay_spec.actions import DeletePod
+from backstay_spec.causes import Cause
+from backstay_spec.observed import Stalled
 
 SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
+ONE_SERVER = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}}
 SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 1}}
 
 
@@ -24,6 +27,79 @@ def training(running):
     cluster.answer(step=7, reached=frozenset({0, 1}), heard=answering(cluster))
     cluster.settle()
     return cluster
+
+
+@pytest.fixture
+def out_of_touch(training):
+    """A worker that was Ready and is not any more: the cluster, and the pod's name."""
+    name = training.named(WORKER, 0)
+    training.tick(10)
+    training.run(name, ready=False)
+    return training, name
+
+
+def test_a_hung_worker_is_killed_replaced_and_charged(running):
+    cluster = running(ONE_SERVER)
+    name = cluster.named(WORKER, 1)
+    cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))
+    assert DeletePod(name, cluster.pods[name]["metadata"]["uid"], 1, "Stalled") in cluster.plan().actions
+    cluster.settle()
+    assert [(d.cause, d.charged) for d in cluster.deaths] == [("Stalled", True)]
+    assert cluster.named(WORKER, 1) != name
+    cluster.settle()
+    assert len(cluster.deaths) == 1, "the old answer is about the old incarnation"
+
+
+def test_a_hung_worker_does_not_outlive_an_operator_that_forgot_to_kill_it(running):
+    """The operator dies after the status that counts the death, before the delete: the old incarnation still goes."""
+    cluster = running(ONE_SERVER)
+    name = cluster.named(WORKER, 1)
+    cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))
+    cluster.write_status(cluster.plan())
+    cluster.restart_operator()
+    cluster.settle()
+    cluster.bury()
+    assert name not in cluster.pods
+    assert [d.cause for d in cluster.deaths] == ["Stalled"]
+    assert cluster.status["incarnations"]["worker-1"] == 3
+
+
+@pytest.mark.parametrize("role", [SERVER, WORKER])
+def test_t8_a_pod_that_runs_and_never_joins_fails_a_job_that_has_not_trained(make_cluster, role):
+    """T8: a script that hangs at import. The wait ends at `pendingDeadlineSeconds`, and the pod is named."""
+    cluster = make_cluster(ONE_SERVER | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.settle()
+    cluster.run_all()
+    cluster.run(cluster.named(role, 0), ready=False)
+    cluster.settle()
+    events = len(cluster.events)
+    cluster.tick(99)
+    cluster.settle()
+    assert "Failed" not in {c["type"] for c in cluster.status["conditions"] if c["status"] == "True"}
+    assert len(cluster.events) == events
+    cluster.tick(1)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotJoined"
+    assert "0 did not join" in cluster.condition("Failed")["message"]
+
+
+def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(running):
+    """T8: the others may train on, so it costs a restart and not the job; one that joined is left alone."""
+    cluster = running(ONE_SERVER | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.answer(step=5, contributed={0: 1, 1: 1}, beating={0: 1})
+    cluster.run(cluster.named(WORKER, 0), ready=False)  # it lost its servers for a moment
+    cluster.end(cluster.named(WORKER, 1), 1)
+    cluster.settle()
+    silent = cluster.named(WORKER, 1)
+    cluster.run(silent, ready=False)
+    cluster.settle()
+    cluster.tick(100)
+    cluster.answer(step=5, contributed={0: 1, 1: 1}, beating={0: 1})
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    assert "deletionTimestamp" in cluster.pods[silent]["metadata"]
+    assert "deletionTimestamp" not in cluster.pods[cluster.named(WORKER, 0)]["metadata"]
+    assert [death.cause for death in cluster.deaths] == [Cause.CRASHED, Cause.STALLED]
 
 
 def test_a_server_that_neither_kubelet_nor_operator_hears_is_killed_replaced_and_charged(training):
@@ -108,15 +184,6 @@ def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
     cluster.answer(step=7, reached=frozenset({0}), heard=answering(cluster) | heard)
     cluster.settle()
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("NodeLost", 1, False)]
-
-
-@pytest.fixture
-def out_of_touch(training):
-    """A worker that was Ready and is not any more: the cluster, and the pod's name."""
-    name = training.named(WORKER, 0)
-    training.tick(10)
-    training.run(name, ready=False)
-    return training, name
 
 
 @pytest.mark.parametrize("beats", [False, True])

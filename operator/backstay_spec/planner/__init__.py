@@ -1,0 +1,18 @@
+"""The policies of the planner: one module per policy, each a pure function from immutable facts to a typed verdict.
+
+`facts` holds what a policy reads, `record` what the status remembers (incarnations, budgets, back-off), `effects` what
+a verdict changes. `backstay_spec.plan` is the only module that combines the policies.
+
+| module | question |
+|---|---|
+| `end` | Has the job ended, by its outcome or a deadline? What is cleaned up? |
+| `replacement` | Which pod fills a slot next? |
+| `standbys` | Which pod follows the active server of a shard? |
+| `hung` | Is a running pod hung? |
+| `promotion` | Does the standby of a shard become its active server? |
+| `budgets` | What does a pod's death cost, and may the slot have another pod? |
+| `surplus` | Which pods does the job no longer need? |
+| `services` | Which Secret, NetworkPolicy and Services are missing, or select the wrong pod? |
+| `conditions` | What do the conditions of the status say? |
+| `report` | Which status is written, and when? |
+"""

@@ -1,0 +1,131 @@
+"""Policy: what a pod's death costs (O4), and whether its slot may have another pod.
+
+A crash is charged to its role's `maxRestarts`; a disruption is charged to nobody. A slot whose pods crash before they
+did any work backs off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, TypeAlias
+
+from backstay_spec import contract
+from backstay_spec.causes import Verdict
+from backstay_spec.names import Slot
+from backstay_spec.planner.effects import Failure
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, has_worked
+from backstay_spec.planner.record import Record, standby_key
+from backstay_spec.types import TrainingJobSpec
+from backstay_spec.types_status import Backoff
+
+__all__ = [
+    "HOPELESS",
+    "Cost",
+    "NoReplacement",
+    "backed_off",
+    "cost_of_pod",
+    "cost_of_standby",
+    "is_spent",
+    "wait_after",
+]
+
+LONGEST_WAIT: Final = timedelta(seconds=60)
+# Crashes in a row of one slot, before the job's first update, after which the script is considered broken: after waits
+# of 1 + 2 + 4 + 8 + 16 s. Nothing is lost by then. Once there are updates, the budgets decide.
+HOPELESS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The slot gets another pod.
+
+    Attributes:
+        charged: the death is charged to the role's budget.
+        backoff: the slot's back-off after this death; None: no crashes in a row.
+        wait: the next pod is not created before this time; None: it is created at once.
+    """
+
+    charged: bool
+    backoff: Backoff | None
+    wait: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoReplacement:
+    """A standby gets no successor: the budget is spent."""
+
+
+PodVerdict: TypeAlias = Cost | Failure
+StandbyVerdict: TypeAlias = Cost | NoReplacement
+
+
+def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> PodVerdict:
+    """What the death of a slot's current pod costs; a failure of the job when no replacement can help."""
+    slot = pod.slot
+    known = record.backoff.get(slot.key)
+    if not verdict.cause.charged:
+        return Cost(charged=False, backoff=known)
+    if is_spent(facts, record, slot):
+        budget = max_restarts(facts.spec, slot.role)
+        return Failure(
+            "MaxRestartsExceeded",
+            f"{slot.text} (pod {pod.name}) died ({verdict.cause}: {verdict.text}), and the "
+            f"{budget_field(slot.role)} of {budget} is used up",
+        )
+    if has_worked(pod, facts.progress):
+        return Cost(charged=True, backoff=None)
+    backoff = backed_off(known, facts.now)
+    if backoff.failures >= HOPELESS and slot.role != contract.ROLE_EVALUATOR and not facts.trained:
+        return Failure(
+            "CrashLoop",
+            f"{slot.text} died {backoff.failures} times in a row, and there has been no update yet; the "
+            f"last time (pod {pod.name}): {verdict.cause}: {verdict.text}",
+        )
+    return Cost(charged=True, backoff=backoff, wait=backoff.not_before)
+
+
+def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Verdict) -> StandbyVerdict:
+    """What the death of a standby costs: the same, but a spent budget ends only the standbys."""
+    known = record.backoff.get(standby_key(standby.slot))
+    if not verdict.cause.charged:
+        return Cost(charged=False, backoff=known)
+    if is_spent(facts, record, standby.slot):
+        return NoReplacement()
+    if has_worked(standby, facts.progress):
+        return Cost(charged=True, backoff=known)
+    backoff = backed_off(known, facts.now)
+    return Cost(charged=True, backoff=backoff, wait=backoff.not_before)
+
+
+def is_spent(facts: Facts, record: Record, slot: Slot) -> bool:
+    """Whether the budget of the slot's role is used up."""
+    return record.restarts_of(slot) >= max_restarts(facts.spec, slot.role)
+
+
+def max_restarts(spec: TrainingJobSpec, role: str) -> int:
+    """The budget of a role (value of the role label)."""
+    if role == contract.ROLE_SERVER:
+        return spec.parameter_servers.max_restarts
+    if role == contract.ROLE_WORKER:
+        return spec.workers.max_restarts
+    return spec.evaluator.max_restarts if spec.evaluator is not None else 0
+
+
+def budget_field(role: str) -> str:
+    """The field of a TrainingJob that sets the budget of a role."""
+    part = {contract.ROLE_SERVER: "parameterServers", contract.ROLE_WORKER: "workers"}.get(role, "evaluator")
+    return f"spec.{part}.maxRestarts"
+
+
+def wait_after(failures: int) -> timedelta:
+    """How long a slot waits after its `failures`-th crash in a row before its first gradient: 1, 2, 4 ... 60 s."""
+    # min() before the power: a job may fail often enough to overflow a timedelta.
+    return min(LONGEST_WAIT, timedelta(seconds=2 ** min(failures - 1, 6)))
+
+
+def backed_off(before: Backoff | None, now: datetime) -> Backoff:
+    """The record of one more such crash."""
+    failures = (before.failures if before is not None else 0) + 1
+    return Backoff(failures=failures, not_before=now + wait_after(failures))

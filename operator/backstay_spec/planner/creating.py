@@ -1,0 +1,72 @@
+"""The steps that `replacement` and `standbys` share: create a pod, create it again, look it up, report its death."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Final
+
+from backstay_spec.actions import Death, LookUpPod
+from backstay_spec.causes import Cause, Verdict
+from backstay_spec.events import Event, warning
+from backstay_spec.names import Slot
+from backstay_spec.observed import Refusal
+from backstay_spec.planner import budgets
+from backstay_spec.planner.effects import Creation, Decision, Effects
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView
+from backstay_spec.planner.record import Record
+
+__all__ = ["LOOK_UP_RETRY", "REFUSED_RETRY", "create", "death_event", "look_up", "lost", "try_again"]
+
+REFUSED_RETRY: Final = timedelta(seconds=5)
+LOOK_UP_RETRY: Final = timedelta(seconds=5)
+
+
+def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
+    """A new pod for the slot, of the next incarnation; `cause` is why its predecessor died."""
+    after = record.with_next(slot)
+    return Decision(after, Effects(creations=(Creation(slot, after.newest(slot), cause),)))
+
+
+def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: Refusal) -> Effects:
+    """Create a pod that the API server refused, once the time between two attempts is over."""
+    due = refusal.at + REFUSED_RETRY
+    if facts.now >= due:
+        return Effects(creations=(Creation(slot, incarnation),))
+    return Effects(wake=due)
+
+
+def look_up(facts: Facts, slot: Slot, incarnation: int) -> Effects:
+    """GET a recorded pod that the index does not hold."""
+    return Effects(actions=(LookUpPod(facts.pod_name(slot, incarnation)),), wake=facts.now + LOOK_UP_RETRY)
+
+
+def lost(
+    facts: Facts, record: Record, pod: PodView, verdict: Verdict, cost: budgets.Cost, *, standby: bool = False
+) -> Effects:
+    """The death of a pod that is replaced, and an event about it; `record` counts the death already."""
+    death = Death(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
+    event = death_event(facts, record, pod.slot, pod.name, verdict, cost.wait, standby=standby)
+    return Effects(events=(event,), deaths=(death,))
+
+
+def death_event(
+    facts: Facts,
+    record: Record,
+    slot: Slot,
+    pod: str,
+    verdict: Verdict,
+    wait: datetime | None,
+    *,
+    standby: bool = False,
+) -> Event:
+    """An event: the pod died, and what happens next."""
+    if wait is None:
+        then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"
+    else:
+        seconds = max(1, round((wait - facts.now).total_seconds()))
+        then = f"it did no work, so the next one waits {seconds} s"
+    if verdict.cause.charged:
+        then += f"; restart {record.restarts_of(slot)} of {budgets.max_restarts(facts.spec, slot.role)}"
+    who = f"the standby of {slot.text}" if standby else slot.text
+    return warning(verdict.cause, f"{who} (pod {pod}) died: {verdict.text}; {then}")

@@ -1,0 +1,111 @@
+"""What a verdict of the planner changes, as values that are added up: actions, events, deaths, obstructed slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from backstay_spec.actions import Action, Death
+from backstay_spec.causes import Cause, Obstacle
+from backstay_spec.events import Event
+from backstay_spec.names import Slot
+from backstay_spec.planner.record import Record
+
+__all__ = ["NOTHING", "Creation", "Decision", "Effects", "Failure", "Obstructed", "earliest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """A pod to create; its incarnation is recorded."""
+
+    slot: Slot
+    incarnation: int
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Obstructed:
+    """A slot whose pod does not start, and since when.
+
+    Attributes:
+        standby: whether it is a shard's standby, which the job can do without.
+    """
+
+    slot: Slot
+    obstacle: Obstacle
+    since: datetime
+    standby: bool = False
+
+    @property
+    def text(self) -> str:
+        """The slot, for people."""
+        return f"the standby of {self.slot.text}" if self.standby else self.slot.text
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the job fails."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one or more verdicts change beside the record.
+
+    Attributes:
+        actions, events, deaths: as in `actions.Plan`.
+        creations: pods to create.
+        obstructed: slots whose pods do not start.
+        wake: plan again at this time at the latest; None: no need.
+        failure: the job fails; the first one stands.
+    """
+
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    creations: tuple[Creation, ...] = ()
+    obstructed: tuple[Obstructed, ...] = ()
+    wake: datetime | None = None
+    failure: Failure | None = None
+
+    def __add__(self, other: Effects) -> Effects:
+        if other is NOTHING:
+            return self
+        return Effects(
+            actions=self.actions + other.actions,
+            events=self.events + other.events,
+            deaths=self.deaths + other.deaths,
+            creations=self.creations + other.creations,
+            obstructed=self.obstructed + other.obstructed,
+            wake=earliest((self.wake, other.wake)),
+            failure=self.failure or other.failure,
+        )
+
+
+#: No effects.
+NOTHING: Final = Effects()
+
+
+def earliest(times: Iterable[datetime | None]) -> datetime | None:
+    """The earliest of some times; None when there is none."""
+    return min((time for time in times if time is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The record after a policy, and what the policy changes beside it."""
+
+    record: Record
+    effects: Effects = NOTHING
+
+    def also(self, effects: Effects) -> Decision:
+        """The same with more effects."""
+        return Decision(self.record, self.effects + effects)
+
+    def then(self, later: Decision) -> Decision:
+        """This decision, followed by one that was made from its record."""
+        return Decision(later.record, self.effects + later.effects)

@@ -1,0 +1,177 @@
+"""Policy: how a job stops: its outcome, its deadlines, suspension, and what is cleaned up afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeAlias
+
+from backstay_spec import contract, status
+from backstay_spec.actions import Action, DeleteJob, DeletePod
+from backstay_spec.causes import Blocked, Outcome, outcome_of
+from backstay_spec.planner.effects import Effects, Failure, Obstructed
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, gone_by
+from backstay_spec.planner.record import Record
+from backstay_spec.planner.report import checkpoint_status, readable
+from backstay_spec.quorum import quorum_of
+
+__all__ = ["Success", "active_deadline", "clean_up", "has_ended", "outcome", "pending_deadline", "suspended"]
+
+# When the last step is stored the pods leave by themselves; deleting them at once would only lose their last log lines.
+LEAVING: Final = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """The job has succeeded; `fields` are fields of its status."""
+
+    reason: str
+    message: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Ending: TypeAlias = Success | Failure
+
+
+def has_ended(conditions: Mapping[str, Any]) -> bool:
+    """Whether the conditions say that the job has ended."""
+    return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
+
+
+def outcome(facts: Facts, record: Record) -> Ending | None:
+    """The end of the job, if a pod reported it: shard 0's success, any server's failure, or, before the first update, a
+    refusal that is final: the pod's parameters differ, and its replacement's would differ too (O4).
+
+    Later the others train on, so a refused rank is one that crashes, with its back-off and its budget.
+    """
+    succeeded: Outcome | None = None
+    for slot, pods in sorted(facts.pods.items()):
+        if not any(p.ended for p in pods):
+            continue
+        pod = facts.pod(slot, record.current(slot))
+        found = outcome_of(pod.raw) if pod is not None and pod.ended else None
+        if found is None:
+            continue
+        if facts.trained if found.refused else slot.role != contract.ROLE_SERVER:
+            continue
+        if not found.succeeded:
+            said = found.message or "the training runtime gave no reason"
+            reason = "Refused" if found.refused else "TrainingFailed"
+            return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {said}")
+        if slot.index == 0:
+            succeeded = found
+    return None if succeeded is None else _success(facts, succeeded)
+
+
+def _success(facts: Facts, found: Outcome) -> Success:
+    fields: dict[str, Any] = {}
+    step = found.step if found.step is not None else facts.old.step
+    if found.step is not None:
+        fields["step"] = found.step
+        if found.checkpoint:
+            fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
+    if found.term is not None:
+        fields["term"] = found.term
+    if found.loss is not None:
+        fields["loss"] = readable(found.loss, 6)
+    if found.metrics:
+        fields["metrics"] = dict(found.metrics)
+    stored = f", stored as {found.checkpoint}" if found.checkpoint else ""
+    if found.result == "AlreadyComplete":
+        text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"
+        return Success("AlreadyComplete", text, fields)
+    return Success("Completed", f"trained to step {step}{stored}", fields)
+
+
+def active_deadline(facts: Facts) -> Effects:
+    """Whether the job has run for longer than `activeDeadlineSeconds`."""
+    limit, started = facts.spec.run_policy.active_deadline_seconds, facts.old.start_time
+    if limit is None:
+        return Effects()
+    deadline = (started or status.whole_seconds(facts.now)) + timedelta(seconds=limit)
+    if facts.now < deadline:
+        return Effects(wake=deadline)
+    text = f"ran for spec.runPolicy.activeDeadlineSeconds: {limit} s"
+    return Effects(failure=Failure("DeadlineExceeded", text))
+
+
+def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
+    """Whether a pod that the job needs could not be started in time: a server, or so many workers that no update has
+    its quorum."""
+    seconds = facts.spec.run_policy.pending_deadline_seconds
+    limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
+    quorum = quorum_of(facts.spec.update.backups, world) if facts.spec.update.mode == "Sync" else 1
+    missing = sum(1 for found in obstructed if found.slot.role == contract.ROLE_WORKER)
+    effects = Effects()
+    for found in obstructed:
+        enough = found.slot.role == contract.ROLE_WORKER and world - missing >= quorum
+        if found.standby or found.slot.role == contract.ROLE_EVALUATOR or enough:
+            continue
+        if facts.now >= found.since + limit:
+            failed = "did not join" if found.obstacle.blocked is Blocked.NOT_JOINED else "could not be started"
+            text = (
+                f"{found.slot.text} {failed} within spec.runPolicy.pendingDeadlineSeconds "
+                f"({seconds} s): {found.obstacle.text}"
+            )
+            return effects + Effects(failure=Failure(found.obstacle.blocked, text))
+        effects += Effects(wake=found.since + limit)
+    return effects
+
+
+def suspended(facts: Facts) -> Effects:
+    """Delete the workers, then, when they are gone, the servers, which store a checkpoint as they leave."""
+    effects, lingering = Effects(), False
+    for slot in sorted(facts.pods, reverse=True):
+        if slot.role != contract.ROLE_SERVER:
+            for pod in facts.pods[slot]:
+                deleted, running = _delete_running(facts, pod, "Suspended")
+                effects, lingering = effects + deleted, lingering or running
+    if lingering:
+        return effects
+    for slot in sorted(facts.pods):
+        if slot.role == contract.ROLE_SERVER:
+            for pod in facts.pods[slot]:
+                effects += _delete_running(facts, pod, "Suspended")[0]
+    return effects
+
+
+def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, bool]:
+    """Delete a pod unless it has ended; and whether it may still run. The pod of a lost node is assumed to run for its
+    grace period only (T8)."""
+    if pod.terminal:
+        return Effects(), False
+    if not pod.deleting:
+        return Effects(actions=(DeletePod(pod.name, pod.uid, None, reason),)), not pod.ended
+    end = gone_by(pod)
+    if pod.ended or end is None or facts.now >= end:
+        return Effects(), False
+    return Effects(wake=end), True
+
+
+def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
+    """What is left to do for a job that has ended: its pods by `cleanPods`, then the job itself by its time to live.
+
+    Args:
+        completed: when the job ended.
+    """
+    policy, effects = facts.spec.run_policy, Effects()
+    deletable = [
+        pod
+        for _, pods in sorted(facts.pods.items(), reverse=True)
+        for pod in pods
+        if not pod.deleting and (policy.clean_pods == "All" or (policy.clean_pods == "Running" and not pod.terminal))
+    ]
+    leave_by = completed + LEAVING if succeeded else completed
+    if deletable and facts.now < leave_by and any(not pod.terminal for pod in deletable):
+        effects += Effects(wake=leave_by)
+    else:
+        effects += Effects(actions=tuple(DeletePod(pod.name, pod.uid, None, "Finished") for pod in deletable))
+    if policy.ttl_seconds_after_finished is None:
+        return effects
+    expiry = completed + timedelta(seconds=policy.ttl_seconds_after_finished)
+    if facts.now < expiry:
+        return effects + Effects(wake=expiry)
+    last: Action = DeleteJob(facts.meta.name, facts.meta.uid)
+    return effects + Effects(actions=(last,))

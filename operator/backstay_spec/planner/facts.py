@@ -1,0 +1,147 @@
+"""What the policies of the planner read: the job, its objects and the time, parsed once, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from backstay_spec import contract, manifests, names, status
+from backstay_spec.names import ROLE_OF_LABEL, Slot
+from backstay_spec.observed import Manifest, Observed, PlanSettings, Progress, Refusal
+from backstay_spec.planner.pods import PodView, is_deleting, is_owned, own_pods
+from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
+from backstay_spec.types_status import Condition, TrainingJobStatus
+
+__all__ = ["Facts", "desired_slots", "facts_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that one call of `plan` knows about a job.
+
+    Attributes:
+        job, observed, now, settings: the arguments of `plan`.
+        pods: the job's own pods by slot, oldest incarnation first.
+        services: the job's own Services by name, without those that are being deleted.
+        addresses: the ClusterIP of each shard's Service, None where there is none yet.
+        conditions: the conditions of the status that was last written, by type.
+    """
+
+    job: TrainingJob
+    observed: Observed
+    now: datetime
+    settings: PlanSettings
+    pods: Mapping[Slot, Sequence[PodView]]
+    services: Mapping[str, Manifest]
+    addresses: tuple[str | None, ...]
+    conditions: Mapping[str, Condition]
+
+    @property
+    def meta(self) -> ObjectMeta:
+        """The job's metadata."""
+        return self.job.metadata
+
+    @property
+    def spec(self) -> TrainingJobSpec:
+        """The job's spec."""
+        return self.job.spec
+
+    @property
+    def old(self) -> TrainingJobStatus:
+        """The status that was last written."""
+        return self.job.status
+
+    @property
+    def progress(self) -> Progress | None:
+        """The newest answers of the servers."""
+        return self.observed.progress
+
+    @property
+    def shards(self) -> range:
+        """The shards of the parameters, one active server each."""
+        return range(self.spec.parameter_servers.replicas)
+
+    @property
+    def has_standbys(self) -> bool:
+        """Whether each shard has a standby beside its active server."""
+        return self.spec.parameter_servers.standbys > 0
+
+    @property
+    def can_create(self) -> bool:
+        """Whether pods can be created: the Secret and the addresses of all Services exist."""
+        return self.observed.secret_ensured and None not in self.addresses
+
+    @property
+    def server_addresses(self) -> list[str]:
+        """The addresses of the shards' Services, as pods get them; those without a ClusterIP are left out."""
+        return [manifests.address(ip) for ip in self.addresses if ip is not None]
+
+    @property
+    def trained(self) -> bool:
+        """Whether there was an update, in this run or in one that this run continues."""
+        known = self.progress.step if self.progress is not None and self.progress.step is not None else self.old.step
+        return bool(known)
+
+    @property
+    def done(self) -> bool:
+        """Whether the coordinator said that training is complete and that the pods are leaving."""
+        return self.progress is not None and self.progress.done
+
+    def pod_name(self, slot: Slot, incarnation: int) -> str:
+        """The name of a slot's pod."""
+        return names.pod_name(self.meta.name, self.meta.uid, slot, incarnation)
+
+    def pod(self, slot: Slot, incarnation: int) -> PodView | None:
+        """The slot's pod of one incarnation, if it exists."""
+        return next((p for p in self.pods.get(slot, ()) if p.incarnation == incarnation), None)
+
+    def refusal(self, slot: Slot, incarnation: int) -> Refusal | None:
+        """The API server's last refusal to create this pod."""
+        return self.observed.refused.get(self.pod_name(slot, incarnation))
+
+    def was_desired(self, slot: Slot) -> bool:
+        """Whether the last status had this slot: if not, this operator deleted its old pods, and they are not lost."""
+        role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
+        return role is not None and slot.index < role.desired
+
+    def outlived_suspension(self, slot: Slot) -> bool:
+        """Whether the job resumes: a pod that is still alive was made from a spec that may have been edited since."""
+        role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
+        return status.SUSPENDED in self.conditions and (role is None or role.desired == 0)
+
+
+def facts_of(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSettings) -> Facts:
+    """The facts behind one call of `plan`, with the same arguments."""
+    meta = job.metadata
+    services = {s["metadata"]["name"]: s for s in observed.services if is_owned(s, meta.uid) and not is_deleting(s)}
+    return Facts(
+        job=job,
+        observed=observed,
+        now=now,
+        settings=settings,
+        pods=own_pods(observed.pods, meta.uid),
+        services=services,
+        addresses=tuple(
+            _cluster_ip(services.get(names.service_name(meta.name, meta.uid, shard)))
+            for shard in range(job.spec.parameter_servers.replicas)
+        ),
+        conditions={c.type: c for c in job.status.conditions},
+    )
+
+
+def desired_slots(job: TrainingJob) -> list[Slot]:
+    """The slots of a running job, servers first."""
+    spec = job.spec
+    slots = [Slot(contract.ROLE_SERVER, i) for i in range(spec.parameter_servers.replicas)]
+    slots += [Slot(contract.ROLE_WORKER, i) for i in range(spec.workers.replicas)]
+    if spec.evaluator is not None:
+        slots.append(Slot(contract.ROLE_EVALUATOR, 0))
+    return slots
+
+
+def _cluster_ip(service: Manifest | None) -> str | None:
+    spec: Mapping[str, Any] = (service.get("spec") or {}) if service is not None else {}
+    ip = spec.get("clusterIP")
+    return ip if isinstance(ip, str) and ip not in ("", "None") else None

@@ -1,0 +1,50 @@
+"""Policy: whether a pod that ended left in order, because training is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from backstay_spec import contract
+from backstay_spec.causes import terminated_state
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, ended_at
+
+__all__ = ["Leaving", "judge"]
+
+# A worker that exits 0 may be the first sign that the job is complete; the servers have this long to confirm it.
+EXIT_VERDICT: Final = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Whether the pod left in order.
+
+    Attributes:
+        in_order: it did, or may have; then it is not replaced.
+        check_at: the servers have to confirm it by then; None: it is certain.
+    """
+
+    in_order: bool
+    check_at: datetime | None = None
+
+
+def judge(facts: Facts, pod: PodView) -> Leaving:
+    """Whether a dead pod is no loss, or may turn out to be none; the latter for a short while only (T8)."""
+    state = terminated_state(pod.raw)
+    clean = state is not None and state.get("exitCode") == 0 and not pod.deleting
+    if pod.slot.role != contract.ROLE_SERVER:
+        if facts.done:
+            return Leaving(True)
+    elif pod.slot.index == 0:
+        return Leaving(False)
+    if not clean or facts.done:
+        return Leaving(clean)
+    ended, progress = ended_at(pod), facts.progress
+    if ended is None or facts.now >= ended + EXIT_VERDICT:
+        return Leaving(False)
+    # The two times come from two clocks, one of whole seconds: an answer counts when it is clearly younger.
+    if progress is not None and 0 in progress.reached and progress.taken > ended + timedelta(seconds=1):
+        return Leaving(False)
+    return Leaving(True, ended + EXIT_VERDICT)

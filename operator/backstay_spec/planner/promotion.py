@@ -1,0 +1,131 @@
+"""Policy: whether the standby of a shard becomes its active server (O2, O3, T6).
+
+A shard with a standby has two pods of incarnations of their own. `status.active` names the active server; a newer
+incarnation is its standby. When the active server is dead and the standby runs, one status write names the standby: the
+Service is patched and the servers are informed after it, so an operator that dies in between finishes what it began.
+
+A standby that does not hold what its server held is promoted too: it starts from the newest checkpoint, as any other
+server would, only sooner. One case waits: the server was asked to stop, still answers, and is storing a checkpoint. The
+checkpoint comes first, within the server's grace period.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, TypeAlias
+
+from backstay_spec.actions import Death
+from backstay_spec.causes import Cause, Verdict, outcome_of, verdict_of
+from backstay_spec.events import warning
+from backstay_spec.names import Slot
+from backstay_spec.planner import budgets, hung, leaving
+from backstay_spec.planner.effects import Decision, Effects
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, gone_by
+from backstay_spec.planner.record import Record, standby_key
+
+__all__ = ["GONE", "Keep", "Promote", "StoreFirst", "judge", "promoted", "standby_of", "successor"]
+
+GONE: Final = Verdict(Cause.VANISHED, "it is gone without a trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The shard keeps its active server, or has no standby that can take over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFirst:
+    """The active server is dead, but is storing a checkpoint; until then nothing is done for this shard."""
+
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """The standby becomes the active server.
+
+    Attributes:
+        standby: its pod.
+        pod, verdict: name of the pod that was the active server, and why it died.
+        counted: its death is on record already.
+        in_sync: the standby held all that the active server held when that reported last.
+    """
+
+    standby: PodView
+    pod: str
+    verdict: Verdict
+    counted: bool
+    in_sync: bool
+
+
+Promotion: TypeAlias = Keep | StoreFirst | Promote
+
+
+def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
+    """Whether the shard's standby takes over from an active server that is dead."""
+    if not facts.can_create or slot.key not in record.active or facts.outlived_suspension(slot):
+        return Keep()
+    server, name = facts.pod(slot, record.current(slot)), facts.pod_name(slot, record.active[slot.key])
+    if server is None:
+        missing = name in facts.observed.missing  # else it is looked up first
+        return (successor(facts, record, slot, name, GONE) or Keep()) if missing else Keep()
+    if server.alive or leaving.judge(facts, server).in_order or outcome_of(server.raw) is not None:
+        return Keep()
+    until = _stores_until(facts, record, slot, server)
+    if until is not None:
+        return StoreFirst(until)
+    return successor(facts, record, slot, name, verdict_of(server.raw)) or Keep()
+
+
+def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | None:
+    """The promotion of the shard's standby after its active server (pod `pod`) died; None: no standby can take over."""
+    standby = standby_of(facts, record, slot) if slot.key in record.active else None
+    if standby is None or not standby.alive or not standby.started:
+        return None
+    if isinstance(hung.judge_server(facts, standby, "it"), hung.Hung):
+        return None
+    counted = record.waits_until(slot.key) is not None
+    if verdict.cause.charged and not counted and budgets.is_spent(facts, record, slot):
+        return None  # `replacement` ends the job
+    return Promote(standby, pod, verdict, counted, _in_sync(facts, slot, standby))
+
+
+def promoted(record: Record, slot: Slot, found: Promote) -> Decision:
+    """The record and the effects of a promotion."""
+    before, charged = record.active[slot.key], found.verdict.cause.charged
+    after = record.with_backoff(slot.key, None).with_backoff(standby_key(slot), None)
+    after = after.with_active(slot, found.standby.incarnation)
+    held = "" if found.in_sync else " from the newest checkpoint, unless it has caught up since"
+    text = (
+        f"{slot.text} (pod {found.pod}) died: {found.verdict.text}; its standby {found.standby.name} takes over{held}"
+    )
+    deaths: tuple[Death, ...] = ()
+    if not found.counted:
+        after = after.with_death(slot, found.verdict.cause, charged=charged)
+        deaths = (Death(slot.role, slot.index, before, found.pod, found.verdict.cause, charged),)
+    return Decision(after, Effects(events=(warning(found.verdict.cause, text),), deaths=deaths))
+
+
+def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:
+    """The newest pod of a shard that is newer than its active server."""
+    pods = facts.pods.get(slot, ())
+    return pods[-1] if pods and pods[-1].incarnation > record.current(slot) else None
+
+
+def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> datetime | None:
+    """Until when a server that was asked to stop has time to store a checkpoint; None: it has no more."""
+    standby, until, progress = standby_of(facts, record, slot), gone_by(server), facts.progress
+    if server.ended or until is None or progress is None:
+        return None
+    if (standby is not None and _in_sync(facts, slot, standby)) or verdict_of(server.raw).cause is Cause.NODE_LOST:
+        return None
+    last = progress.heard.get(server.uid)
+    until = min(until, last + hung.SILENT) if last is not None else facts.now
+    return until if facts.now < until else None
+
+
+def _in_sync(facts: Facts, slot: Slot, standby: PodView) -> bool:
+    """Whether the shard's server reported last that this standby holds all that the server does."""
+    return facts.progress is not None and facts.progress.in_sync.get(slot.index) == standby.incarnation

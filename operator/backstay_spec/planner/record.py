@@ -1,0 +1,118 @@
+"""What the status remembers for the planner: incarnations, back-off and the counters of the budgets. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from backstay_spec import contract
+from backstay_spec.causes import Cause
+from backstay_spec.names import ROLE_OF_LABEL, Slot
+from backstay_spec.planner.pods import PodView
+from backstay_spec.types_status import Backoff, Role, TrainingJobStatus
+
+__all__ = ["Record", "standby_key"]
+
+
+def standby_key(slot: Slot) -> str:
+    """The key of a shard's standby in `status.backoff`: ``parameter-server-0/standby``."""
+    return f"{slot.key}/standby"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The planner's memory. Each method that changes something returns a new record.
+
+    Attributes:
+        incarnations: slot key -> the newest incarnation.
+        active: slot key of a shard with standbys -> the incarnation of its active server.
+        backoff: slot key, or key of a shard's standby -> its crashes in a row, and until when its next pod waits.
+        restarts, disruptions: role -> pods replaced after a crash, and after a disruption.
+    """
+
+    incarnations: Mapping[str, int]
+    active: Mapping[str, int]
+    backoff: Mapping[str, Backoff]
+    restarts: Mapping[Role, int]
+    disruptions: Mapping[Role, int]
+
+    @classmethod
+    def of(cls, old: TrainingJobStatus) -> Record:
+        """The record in a status."""
+        return cls(
+            incarnations=old.incarnations,
+            active=old.active,
+            backoff=old.backoff,
+            restarts={role: r.restarts for role, r in old.roles.items()},
+            disruptions={role: r.disruptions for role, r in old.roles.items()},
+        )
+
+    # What it says.
+
+    def newest(self, slot: Slot) -> int:
+        """The newest incarnation of a slot; 0 before the first."""
+        return self.incarnations.get(slot.key, 0)
+
+    def current(self, slot: Slot) -> int:
+        """The incarnation that fills the slot: the newest, or of a shard with standbys the active server's."""
+        return self.active.get(slot.key) or self.newest(slot)
+
+    def selected(self, shard: int) -> int:
+        """The incarnation that a shard's Service selects; 1 before there was any."""
+        return max(1, self.current(Slot(contract.ROLE_SERVER, shard)))
+
+    def waits_until(self, key: str) -> datetime | None:
+        """Until when a slot, or a shard's standby, backs off: its dead pod is counted, and the next one is not recorded
+        yet. None: it does not back off."""
+        known = self.backoff.get(key)
+        return known.not_before if known is not None else None
+
+    def restarts_of(self, slot: Slot) -> int:
+        """How many restarts are charged to the slot's role."""
+        return self.restarts.get(ROLE_OF_LABEL[slot.role], 0)
+
+    # What changes it.
+
+    def including(self, pods: Mapping[Slot, Sequence[PodView]]) -> Record:
+        """Never older than the pods that exist: a job restored from a backup must not use an incarnation twice."""
+        seen = {slot.key: found[-1].incarnation for slot, found in pods.items()}
+        newer = {key: n for key, n in seen.items() if n > self.incarnations.get(key, 0)}
+        return replace(self, incarnations={**self.incarnations, **newer}) if newer else self
+
+    def without_standbys(self) -> Record:
+        """For a job without standbys: the newest incarnation of each shard is its server."""
+        return replace(self, active={}) if self.active else self
+
+    def with_next(self, slot: Slot) -> Record:
+        """One more incarnation of the slot."""
+        return replace(self, incarnations={**self.incarnations, slot.key: self.newest(slot) + 1})
+
+    def with_active(self, slot: Slot, incarnation: int) -> Record:
+        """Another active server of the shard."""
+        return replace(self, active={**self.active, slot.key: incarnation})
+
+    def with_backoff(self, key: str, backoff: Backoff | None) -> Record:
+        """Another back-off of a slot; None: no crashes in a row."""
+        others = {k: b for k, b in self.backoff.items() if k != key}
+        return replace(self, backoff=others if backoff is None else {**others, key: backoff})
+
+    def with_backoff_of(self, keys: Sequence[str]) -> Record:
+        """Without the back-off of all other slots."""
+        kept = {key: backoff for key, backoff in self.backoff.items() if key in set(keys)}
+        return replace(self, backoff=kept) if len(kept) < len(self.backoff) else self
+
+    def without_wait(self, key: str) -> Record:
+        """The next pod is recorded; the number of crashes in a row is remembered."""
+        if self.waits_until(key) is None:
+            return self
+        return self.with_backoff(key, self.backoff[key].model_copy(update={"not_before": None}))
+
+    def with_death(self, slot: Slot, cause: Cause, *, charged: bool) -> Record:
+        """One more death, charged to its role's budget or counted as a disruption."""
+        role = ROLE_OF_LABEL[slot.role]
+        if charged:
+            return replace(self, restarts={**self.restarts, role: self.restarts.get(role, 0) + 1})
+        if not cause.charged:
+            return replace(self, disruptions={**self.disruptions, role: self.disruptions.get(role, 0) + 1})
+        return self

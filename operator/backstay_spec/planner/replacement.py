@@ -1,0 +1,175 @@
+"""Policy: which pod fills a slot next (O2, O4).
+
+The newest incarnation on record is the current one of a slot. Its pod is alive, or dead, or not seen:
+
+- dead: it is counted once, by the same status that records the next incarnation, or (while the slot backs off) its
+  `notBefore`;
+- not seen, though recorded: somebody deleted it, or the operator died between writing the status and creating it. A
+  live GET decides. If the pod does not exist it is dead, and the next incarnation fills the slot, because a pod that
+  was force-deleted may still run somewhere. For the counters, what this operator has seen tells the two cases apart,
+  and after its restart the condition PodsCreated;
+- not seen because the API server refused it: the same incarnation is tried again.
+
+What a shard's standby changes in this is decided in `promotion` and `standbys`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from backstay_spec import contract, status
+from backstay_spec.actions import Death, DeletePod
+from backstay_spec.causes import Blocked, Cause, Obstacle, Verdict, obstacle_of, refusal_obstacle, verdict_of
+from backstay_spec.names import Slot
+from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
+from backstay_spec.planner.creating import create, death_event, look_up, lost, try_again
+from backstay_spec.planner.effects import Decision, Effects, Failure, Obstructed
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, created_at, has_worked, silent_since
+from backstay_spec.planner.promotion import GONE
+from backstay_spec.planner.record import Record
+
+__all__ = ["judge"]
+
+NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
+
+
+def judge(facts: Facts, record: Record, slot: Slot) -> Decision:
+    """The pods of one slot that the job has, after this plan."""
+    if not (facts.has_standbys and slot.role == contract.ROLE_SERVER):
+        return _judge_slot(facts, record, slot)
+    found = promotion.judge(facts, record, slot)
+    if isinstance(found, promotion.StoreFirst):
+        return Decision(record, Effects(wake=found.until))
+    decided = Decision(record)
+    if isinstance(found, promotion.Promote):
+        decided = promotion.promoted(record, slot, found)
+    decided = decided.then(_judge_slot(facts, decided.record, slot))
+    if decided.effects.failure is not None:
+        return decided
+    return decided.then(standbys.judge(facts, decided.record, slot, decided.effects.creations))
+
+
+def _judge_slot(facts: Facts, record: Record, slot: Slot) -> Decision:
+    current = record.current(slot)
+    pod = facts.pod(slot, current)
+    waits = record.waits_until(slot.key)
+    outlived = facts.outlived_suspension(slot)
+    refused = pod is None and facts.refusal(slot, current) is not None
+    if pod is not None and pod.alive and waits is None and not outlived:
+        return _judge_living(facts, record, pod)
+    if not facts.can_create:
+        # What died is judged when it can be replaced: death and replacement go into one status.
+        return Decision(record)
+    if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
+        return _create(facts, record, slot, None)
+    if waits is not None:
+        if facts.now >= waits:
+            return _create(facts, record, slot, None)
+        superseded = pod is not None and pod.alive
+        return Decision(record, (_delete(pod, "Superseded") if superseded and pod else Effects()) + Effects(wake=waits))
+    if pod is not None:
+        left = leaving.judge(facts, pod)
+        if left.in_order:
+            return Decision(record, Effects(wake=left.check_at))
+        return _die(facts, record, pod, verdict_of(pod.raw))
+    return _judge_unseen(facts, record, slot, current)
+
+
+def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
+    stalled = hung.reported_stalled(facts, pod)
+    if stalled is not None:
+        return _end_hung(facts, record, pod, stalled)
+    if pod.slot.key in record.backoff and has_worked(pod, facts.progress):
+        record = record.with_backoff(pod.slot.key, None)
+    obstacle = None if pod.ready else obstacle_of(pod.raw)
+    if obstacle is None:
+        return _judge_running(facts, record, pod)
+    effects = Effects(obstructed=(Obstructed(pod.slot, obstacle, created_at(pod) or facts.now),))
+    if obstacle.blocked.permanent:
+        text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
+        effects = replace(effects, failure=Failure(obstacle.blocked, text))
+    return Decision(record, effects)
+
+
+def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
+    """A pod that runs and never joins, because its script hangs before `train`, has a deadline (T8). Before the first
+    update that ends the job; later a replacement is worth trying."""
+    since = silent_since(pod)
+    silence: hung.Silence
+    if since is None:
+        if pod.slot.role == contract.ROLE_SERVER:
+            silence = hung.judge_server(facts, pod, "its server")
+        elif pod.slot.role == contract.ROLE_WORKER:
+            silence = hung.judge_worker(facts, record, pod)
+        else:
+            silence = hung.Alive()
+    elif not facts.trained:
+        found = Obstructed(pod.slot, Obstacle(Blocked.NOT_JOINED, NOT_JOINED), since)
+        return Decision(record, Effects(obstructed=(found,)))
+    else:
+        silence = hung.never_joined(facts, since, NOT_JOINED)
+    if isinstance(silence, hung.Hung):
+        return _end_hung(facts, record, pod, silence)
+    return Decision(record, Effects(wake=silence.check_at))
+
+
+def _end_hung(facts: Facts, record: Record, pod: PodView, found: hung.Hung) -> Decision:
+    if not facts.can_create:
+        return Decision(record)
+    deleted = Decision(record, _delete(pod, Cause.STALLED))
+    return deleted.then(_die(facts, record, pod, found.verdict))
+
+
+def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) -> Decision:
+    name = facts.pod_name(slot, incarnation)
+    refusal = facts.refusal(slot, incarnation)
+    if refusal is not None:
+        obstacle = refusal_obstacle(refusal.reason, refusal.message)
+        created = facts.conditions.get(status.PODS_CREATED)
+        since = created.last_transition_time if created is not None and created.status == "False" else facts.now
+        effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
+        if obstacle.blocked.permanent:
+            text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
+            return Decision(record, replace(effects, failure=Failure(obstacle.blocked, text)))
+        return Decision(record, effects + try_again(facts, slot, incarnation, refusal))
+    if name not in facts.observed.missing:
+        return Decision(record, look_up(facts, slot, incarnation))
+    if not (status.holds(facts.conditions, status.PODS_CREATED) or name in facts.observed.witnessed):
+        # It may never have existed: the operator can die between the status and the create.
+        return _create(facts, record, slot, None)
+    created_again = _create(facts, record.with_death(slot, GONE.cause, charged=False), slot, GONE.cause)
+    death = Death(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
+    event = death_event(facts, created_again.record, slot, name, GONE, None)
+    return created_again.also(Effects(events=(event,), deaths=(death,)))
+
+
+def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decision:
+    slot = pod.slot
+    if facts.has_standbys:
+        found = promotion.successor(facts, record, slot, pod.name, verdict)
+        if found is not None:
+            return promotion.promoted(record, slot, found)
+    cost = budgets.cost_of_pod(facts, record, pod, verdict)
+    if isinstance(cost, Failure):
+        death = Death(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
+        return Decision(record, Effects(deaths=(death,), failure=cost))
+    after = record.with_backoff(slot.key, cost.backoff).with_death(slot, verdict.cause, charged=cost.charged)
+    if cost.wait is None:
+        decided = _create(facts, after, slot, verdict.cause)
+    else:
+        decided = Decision(after, Effects(wake=cost.wait))
+    return decided.also(lost(facts, decided.record, pod, verdict, cost))
+
+
+def _create(facts: Facts, record: Record, slot: Slot, cause: Cause | None) -> Decision:
+    created = create(record, slot, cause)
+    after = created.record
+    if facts.has_standbys and slot.role == contract.ROLE_SERVER:
+        after = after.with_active(slot, after.newest(slot))
+    return Decision(after.without_wait(slot.key), created.effects)
+
+
+def _delete(pod: PodView, reason: str) -> Effects:
+    return Effects(actions=(DeletePod(pod.name, pod.uid, hung.STALLED_GRACE, reason),))

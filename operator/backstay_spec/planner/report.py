@@ -1,0 +1,154 @@
+"""Policy: which status is written, and when: a new one at once, one that only progress changed every 10 s (O8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+from backstay_spec import status
+from backstay_spec.causes import finite
+from backstay_spec.observed import Observed, Progress
+from backstay_spec.planner.record import Record
+from backstay_spec.types import ObjectMeta
+from backstay_spec.types_status import CheckpointStatus, Condition, Role, RoleStatus, TrainingJobStatus
+
+__all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable"]
+
+# How often progress alone may change a status (O8).
+PROGRESS_INTERVAL: Final = timedelta(seconds=10)
+_ROLES: Final[tuple[Role, ...]] = ("ParameterServer", "Worker", "Evaluator")
+
+
+@dataclass(frozen=True, slots=True)
+class NewStatus:
+    """What a plan decided about the status.
+
+    Attributes:
+        record: incarnations, back-off and counters.
+        conditions: by type.
+        desired, ready: pods of each role.
+        fields: other fields by name.
+        all_created: PodsCreated has become True, which is written with the next change.
+    """
+
+    record: Record
+    conditions: Mapping[str, Condition]
+    desired: Mapping[Role, int]
+    ready: Mapping[Role, int]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    all_created: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The verdict.
+
+    Attributes:
+        status: to write; None: the one that is written stays.
+        wake: plan again at this time at the latest, because progress is then due; None: no need.
+    """
+
+    status: dict[str, Any] | None = None
+    wake: datetime | None = None
+
+
+def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> Report:
+    """The status to write after `old`."""
+    after = _assembled(meta, old, new)
+    if after != old:
+        return Report(_with_progress(meta, old, new, after, observed.progress, now).to_dict())
+    if _has_ended(new.conditions):
+        return Report()
+    after = _with_progress(meta, old, new, after, observed.progress, now)
+    if after == old:
+        return Report()
+    written = observed.status_written
+    if written is not None and now < written + PROGRESS_INTERVAL:
+        return Report(wake=written + PROGRESS_INTERVAL)
+    return Report(after.to_dict())
+
+
+def _assembled(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus) -> TrainingJobStatus:
+    """The status without what is not worth a write of its own."""
+    roles = {}
+    for role in _ROLES:
+        counts = RoleStatus(
+            desired=new.desired.get(role, 0),
+            ready=new.ready.get(role, 0),
+            restarts=new.record.restarts.get(role, 0),
+            disruptions=new.record.disruptions.get(role, 0),
+        )
+        if role != "Evaluator" or counts != RoleStatus():
+            roles[role] = counts
+    workers = roles["Worker"]
+    return old.model_copy(
+        update={
+            "phase": status.phase_of(new.conditions),
+            "conditions": list(new.conditions.values()),
+            "observed_generation": meta.generation,
+            "incarnations": dict(new.record.incarnations),
+            "active": dict(new.record.active),
+            "backoff": dict(new.record.backoff),
+            "roles": roles,
+            "workers": f"{workers.ready}/{workers.desired}",
+            **new.fields,
+        }
+    )
+
+
+def _with_progress(
+    meta: ObjectMeta,
+    old: TrainingJobStatus,
+    new: NewStatus,
+    after: TrainingJobStatus,
+    progress: Progress | None,
+    now: datetime,
+) -> TrainingJobStatus:
+    """The status with what the servers answered; what this plan has decided stands."""
+    if _has_ended({c.type: c for c in old.conditions}):
+        return after
+    late = with_progress(after, progress, now).model_copy(update=dict(new.fields))
+    if not new.all_created:
+        return late
+    kind, text = status.PODS_CREATED, "every pod has been created"
+    before = new.conditions.get(kind)
+    created = status.conditioned(before, kind, "True", "AllCreated", text, now, meta.generation)
+    return late.model_copy(update={"conditions": list({**new.conditions, kind: created}.values())})
+
+
+def _has_ended(conditions: Mapping[str, Condition]) -> bool:
+    return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
+
+
+def with_progress(before: TrainingJobStatus, progress: Progress | None, now: datetime) -> TrainingJobStatus:
+    """The status with what the servers answered last; fields that they did not send stay as they were."""
+    if progress is None:
+        return before
+    plain = {"step": progress.step, "term": progress.term, "world": progress.world}
+    said: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
+    if progress.examples_per_second is not None:
+        said["examples_per_second"] = readable(progress.examples_per_second, 4)
+    if progress.loss is not None:
+        said["loss"] = readable(progress.loss, 6)
+    if progress.metrics:
+        said["metrics"] = finite(progress.metrics)
+    if progress.checkpoint_step is not None:
+        said["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
+    return before.model_copy(update=said)
+
+
+def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:
+    """The newest whole checkpoint; its time stays when it is the one that was known."""
+    known = before.checkpoint
+    if known is not None and (known.step, known.uri) == (step, uri):
+        return known
+    return CheckpointStatus(step=step, uri=uri, time=status.whole_seconds(now))
+
+
+def readable(value: float, digits: int) -> float | None:
+    """To as many significant digits as a person reads in `kubectl get`; None for what JSON does not have, NaN and the
+    infinities."""
+    found = finite({"value": value}).get("value")
+    return None if found is None else float(f"{found:.{digits}g}")

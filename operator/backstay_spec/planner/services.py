@@ -1,0 +1,135 @@
+"""Policy: the Secret, the NetworkPolicy and the Services of a job, and pods that use a Service's old address (O3)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any, Final
+
+from backstay_spec import contract, manifests, names
+from backstay_spec.actions import Action, CreateNetworkPolicy, CreateSecret, CreateService, DeletePod, PatchService
+from backstay_spec.planner.creating import REFUSED_RETRY
+from backstay_spec.planner.effects import Effects
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, is_deleting, is_owned
+from backstay_spec.planner.record import Record
+
+__all__ = ["missing", "repointed", "with_old_address"]
+
+# How often a Secret is created again that may have been deleted.
+SECRET_RETRY: Final = timedelta(seconds=10)
+ADDRESS_PATIENCE: Final = timedelta(seconds=20)
+_INCARNATION_PATH: Final = "/spec/selector/" + contract.LABEL_INCARNATION.replace("~", "~0").replace("/", "~1")
+
+
+def missing(facts: Facts, record: Record, *, lacks_config: bool) -> Effects:
+    """Create what is missing of Secret, NetworkPolicy and Services; what was refused is tried again later.
+
+    The operator cannot read Secrets (O7), so the Secret is also created while a pod lacks a Secret or a ConfigMap that
+    it names.
+
+    Args:
+        lacks_config: whether there is such a pod.
+    """
+    return _missing_secret(facts, lacks_config) + _missing_policy(facts) + _missing_services(facts, record)
+
+
+def _missing_secret(facts: Facts, lacks_config: bool) -> Effects:
+    meta, observed = facts.meta, facts.observed
+    due, waits = not observed.secret_ensured, Effects()
+    if lacks_config and observed.secret_at is not None:
+        due = facts.now >= observed.secret_at + SECRET_RETRY
+        waits = Effects(wake=max(facts.now, observed.secret_at) + SECRET_RETRY)
+    if not due:
+        return waits
+    return waits + _if_due(facts, names.secret_name(meta.name, meta.uid), CreateSecret(manifests.secret(meta)))
+
+
+def _missing_policy(facts: Facts) -> Effects:
+    meta = facts.meta
+    name = names.network_policy_name(meta.name, meta.uid)
+    for found in facts.observed.network_policies:
+        if found["metadata"]["name"] == name and is_owned(found, meta.uid) and not is_deleting(found):
+            return Effects()
+    return _if_due(facts, name, CreateNetworkPolicy(manifests.network_policy(meta, facts.settings)))
+
+
+def _missing_services(facts: Facts, record: Record) -> Effects:
+    effects = Effects()
+    for shard in facts.shards:
+        name = names.service_name(facts.meta.name, facts.meta.uid, shard)
+        if name in facts.services:
+            continue
+        # The address that living pods use, unless it is refused for long because another Service has it now. Right
+        # after a Service was deleted its address is refused too, until the API server has freed it.
+        refusal = facts.observed.refused.get(name)
+        taken = (
+            refusal is not None
+            and refusal.reason == "Invalid"
+            and facts.now >= (refusal.since or refusal.at) + ADDRESS_PATIENCE
+        )
+        known = None if taken else _known_address(facts, shard)
+        manifest = manifests.service(facts.meta, shard, record.selected(shard), known)
+        effects += _if_due(facts, name, CreateService(manifest))
+    return effects
+
+
+def _if_due(facts: Facts, name: str, action: Action) -> Effects:
+    refusal = facts.observed.refused.get(name)
+    if refusal is None or facts.now >= refusal.at + REFUSED_RETRY:
+        return Effects(actions=(action,))
+    return Effects(wake=refusal.at + REFUSED_RETRY)
+
+
+def repointed(facts: Facts, record: Record) -> Effects:
+    """Each shard's Service selects the incarnation of the active server (O3)."""
+    patches = []
+    for shard in facts.shards:
+        name = names.service_name(facts.meta.name, facts.meta.uid, shard)
+        service = facts.services.get(name)
+        if service is None:
+            continue
+        selector: dict[str, Any] = (service.get("spec") or {}).get("selector") or {}
+        selected, wanted = selector.get(contract.LABEL_INCARNATION), str(record.selected(shard))
+        if selected is None:
+            patches.append(PatchService(name, ({"op": "add", "path": _INCARNATION_PATH, "value": wanted},)))
+        elif selected != wanted:
+            test = {"op": "test", "path": _INCARNATION_PATH, "value": selected}
+            change = {"op": "replace", "path": _INCARNATION_PATH, "value": wanted}
+            patches.append(PatchService(name, (test, change)))
+    return Effects(actions=tuple(patches))
+
+
+def with_old_address(facts: Facts, deleted: Collection[str]) -> Effects:
+    """Delete the pods that call a shard at an address that no Service has any more: they would do so forever (T8).
+
+    Args:
+        deleted: uids of the pods that this plan deletes already.
+    """
+    current = list(facts.addresses)
+    return Effects(
+        actions=tuple(
+            DeletePod(pod.name, pod.uid, None, "AddressChanged")
+            for pods in facts.pods.values()
+            for pod in pods
+            if pod.alive and pod.uid not in deleted and (known := _addresses_of(pod)) and known != current
+        )
+    )
+
+
+def _known_address(facts: Facts, shard: int) -> str | None:
+    """The address of a shard's Service that the job's living pods were started with."""
+    for pods in facts.pods.values():
+        for pod in pods:
+            if pod.alive and (known := _addresses_of(pod)):
+                return known[shard] or None if shard < len(known) else None
+    return None
+
+
+def _addresses_of(pod: PodView) -> list[str]:
+    """The addresses of the shards' Services that a pod was started with; empty when they cannot be read."""
+    for container in (pod.raw.get("spec") or {}).get("containers") or ():
+        for variable in container.get("env") or ():
+            if variable.get("name") == contract.ENV_SERVERS:
+                return [manifests.host_of(known) for known in str(variable.get("value") or "").split(",")]
+    return []

@@ -1,0 +1,50 @@
+"""Policy: which pods the job no longer needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from backstay_spec import contract, status
+from backstay_spec.actions import DeletePod
+from backstay_spec.names import Slot
+from backstay_spec.planner.effects import Effects
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.record import Record
+
+__all__ = ["judge"]
+
+
+def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Collection[str]) -> Effects:
+    """Delete older incarnations that still run, and dead pods but the last of each slot, which is kept for its log.
+    Delete the pods of slots that the job no longer has, highest rank first: a worker's only once the world is smaller.
+
+    Args:
+        wanted: the slots that the job has.
+        deleted: uids of the pods that this plan deletes already.
+    """
+    actions = []
+    for slot in sorted(facts.pods, reverse=True):
+        current, newest = record.current(slot), record.newest(slot)
+        for pod in facts.pods[slot]:
+            reason = ""
+            if pod.deleting:
+                continue
+            if slot not in wanted:
+                if pod.ended or _has_left_world(facts, slot):
+                    reason = "Superfluous"
+            elif pod.incarnation < current and not pod.terminal:
+                reason = "Superseded" if pod.uid not in deleted else ""
+            elif pod.incarnation < current - 1 or (pod.terminal and current < pod.incarnation < newest - 1):
+                reason = "Outdated"
+            if reason:
+                actions.append(DeletePod(pod.name, pod.uid, None, reason))
+    return Effects(actions=tuple(actions))
+
+
+def _has_left_world(facts: Facts, slot: Slot) -> bool:
+    if slot.role != contract.ROLE_WORKER:
+        return True
+    if facts.progress is not None and facts.progress.world is not None:
+        return slot.index >= facts.progress.world
+    # No server has reported the world in force: before training begins no update needs the rank, later it may.
+    return facts.old.world is None and not status.holds(facts.conditions, status.RUNNING)

@@ -1,0 +1,107 @@
+"""O4: what a crash costs, when the next pod waits, and when the budget ends the job."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from backstay_spec import contract
+from backstay_spec.planner.budgets import wait_after
+
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
+SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}}
+
+
+def test_the_budget_ends_the_job(running):
+    cluster = running(SPEC | {"workers": {"replicas": 2, "maxRestarts": 2}})
+    for _ in range(3):
+        for _ in range(2):
+            cluster.run_all()
+            cluster.tick(2)
+        cluster.end(cluster.named(WORKER, 0), 1, "ValueError: boom")
+        cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "MaxRestartsExceeded"
+    assert "ValueError: boom" in cluster.condition("Failed")["message"]
+    assert "spec.workers.maxRestarts of 2" in cluster.condition("Failed")["message"]
+    assert cluster.status["roles"]["Worker"]["restarts"] == 2
+    assert [d.charged for d in cluster.deaths] == [True, True, False]
+
+
+def test_the_waits_double_up_to_a_minute():
+    assert [wait_after(n).total_seconds() for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert wait_after(10**9) == timedelta(seconds=60)
+
+
+def test_a_rank_that_crashes_before_its_first_gradient_backs_off(running):
+    cluster = running(SPEC)
+    waits = []
+    for _ in range(4):
+        cluster.end(cluster.named(WORKER, 0), 1)
+        cluster.settle()
+        if not cluster.status.get("backoff"):
+            continue
+        waited = 0
+        while cluster.status["backoff"]["worker-0"].get("notBefore"):
+            assert cluster.condition("PodsReady")["reason"] == "BackingOff"
+            cluster.tick(1)
+            waited += 1
+            cluster.settle()
+        waits.append(waited)
+    assert waits == [1, 2, 4], "the first had been ready"
+    assert len(cluster.deaths) == 4
+    cluster.run_all()
+    cluster.tick(2)
+    cluster.run_all()
+    cluster.settle()
+    assert "backoff" not in cluster.status or cluster.status["backoff"] == {}
+
+
+def test_a_wait_survives_the_operator(running):
+    """O5: no count lost, and no crash counted twice."""
+    cluster = running(SPEC)
+    cluster.end(cluster.named(WORKER, 0), 1)
+    cluster.settle()
+    cluster.end(cluster.named(WORKER, 0), 1)
+    cluster.settle()
+    restarts = cluster.status["roles"]["Worker"]["restarts"]
+    cluster.restart_operator()
+    cluster.vanish(cluster.named(WORKER, 0))
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"] | {"ready": 0} == {
+        "desired": 2,
+        "ready": 0,
+        "restarts": restarts,
+        "disruptions": 0,
+    }
+
+
+def test_the_servers_know_who_has_worked(running):
+    """A gradient handed in counts more than a probe that was never asked."""
+    cluster = running(SPEC)
+    name = cluster.named(WORKER, 0)
+    cluster.run(name, ready=False)
+    cluster.pods[name]["status"]["conditions"][0]["lastTransitionTime"] = "2026-03-01T12:00:00Z"
+    cluster.answer(step=3, contributed={0: 1})
+    cluster.end(name, 1)
+    cluster.settle()
+    assert cluster.named(WORKER, 0) != name, "replaced without a wait"
+
+
+@pytest.mark.parametrize(("step", "fails"), [(0, True), (7, False)])
+def test_o4_a_rank_that_crashes_again_and_again_fails_a_job_that_has_not_trained(running, step, fails):
+    """O4: six times in a row before the first update; a job that trains spends its budget instead."""
+    cluster = running(SPEC | {"workers": {"replicas": 2, "maxRestarts": 100}})
+    for _ in range(6):
+        cluster.answer(step=step)
+        cluster.end(cluster.named(WORKER, 1), 1, "ValueError: not today")
+        cluster.settle()
+        cluster.tick(61)
+        cluster.answer(step=step)
+        cluster.settle()
+        if cluster.status["phase"] != "Failed":
+            cluster.run_all()
+    assert (cluster.status["phase"] == "Failed") is fails
+    if fails:
+        assert cluster.condition("Failed")["reason"] == "CrashLoop"
+        assert "not today" in cluster.condition("Failed")["message"]

@@ -1,0 +1,268 @@
+"""How a job ends: its outcome, its deadlines, suspension, and what is deleted afterwards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backstay_spec import contract
+from backstay_spec.actions import DeletePod
+from backstay_spec.plan import refuse
+
+TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
+SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
+SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}}
+REFUSED = json.dumps({"result": "Refused", "reason": "OtherParameters", "message": "w is float32[5] here"})
+
+
+def test_success_is_shard_0s_word_alone(running):
+    cluster = running(TWO_SERVERS)
+    said = {"result": "Succeeded", "step": 500, "term": 3, "checkpoint": "file:///ckpt/500", "loss": 0.01375168}
+    said["metrics"] = {"accuracy": 0.98}
+    cluster.end(cluster.named(SERVER, 1), 0, json.dumps(said))
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps(said))
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.status["step"] == 500
+    assert cluster.status["metrics"] == {"accuracy": 0.98}
+    assert cluster.status["checkpoint"]["uri"] == "file:///ckpt/500"
+    assert cluster.condition("Succeeded")["reason"] == "Completed"
+    assert (cluster.status["loss"], cluster.status["term"]) == (0.0137517, 3)
+    assert cluster.status["completionTime"]
+    assert cluster.events[-1][0] == "Succeeded"
+    assert sum(r["restarts"] for r in cluster.status["roles"].values()) == 0
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_servers_failure_fails_the_job(running, shard):
+    cluster = running(TWO_SERVERS)
+    said = {"result": "Failed", "reason": "NonFinite", "message": "3 updates in a row (step 17, rank 2)"}
+    cluster.end(cluster.named(SERVER, shard), 1, json.dumps(said))
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+    assert cluster.condition("Failed")["reason"] == "NonFinite"
+    assert "step 17, rank 2" in cluster.condition("Failed")["message"]
+    assert not cluster.living()
+
+
+def test_a_reason_that_kubernetes_would_refuse_is_replaced(running):
+    cluster = running(TWO_SERVERS)
+    cluster.end(
+        cluster.named(SERVER, 0), 1, json.dumps({"result": "Failed", "reason": "no such thing!", "message": "m"})
+    )
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "TrainingFailed"
+
+
+@pytest.mark.parametrize("policy", ["Running", "All", "None"])
+def test_clean_pods(running, policy):
+    cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": policy}})
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.settle()
+    assert len(cluster.living()) == 4, "they leave by themselves"
+    cluster.tick(10)
+    cluster.settle()
+    cluster.bury()
+    assert len(cluster.pods) == {"Running": 1, "All": 0, "None": 5}[policy]
+
+
+def test_time_to_live(running):
+    cluster = running(TWO_SERVERS | {"runPolicy": {"ttlSecondsAfterFinished": 30}})
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.tick(10)
+    cluster.apply(cluster.plan())
+    cluster.tick(29)
+    cluster.settle()
+    assert not cluster.job_deleted
+    cluster.tick(2)
+    cluster.apply(cluster.plan())
+    assert cluster.job_deleted
+
+
+def test_active_deadline(running):
+    cluster = running(TWO_SERVERS | {"runPolicy": {"activeDeadlineSeconds": 60}})
+    assert 45 <= cluster.settle().requeue_after.total_seconds() <= 50
+    cluster.tick(50)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert not cluster.living()
+
+
+def test_suspension_deletes_workers_then_servers(running):
+    cluster = running(TWO_SERVERS | {"evaluator": {}})
+    cluster.edit(runPolicy={"suspend": True})
+    todo = cluster.plan()
+    assert {a.name.split("-")[1] for a in todo.actions if isinstance(a, DeletePod)} == {"worker", "eval"}
+    cluster.settle()
+    assert {n.split("-")[1] for n in cluster.living()} == {"ps"}
+    assert cluster.status["phase"] == "Suspended"
+    cluster.bury()
+    cluster.settle()
+    assert not cluster.living()
+    cluster.bury()
+    cluster.settle()
+    assert not cluster.deaths
+    assert "startTime" not in cluster.status
+
+    cluster.tick(100)
+    cluster.edit(runPolicy={"suspend": False}, parameterServers={"replicas": 1})
+    cluster.settle()
+    assert sorted(cluster.status["incarnations"].values()) == [1, 2, 2, 2, 2, 2]
+    assert len(cluster.living()) == 5
+    assert not cluster.deaths, "what we deleted ourselves is no death"
+    assert cluster.status["startTime"] == "2026-03-01T12:01:50Z"
+    assert [e for e, _ in cluster.events] == ["Running", "Suspended", "Resumed"]
+
+
+def test_a_suspended_job_has_no_rate(running):
+    cluster = running(TWO_SERVERS)
+    cluster.tick(11)
+    cluster.answer(step=9, examples_per_second=567.0)
+    cluster.settle()
+    assert cluster.status["examplesPerSecond"] == 567
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    assert (cluster.status["step"], cluster.status.get("examplesPerSecond")) == (9, None)
+
+
+def test_a_server_that_outlived_the_suspension_is_replaced(running):
+    """Suspended, edited and resumed before the servers were gone: they run on the spec from before the edit."""
+    cluster = running(TWO_SERVERS)
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    assert {n.split("-")[1] for n in cluster.living()} == {"ps"}
+    cluster.edit(runPolicy={"suspend": False}, update={"mode": "Async"})
+    cluster.settle()
+    assert len(cluster.living()) == 5
+    assert set(cluster.status["incarnations"].values()) == {2}
+    assert all("Async" in json.dumps(cluster.pods[n]) for n in cluster.living())
+    assert not cluster.deaths
+
+
+def test_suspension_waits_for_a_lost_node_only_for_its_grace(running):
+    """T8: a worker that cannot be seen to die holds nobody up."""
+    cluster = running(TWO_SERVERS)
+    cluster.edit(runPolicy={"suspend": True})
+    assert cluster.settle().requeue_after.total_seconds() <= 31
+    cluster.tick(31)
+    cluster.settle()
+    assert not cluster.living()
+
+
+def test_a_spec_that_breaks_a_rule_fails_the_job_once_and_ends_its_pods(running):
+    cluster = running(TWO_SERVERS)
+    stranger = json.loads(json.dumps(cluster.pods[cluster.named(WORKER, 0)]))
+    stranger["metadata"]["ownerReferences"][0]["uid"] = "another"
+    message = "spec.workers.replicas is 0: must be at least 1"
+
+    def refused():
+        job = cluster.job
+        return refuse(job.metadata, job.status, message, cluster.now, (*cluster.pods.values(), stranger))
+
+    first = refused()
+    assert first.status["phase"] == "Failed"
+    assert [(e.reason, e.message) for e in first.events] == [("Failed", f"InvalidSpec: {message}")]
+    assert {a.name for a in first.actions} == set(cluster.pods)
+    assert len(first.actions) == 5
+    cluster.apply(first)
+    again = refused()
+    assert (again.status, again.actions, again.events) == (None, (), ())
+
+
+def test_a_refused_edit_of_a_job_that_succeeded_changes_nothing(running):
+    cluster = running(TWO_SERVERS)
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.settle()
+    job = cluster.job
+    again = refuse(job.metadata, job.status, "bad", cluster.now, tuple(cluster.pods.values()))
+    assert (again.status, again.actions) == (None, ())
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector(running):
+    cluster = running(TWO_SERVERS)
+    cluster.manifest["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+    cluster.end(cluster.named(WORKER, 0))
+    todo = cluster.plan()
+    assert (todo.status, todo.actions) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("reason", "blocked"),
+    [
+        ("ImagePullBackOff", "ImagePullFailed"),
+        ("ErrImagePull", "ImagePullFailed"),
+        ("CreateContainerConfigError", "ContainerConfigFailed"),
+    ],
+)
+def test_what_may_mend_is_waited_for_until_the_deadline(running, make_cluster, reason, blocked):
+    cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.settle()
+    cluster.wait(cluster.named(SERVER, 0), reason, "why")
+    cluster.settle()
+    assert cluster.condition("PodsReady")["reason"] == blocked
+    assert cluster.events[-1][0] == blocked
+    before = len(cluster.events)
+    cluster.tick(99)
+    cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    assert len(cluster.events) == before
+    cluster.tick(1)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == blocked
+
+
+def test_a_quota_is_waited_for_until_the_deadline_whoever_restarts(make_cluster):
+    """T8, and nothing lost with the operator's memory."""
+    cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")
+    cluster.settle()
+    cluster.run_all()
+    for _ in range(4):
+        cluster.tick(25)
+        cluster.restart_operator()
+        cluster.settle()
+    cluster.tick(5)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+    assert not cluster.deaths, "what never was did not die"
+
+
+def test_a_worker_that_the_job_can_do_without_may_stay_pending(running):
+    """With backups, one worker that finds no node does not end the training of the others."""
+    cluster = running(SPEC | {"workers": {"replicas": 3}, "update": {"backups": 1}})
+    cluster.delete(cluster.named(WORKER, 2))
+    cluster.settle()
+    cluster.bury()
+    cluster.tick(700)
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.delete(cluster.named(WORKER, 1))
+    cluster.settle()
+    cluster.bury()
+    cluster.tick(700)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotStarted"
+
+
+def test_a_pod_that_is_refused_before_the_first_update_fails_the_job_at_once(running):
+    """O4: its replacement would be refused too."""
+    cluster = running(SPEC)
+    cluster.answer(step=0)
+    cluster.end(cluster.named(WORKER, 1), 1, REFUSED)
+    cluster.settle()
+    failed = cluster.condition("Failed")
+    assert (failed["reason"], failed["message"]) == ("OtherParameters", "worker 1: w is float32[5] here")
+    assert cluster.status["roles"]["Worker"]["restarts"] == 0
+
+
+def test_a_pod_that_is_refused_later_does_not_end_what_trains(running):
+    cluster = running(SPEC)
+    cluster.answer(step=7)
+    cluster.end(cluster.named(WORKER, 1), 1, REFUSED)
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    assert cluster.status["roles"]["Worker"]["restarts"] == 1

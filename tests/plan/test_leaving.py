@@ -1,0 +1,58 @@
+"""Which pods that end with exit code 0 are replaced, and which left because training is complete."""
+
+from __future__ import annotations
+
+import json
+
+from backstay_spec import contract
+
+TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
+SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
+
+
+def test_workers_that_leave_when_it_is_done_are_no_deaths(running):
+    """How a job ends: exit 0 after `done`, in whatever order the pods are seen to go."""
+    cluster = running(TWO_SERVERS)
+    cluster.end(cluster.named(WORKER, 0), 0)
+    cluster.settle()
+    assert not cluster.deaths, "the servers may not have said yet"
+    cluster.answer(done=True)
+    cluster.end(cluster.named(WORKER, 1), 0)
+    cluster.end(cluster.named(WORKER, 2), 1)
+    cluster.end(cluster.named(SERVER, 1), 0)
+    cluster.tick(60)
+    cluster.settle()
+    assert not cluster.deaths
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    assert not cluster.deaths
+
+
+def test_exit_0_before_done_is_a_crash(running):
+    """ExitedEarly: told by the servers, or after a while without them."""
+    cluster = running(TWO_SERVERS)
+    cluster.end(cluster.named(WORKER, 0), 0)
+    cluster.tick(3)
+    cluster.answer(step=3)
+    cluster.settle()
+    assert [d.cause for d in cluster.deaths] == ["ExitedEarly"]
+    cluster.progress = None
+    cluster.end(cluster.named(WORKER, 1), 0)
+    assert cluster.settle().requeue_after.total_seconds() <= 10
+    cluster.tick(10)
+    cluster.settle()
+    assert [d.cause for d in cluster.deaths] == ["ExitedEarly", "ExitedEarly"]
+    assert cluster.status["roles"]["Worker"]["restarts"] == 2
+
+
+def test_shard_0_without_a_word_is_replaced_to_say_it(running):
+    cluster = running(TWO_SERVERS)
+    cluster.answer(done=True)
+    cluster.end(cluster.named(SERVER, 0), 137)
+    cluster.settle()
+    assert cluster.named(SERVER, 0).startswith("mnist-ps-0-2-")
+    cluster.run(cluster.named(SERVER, 0))
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "AlreadyComplete", "step": 9}))
+    cluster.settle()
+    assert cluster.condition("Succeeded")["reason"] == "AlreadyComplete"
