@@ -31,6 +31,8 @@ class FakeGroup:
 @dataclass(frozen=True)
 class FakeRule:
     groups: tuple[FakeGroup, ...]
+    structure_digest: bytes = b"structure"
+    program_digest: bytes = b"program"
 
     def check(self, shards):
         pass

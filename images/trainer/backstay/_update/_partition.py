@@ -79,10 +79,20 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Partition:
-    """All shards of a tree. `digest` (SHA-256, 32 bytes) is equal in every pod that has the same tree and layout."""
+    """All shards of a tree, and three SHA-256 digests of 32 bytes, stable across processes and machines.
+
+    Attributes:
+        structure_digest: of the names, shapes and dtypes of parameters and optimizer state; whatever the number of
+            shards. A checkpoint of another structure cannot be continued.
+        program_digest: of what the optimizer computes, constants such as the learning rate included. Pods that train
+            together must agree about it; a later run of the job may change it.
+        digest: of both and of the layout.
+    """
 
     tree: TreeSpec
     shards: tuple[ShardLayout, ...]
+    structure_digest: bytes
+    program_digest: bytes
     digest: bytes
 
 
@@ -102,6 +112,10 @@ class RuleLike(Protocol):
 
     @property
     def groups(self) -> tuple[Any, ...]: ...  # of GroupLike
+    @property
+    def structure_digest(self) -> bytes: ...
+    @property
+    def program_digest(self) -> bytes: ...
     def check(self, shards: int) -> None: ...
 
 
@@ -155,7 +169,8 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
                     blocks.append(Block(spec.dtype, spec.size, (Piece(leaf, 0, spec.size, 0),), groups[index].program))
         blocks.sort(key=lambda block: (block.pieces[0].leaf, block.pieces[0].start))
         layouts.append(ShardLayout(shard, tuple(blocks), tuple(sorted(whole[shard]))))
-    return Partition(tree, tuple(layouts), _digest(tree, layouts))
+    structure, program = rule.structure_digest, rule.program_digest
+    return Partition(tree, tuple(layouts), structure, program, _digest(tree, layouts, structure, program))
 
 
 def gather(block: Block, leaves: Sequence[Array]) -> Array:
@@ -286,8 +301,10 @@ def _block_size(dtype: np.dtype[Any], block_bytes: int) -> int:
     return block_bytes // (step * dtype.itemsize) * step
 
 
-def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout]) -> bytes:
+def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, program: bytes) -> bytes:
     document = {
+        "structure": structure.hex(),
+        "program": program.hex(),
         "leaves": [[leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves],
         "shards": [
             [

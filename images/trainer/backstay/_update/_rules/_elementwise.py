@@ -66,6 +66,17 @@ class _Expression:
     payload: Any = None  # an input's name, a literal's array, an item's index
 
 
+@dataclass(frozen=True)
+class Node:
+    """One expression of a program, for its digest: `args` are positions of earlier nodes, with the shapes to take."""
+
+    op: str
+    primitive: str
+    params: Mapping[str, Any]
+    args: tuple[tuple[int, tuple[int, ...] | None], ...]
+    payload: Any
+
+
 class NotElementwiseError(Exception):
     """This leaf must stay whole; says why."""
 
@@ -121,6 +132,30 @@ class Expressions:
             else:
                 stack.extend(arg for arg, _ in expression.args)
         return tuple(sorted(found))
+
+    def nodes(self, outputs: Sequence[int]) -> list[Node]:
+        """The expressions under `outputs`, each after those that it reads; the last node lists the outputs.
+
+        The order depends on the program alone, not on the numbers that the expressions have.
+        """
+        position: dict[int, int] = {}
+        found: list[Node] = []
+        stack = list(reversed(outputs))
+        while stack:
+            number = stack[-1]
+            expression = self._all[number]
+            missing = [arg for arg, _ in expression.args if arg not in position]
+            if missing and number not in position:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if number not in position:
+                position[number] = len(found)
+                name = "" if expression.primitive is None else str(expression.primitive.name)
+                args = tuple((position[arg], shape) for arg, shape in expression.args)
+                found.append(Node(expression.op, name, expression.params, args, expression.payload))
+        found.append(Node("outputs", "", {}, tuple((position[number], None) for number in outputs), None))
+        return found
 
     def scalars(self, wanted: Sequence[int], shared: Mapping[int, Any]) -> list[jax.Array]:
         """Compute uniform expressions; `shared` are the shared state leaves by their index. To be traced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 
 from ...errors import OptimizerError
 from .._tree import LeafSpec, TreeSpec
+from ._digest import ProgramDigest, program_digest, structure_digest
 from ._elementwise import Expressions, NotElementwiseError
 from ._flat import Flat, Slicer, evaluate
 from ._groups import Split, split
@@ -121,6 +123,31 @@ class Rule:
     _advance_inputs: tuple[int, ...]
     _split: Split
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def structure_digest(self) -> bytes:
+        """SHA-256 of the names, shapes and dtypes of parameters and state: what a checkpoint must have in common."""
+        return structure_digest(self.tree, self.states)
+
+    @cached_property
+    def program(self) -> ProgramDigest:
+        """What the optimizer computes, its initial state included."""
+        whole = [program for program in self.programs if isinstance(program, WholeProgram)]
+        blocks = [program for program in self.programs if isinstance(program, ElementwiseProgram)]
+        init, _ = Slicer(self._init).select(range(len(self.states)))
+        layout = [
+            [[isinstance(program, WholeProgram) for program in self.programs]],
+            [[list(group.leaves), list(group.states), group.program] for group in self.groups],
+            [[program.leaves, [list(each) for each in program.inputs]] for program in whole],
+            [list(self.shared), list(self._advance_inputs)],
+        ]
+        flats = [init, self._advance, *(program.flat for program in whole)]
+        return program_digest(flats, [program.expressions.nodes(program.outputs) for program in blocks], layout)
+
+    @property
+    def program_digest(self) -> bytes:
+        """The SHA-256 of `program`: pods that train together have the same one."""
+        return self.program.sha256
 
     def check(self, shards: int) -> None:
         """Refuse what `shards` shards cannot compute as one process would.
