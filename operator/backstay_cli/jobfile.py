@@ -1,14 +1,16 @@
-"""From what the user names (a YAML file, or a script and options) to a TrainingJob that the embedded cluster can run.
+"""Builds a TrainingJob that the embedded cluster can run, from a YAML file or from a script and options.
 
-A mistake in it is a `BadInput`, which the command prints as it is and answers with exit status 2.
+Invalid input raises `BadInput`. The command prints its message and ends with exit status 2.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import shlex
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ from backstay_spec.validation import SpecErrors, parse_job
 LOCAL_IMAGE = "backstay.dev/trainer:local"  # the embedded cluster runs every image with this machine's Python
 
 
-class BadInput(Exception):  # noqa: N818  # it is what the user gave, not what went wrong in here
-    """What the user gave cannot be run; the message says what is wrong with it and what would be right."""
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+
+
+class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed in this program
+    """The input cannot be run; the message says what is invalid and what would be valid."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -46,16 +51,40 @@ def is_standard_input(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Where a file's relative paths begin: its folder; the current one where it is piped in."""
+    """The folder that relative paths of a file start at: the file's folder, or the current one for standard input."""
     return Path.cwd() if is_standard_input(path) else path.resolve().parent
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """The TrainingJob in a YAML (or JSON) file, or in what is piped in for ``-``, checked.
+    """The TrainingJob in a YAML or JSON file, or in standard input for ``-``, validated.
+
+    A relative `checkpoint.uri` becomes absolute, starting at the file's folder.
 
     Raises:
-        BadInput: the file cannot be read, is no YAML, holds not exactly one TrainingJob, or a wrong one.
+        BadInput: the file cannot be read, is not YAML, does not hold exactly one TrainingJob, or holds an invalid one.
     """
+    return validated(load_job(path), path)
+
+
+def validated(job: Any, path: Path) -> dict[str, Any]:
+    """`job`, read from `path`, validated and with an absolute `checkpoint.uri`.
+
+    Raises:
+        BadInput: the job is invalid.
+    """
+    absolute = with_absolute_checkpoint(job, folder_of(path))
+    check(absolute, str(path))
+    found: dict[str, Any] = absolute
+    return found
+
+
+def load_job(path: Path) -> Any:
+    """The one TrainingJob in a file, as it was written.
+
+    Raises:
+        BadInput: the file cannot be read, is not YAML, or does not hold exactly one TrainingJob.
+    """
+    refuse_other_files(path)
     try:
         text = sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -76,16 +105,46 @@ def read_job(path: Path) -> dict[str, Any]:
         jobs = documents
     if len(jobs) != 1:
         raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must be one")
-    check(jobs[0], str(path))
-    job: dict[str, Any] = jobs[0]
+    return jobs[0]
+
+
+def refuse_other_files(path: Path) -> None:
+    """Refuse a file that is not a TrainingJob and would only give confusing YAML errors.
+
+    Raises:
+        BadInput: it is a notebook or a script.
+    """
+    if path.suffix == ".ipynb":
+        raise BadInput(
+            f"{path} is a notebook: backstay runs Python scripts (.py) and TrainingJobs (.yaml). Convert the notebook "
+            f"with `jupyter nbconvert --to script {shlex.quote(str(path))}`, and run the script."
+        )
+    if path.suffix == ".py":
+        raise BadInput(f"{path} is a Python script: this command reads TrainingJobs (.yaml)")
+
+
+def with_absolute_checkpoint(job: Any, folder: Path) -> Any:
+    """`job`, and where its `checkpoint.uri` is a relative path, a copy with that path below `folder`."""
+    uri = relative_checkpoint(job)
+    if uri is None:
+        return job
+    job = copy.deepcopy(job)
+    job["spec"]["checkpoint"]["uri"] = str((folder / Path(uri).expanduser()).resolve())
     return job
 
 
+def relative_checkpoint(job: Any) -> str | None:
+    """The `checkpoint.uri` of a job, validated or not, if it is a relative path, which a cluster refuses."""
+    for key in ("spec", "checkpoint", "uri"):
+        job = job.get(key) if isinstance(job, dict) else None
+    return job if isinstance(job, str) and job and not job.startswith("/") and _URI.match(job) is None else None
+
+
 def check(job: Any, where: str) -> None:
-    """Refuse a wrong TrainingJob with all its mistakes, a line each.
+    """Refuse an invalid TrainingJob with all its mistakes, one per line.
 
     Raises:
-        BadInput: it is wrong.
+        BadInput: the job is invalid.
     """
     try:
         parse_job(job)
@@ -95,48 +154,116 @@ def check(job: Any, where: str) -> None:
         raise BadInput(f"{where} has {count}:{lines}") from None
 
 
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The options of `backstay run` for a script; None is the default of the TrainingJob, or of the field's comment.
+
+    Attributes:
+        servers: parameter servers (shards). Default: 1.
+        standbys: hot standbys of each shard, 0 or 1.
+        workers: worker pods in all, backups included. Default: 2.
+        backups: a number of pods, or percents such as ``5%``.
+        mode: ``Sync`` or ``Async``.
+        name: the job's name. Default: made of the script's name.
+        checkpoint: a folder or an fsspec URI.
+        every_steps: store a checkpoint after this many updates.
+        every_seconds: store a checkpoint after this many seconds; 0: not by time.
+        evaluator: whether a pod evaluates each checkpoint.
+    """
+
+    servers: int | None = None
+    standbys: int | None = None
+    workers: int | None = None
+    backups: str | None = None
+    mode: str | None = None
+    name: str | None = None
+    checkpoint: str | None = None
+    every_steps: int | None = None
+    every_seconds: int | None = None
+    evaluator: bool | None = None
+
+    def given(self) -> list[str]:
+        """The options that were given, as the user writes them."""
+        return [f"--{field.name.replace('_', '-')}" for field in fields(self) if getattr(self, field.name) is not None]
+
+
 def job_of_script(
-    script: Path,
-    *,
-    servers: int,
-    workers: int,
-    backups: str,
-    mode: str,
-    name: str | None = None,
-    checkpoint: str | None = None,
-    arguments: tuple[str, ...] = (),
+    script: Path, options: ScriptOptions = ScriptOptions(), arguments: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A TrainingJob that runs `script` with the default settings, checked.
+    """A TrainingJob that runs `script` with the default settings, validated.
 
     Raises:
-        BadInput: there is no such script, or an option is wrong.
+        BadInput: the script does not exist, or an option is invalid.
     """
     if not script.is_file():
-        raise BadInput(f"there is no script {script}")
-    update: dict[str, Any] = {"mode": mode}
-    if backups not in {"", "0"}:
-        update["backups"] = int(backups) if re.fullmatch(r"-?\d+", backups) else backups
+        raise BadInput(f"{script} does not exist or is not a file")
+    if options.checkpoint is None:
+        for option in ("every_steps", "every_seconds", "evaluator"):
+            if getattr(options, option) is not None:
+                raise BadInput(f"--{option.replace('_', '-')} needs --checkpoint, the folder or URI of the checkpoints")
+    servers: dict[str, Any] = {"replicas": 1 if options.servers is None else options.servers}
+    if options.standbys is not None:
+        servers["standbys"] = options.standbys
+    update: dict[str, Any] = {"mode": options.mode or "Sync"}
+    backups = options.backups or "0"
+    if backups != "0":
+        update["backups"] = int(backups) if re.fullmatch(r"-?\d{1,9}", backups) else backups
     spec: dict[str, Any] = {
         "image": LOCAL_IMAGE,
         "command": ["python", script.name, *arguments],
-        "parameterServers": {"replicas": servers},
-        "workers": {"replicas": workers},
+        "parameterServers": servers,
+        "workers": {"replicas": 2 if options.workers is None else options.workers},
         "update": update,
     }
-    if checkpoint is not None:
-        spec["checkpoint"] = {"uri": checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve())}
+    if options.evaluator:
+        spec["evaluator"] = {}
+    if (checkpoint := options.checkpoint) is not None:
+        uri = checkpoint if _URI.match(checkpoint) else str(Path(checkpoint).expanduser().resolve())
+        intervals = {"everySteps": options.every_steps, "everySeconds": options.every_seconds}
+        spec["checkpoint"] = {"uri": uri, **{name: value for name, value in intervals.items() if value is not None}}
     job = {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,
-        "metadata": {"name": name or _name_of(script)},
+        "metadata": {"name": options.name or _name_of(script)},
         "spec": spec,
     }
     check(job, "the job made of the command line")
     return job
 
 
+def variables_of(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ``--env`` sets: ``NAME=VALUE``, or ``NAME`` for the value that it has in `environ`.
+
+    Raises:
+        BadInput: a name is invalid, or has no value in `environ`.
+    """
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not name.isascii() or not name.isprintable():
+            raise BadInput(f"--env {setting!r} has no valid name: must be NAME=VALUE, or NAME for the current value")
+        if name.startswith(contract.ENV_PREFIX):
+            raise BadInput(f"--env {name}: variables that begin with {contract.ENV_PREFIX} are set by the operator")
+        if not equals:
+            if name not in environ:
+                raise BadInput(f"--env {name}: the variable is not set here; set it, or write --env {name}=VALUE")
+            value = environ[name]
+        found[name] = value
+    return found
+
+
+def with_variables(job: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of `job` with these environment variables in every pod; they replace the job's own of the same name."""
+    if not variables:
+        return job
+    job = copy.deepcopy(job)
+    kept = [entry for entry in job["spec"].get("env") or [] if entry.get("name") not in variables]
+    job["spec"]["env"] = [*kept, *({"name": name, "value": value} for name, value in variables.items())]
+    return job
+
+
 def _name_of(script: Path) -> str:
-    """A name that a job may have, after the script, or after its folder when it is called train.py like most."""
+    """A valid job name, made of the script's name; of its folder's name if the script is called train.py or main.py."""
     stem = script.resolve().parent.name if script.stem in {"train", "main"} else script.stem
     cleaned = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     cleaned = re.sub(r"^[^a-z]+", "", cleaned)[:40].strip("-")

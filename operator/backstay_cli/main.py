@@ -1,15 +1,30 @@
-"""The `backstay` command line: reads arguments, calls `run`, turns mistakes into exit status 2."""
+"""The `backstay` command line: reads arguments, calls `run`, turns invalid input into exit status 2."""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NoReturn
 
 import typer
 
-from backstay_cli.jobfile import BadInput, check, folder_of, job_of_script, localise, read_job
+from backstay_cli.jobfile import (
+    BadInput,
+    ScriptOptions,
+    check,
+    folder_of,
+    job_of_script,
+    load_job,
+    localise,
+    read_job,
+    relative_checkpoint,
+    validated,
+    variables_of,
+    with_variables,
+)
+from backstay_cli.script_command import ScriptCommand
 
 BAD_INPUT = 2
 
@@ -36,21 +51,44 @@ def _options(
 ) -> None: ...
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def run(
-    file: Annotated[Path, typer.Argument(help="A TrainingJob (YAML; - for one piped in), or a training script (.py).")],
+    file: Annotated[
+        Path, typer.Argument(help="A training script (.py) or a TrainingJob (YAML; - for standard input).")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
+        list[str] | None, typer.Argument(help="Script only: the arguments of the script itself.", show_default=False)
     ] = None,
     servers: Annotated[int | None, typer.Option(help="Script only: parameter servers. [default: 1]")] = None,
-    workers: Annotated[int | None, typer.Option(help="Script only: worker pods in all. [default: 2]")] = None,
+    standbys: Annotated[
+        int | None, typer.Option(help="Script only: hot standbys of each server, 0 or 1. [default: 0]")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Script only: workers, backups included. [default: 2]")] = None,
     backups: Annotated[
-        str | None, typer.Option(help="Script only: of them, backups: a number or percents such as 5%. [default: 0]")
+        str | None,
+        typer.Option(help="Script only: backup workers, a number or percents such as 5%. [default: 0]"),
     ] = None,
     mode: Annotated[str | None, typer.Option(help="Script only: Sync or Async. [default: Sync]")] = None,
-    name: Annotated[str | None, typer.Option(help="Script only: the job's name.")] = None,
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="Script only: a pod that evaluates each checkpoint. Needs --checkpoint.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Script only: the job's name. [default: the script's name]")] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Script only: where checkpoints go, a folder or any fsspec URI.")
+    ] = None,
+    every_steps: Annotated[
+        int | None, typer.Option(help="Script only: updates between two checkpoints. [default: only by time]")
+    ] = None,
+    every_seconds: Annotated[
+        int | None, typer.Option(help="Script only: seconds between two checkpoints, 0: only by steps. [default: 60]")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Environment variable of every pod; NAME alone passes its current value. May be repeated. A script "
+            "gets this environment anyway, but for BACKSTAY_*, KUBERNETES_* and CUDA_VISIBLE_DEVICES.",
+        ),
     ] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the TrainingJob and do not run it.")] = False,
     output: Annotated[str, typer.Option(help="text, or json: one object on stdout at the end.")] = "text",
@@ -60,33 +98,39 @@ def run(
 ) -> None:
     """Run a job on an embedded cluster on this machine, with servers and workers, and wait for its end.
 
-    Exit status: 0 the job Succeeded, 1 it Failed, 2 the input is wrong, 130 interrupted.
+    Options go before the script. What follows the script are the script's own arguments:
+    backstay run --workers 4 train.py --lr 0.1
+
+    Exit status: 0 the job Succeeded, 1 it Failed, 2 the input is invalid, 130 interrupted.
     """
     from backstay_cli.run import as_yaml, new_folder, run_job
 
     if output not in {"text", "json"}:
         _refuse(f"--output is {output!r}: must be text or json")
-    given: dict[str, Any] = {
-        "--servers": servers, "--workers": workers, "--backups": backups, "--mode": mode, "--name": name,
-        "--checkpoint": checkpoint,
-    }  # fmt: skip
+    options = ScriptOptions(
+        servers=servers,
+        standbys=standbys,
+        workers=workers,
+        backups=backups,
+        mode=mode,
+        name=name,
+        checkpoint=checkpoint,
+        every_steps=every_steps,
+        every_seconds=every_seconds,
+        evaluator=evaluator or None,
+    )
+    is_script = file.suffix == ".py"
     try:
-        if file.suffix == ".py":
-            job = job_of_script(
-                file,
-                servers=1 if servers is None else servers,
-                workers=2 if workers is None else workers,
-                backups="0" if backups is None else backups,
-                mode="Sync" if mode is None else mode,
-                name=name,
-                checkpoint=checkpoint,
-                arguments=tuple(arguments or ()),
-            )
+        variables = variables_of(env or [], os.environ)
+        if is_script:
+            job = job_of_script(file, options, arguments or [])
         else:
-            extra = [option for option, value in given.items() if value is not None] + (arguments or [])
-            if extra:
-                raise BadInput(f"{extra[0]} goes with a script (.py) only: {file} says it itself")
             job = read_job(file)
+            if given := options.given():
+                raise BadInput(f"{given[0]} is for a script (.py): {file} is a TrainingJob, which has a field for it")
+            if arguments:
+                raise BadInput(f"the argument {arguments[0]} is for a script (.py): {file} is a TrainingJob")
+        job = with_variables(job, variables)
         if print_job:
             print(as_yaml(job), end="")
             return
@@ -95,7 +139,7 @@ def run(
     except BadInput as error:
         _refuse(str(error))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
-    raise typer.Exit(run_job(job, folder, as_json=output == "json"))
+    raise typer.Exit(run_job(job, folder, as_json=output == "json", user_environment=is_script))
 
 
 @app.command()
@@ -114,21 +158,27 @@ def up(
 
 @app.command()
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
-    """Check TrainingJobs without running them: every mistake with its path and what would be right."""
-    wrong = False
+    """Check TrainingJobs without running them: every mistake with its path and what would be valid."""
+    invalid = False
     for file in files:
         try:
-            job = read_job(file)
+            raw = load_job(file)
+            job = validated(raw, file)
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
-            wrong = True
-        else:
-            print(f"{file}: {job['metadata'].get('name', 'a TrainingJob')} is right")
-    if wrong:
+            invalid = True
+            continue
+        print(f"{file}: {job['metadata'].get('name', 'a TrainingJob')}: valid")
+        if (uri := relative_checkpoint(raw)) is not None:
+            print(
+                f"{file}: note: spec.checkpoint.uri is the relative path {uri!r}, which only `backstay run` accepts "
+                f"(as {job['spec']['checkpoint']['uri']}); a cluster needs an absolute path or a URI"
+            )
+    if invalid:
         raise typer.Exit(BAD_INPUT)
 
 
-def _refuse(message: str) -> Any:
+def _refuse(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(BAD_INPUT)
 

@@ -50,7 +50,9 @@ def as_yaml(job: dict[str, Any]) -> str:
     return yaml.safe_dump(job, sort_keys=False)
 
 
-def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | None = None) -> int:
+def run_job(
+    job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | None = None, user_environment: bool = False
+) -> int:
     """Run one job to its end and say what was seen.
 
     Args:
@@ -58,6 +60,7 @@ def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | No
         folder: for logs, volumes and the kubeconfig; kept.
         as_json: one object on stdout at the end, everything else on stderr.
         live: redraw in place; by default when stdout is a terminal.
+        user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
 
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
@@ -72,7 +75,7 @@ def run_job(job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | No
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
     started = time.monotonic()
     try:
-        view = asyncio.run(_interruptible(_run(job, folder, display)))
+        view = asyncio.run(_interruptible(_run(job, folder, display, user_environment)))
     except asyncio.CancelledError:
         say(f"stopped; nothing is left running. Logs of every pod in {report.shortened(str(folder / _LOGS))}")
         return INTERRUPTED
@@ -99,14 +102,14 @@ async def _interruptible(work: Any) -> Any:
     return await task
 
 
-async def _run(job: dict[str, Any], folder: Path, display: Display) -> JobView:
+async def _run(job: dict[str, Any], folder: Path, display: Display, user_environment: bool) -> JobView:
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     with display:
 
         def say(stage: str) -> None:
             display.show(JobView(name=name, namespace=namespace, stage=stage))
 
-        async with start_session(folder, say, restarts=RESTARTS) as session:
+        async with start_session(folder, say, restarts=RESTARTS, user_environment=user_environment) as session:
             await _create(session, job)
             return await _follow(session, namespace, name, display)
 

@@ -49,7 +49,11 @@ class Session:
 
 @contextlib.asynccontextmanager
 async def start_session(
-    folder: Path, say: Callable[[str], None] = lambda stage: None, *, restarts: int = 0
+    folder: Path,
+    say: Callable[[str], None] = lambda stage: None,
+    *,
+    restarts: int = 0,
+    user_environment: bool = False,
 ) -> AsyncIterator[Session]:
     """Start the cluster and the operator, and apply the CRD.
 
@@ -57,6 +61,7 @@ async def start_session(
         folder: for everything that the two write.
         say: is told what is being started.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
+        user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
 
     Raises:
         SessionError: one of them did not start within a minute.
@@ -79,6 +84,7 @@ async def start_session(
                 "--kubeconfig",
                 str(kubeconfig),
                 "--die-with-parent",
+                *(["--user-environment"] if user_environment else []),
             )
         )
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")

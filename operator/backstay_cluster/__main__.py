@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from backstay_cluster.cluster import EmbeddedCluster
+from backstay_cluster.kubelet.node import user_environment
 from backstay_cluster.net import NetworkError
 from backstay_cluster.realserver import AssetsError
 
@@ -30,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="PID",
         help="stop when the parent process (which has this id) has ended",
     )
+    made.add_argument(
+        "--user-environment",
+        action="store_true",
+        help="give containers this process' environment, without what belongs to Backstay, Kubernetes or the shell",
+    )
     made.add_argument("--no-kubelet", action="store_true", help="the API server only: pods stay Pending")
     made.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return made
@@ -43,7 +49,12 @@ async def run(args: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     if args.die_with_parent is not None:
         watch_parent(args.die_with_parent or os.getppid(), stop)
-    cluster = EmbeddedCluster(args.data_dir, kubeconfig_path=args.kubeconfig, kubelet=not args.no_kubelet)
+    cluster = EmbeddedCluster(
+        args.data_dir,
+        kubeconfig_path=args.kubeconfig,
+        kubelet=not args.no_kubelet,
+        base_env=user_environment() if args.user_environment else None,
+    )
     starting = asyncio.ensure_future(cluster.start())
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -121,7 +121,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         min_length=1,
         max_length=1024,
         pattern=r"^([A-Za-z][A-Za-z0-9+.:-]*://|/).+$",
-        right="a URI such as s3://bucket/folder, or an absolute path",
+        right="a URI such as s3://bucket/folder, or an absolute path (only `backstay run` accepts a relative one)",
     ),
     Bound(
         "spec.checkpoint.volume",

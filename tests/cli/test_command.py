@@ -15,9 +15,20 @@ from typer.testing import CliRunner
 
 from backstay_cli import report
 from backstay_cli.follow import view_of
-from backstay_cli.jobfile import BadInput, claims_of, folder_of, job_of_script, localise, read_job
+from backstay_cli.jobfile import (
+    BadInput,
+    ScriptOptions,
+    claims_of,
+    folder_of,
+    job_of_script,
+    localise,
+    read_job,
+    variables_of,
+    with_variables,
+)
 from backstay_cli.main import app
 from backstay_cli.view import LineDisplay, LiveDisplay
+from backstay_spec.errors import SpecErrors
 from backstay_spec.validation import parse_job
 
 RUNNER = CliRunner()
@@ -90,7 +101,7 @@ def test_print_job_gives_a_file_that_runs(tmp_path: Path) -> None:
     script = tmp_path / "my_Net 2.py"
     script.write_text("")
     options = ["--servers", "2", "--workers", "3", "--backups", "1", "--mode", "Sync", "--print-job"]
-    result = RUNNER.invoke(app, ["run", str(script), *options, "--", "--lr", "0.1"])
+    result = RUNNER.invoke(app, ["run", *options, str(script), "--", "--lr", "0.1"])
     assert result.exit_code == 0, result.stderr
     job = yaml.safe_load(result.stdout)
     assert job["metadata"]["name"] == "my-net-2"
@@ -104,7 +115,121 @@ def test_print_job_gives_a_file_that_runs(tmp_path: Path) -> None:
 def test_any_script_name_makes_a_name_that_a_job_may_have(tmp_path_factory: pytest.TempPathFactory, stem: str) -> None:
     script = tmp_path_factory.mktemp("s") / (stem[:60].encode()[:60].decode(errors="ignore") + ".py")
     script.write_text("")
-    job_of_script(script, servers=1, workers=1, backups="0", mode="Async")
+    job_of_script(script, ScriptOptions(workers=1, mode="Async"))
+
+
+def printed(*arguments: str, **more: Any) -> dict[str, Any]:
+    """The job that `backstay run --print-job` makes of these arguments."""
+    result = RUNNER.invoke(app, ["run", "--print-job", *arguments], **more)
+    assert result.exit_code == 0, result.stderr
+    job: dict[str, Any] = yaml.safe_load(result.stdout)
+    parse_job(job)
+    return job
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text("")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        (["--lr", "0.1", "-v", "data.csv"], ["--lr", "0.1", "-v", "data.csv"]),
+        (["--", "--lr", "0.1"], ["--lr", "0.1"]),
+        (["--", "--workers", "7", "--output=x"], ["--workers", "7", "--output=x"]),
+        (["x", "--", "--name"], ["x", "--", "--name"]),
+        ([], []),
+    ],
+)
+def test_what_follows_a_script_are_its_own_arguments(script: str, arguments: list[str], passed: list[str]) -> None:
+    """As with python and torchrun; the options of backstay before the script are still its own."""
+    for options in (["--workers", "3"], ["--workers=3"], ["--workers", "3", "--"]):
+        job = printed(*options, script, *arguments)
+        assert job["spec"]["command"] == ["python", "net.py", *passed]
+        assert job["spec"]["workers"]["replicas"] == 3
+
+
+@pytest.mark.parametrize("option", ["--workers", "--name=x", "--checkpoint", "--output", "--print-job", "--help"])
+def test_an_option_of_backstay_after_a_script_is_refused(script: str, option: str) -> None:
+    """It could be meant for the script or for backstay, and must not go silently to the wrong one."""
+    result = RUNNER.invoke(app, ["run", script, "--lr", "1", option, "4"])
+    name = option.partition("=")[0]
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"{name} follows the script {script}" in result.stderr
+    assert f"backstay run {script} -- {name}" in result.stderr
+
+
+def test_options_may_follow_a_file_which_has_no_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    result = RUNNER.invoke(app, ["run", str(path), "--print-job"])
+    assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, JOB)
+    for extra in (["--lr", "3"], ["data.csv"]):
+        assert RUNNER.invoke(app, ["run", str(path), *extra]).exit_code == 2
+
+
+def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> None:
+    checkpoints = ["--checkpoint", str(tmp_path / "ck"), "--every-steps", "5", "--every-seconds", "0", "--evaluator"]
+    spec = parse_job(printed("--standbys", "1", "--env", "A=1", "--env", "B=x=y", *checkpoints, script)).spec
+    assert spec.parameter_servers.standbys == 1
+    assert (spec.checkpoint.uri, spec.checkpoint.every_steps) == (str(tmp_path / "ck"), 5)
+    assert spec.checkpoint.every_seconds == 0
+    assert spec.evaluator is not None
+    assert spec.env == [{"name": "A", "value": "1"}, {"name": "B", "value": "x=y"}]
+
+
+@pytest.mark.parametrize("option", [["--every-steps", "5"], ["--every-seconds", "5"], ["--evaluator"]])
+def test_an_option_that_needs_checkpoints_says_so(script: str, option: list[str]) -> None:
+    result = RUNNER.invoke(app, ["run", *option, script])
+    assert result.exit_code == 2
+    assert f"{option[0]} needs --checkpoint" in result.stderr
+
+
+def test_variables_come_from_the_command_line_or_from_the_environment() -> None:
+    assert variables_of(["A=", "B", "C=1=2"], {"B": "here"}) == {"A": "", "B": "here", "C": "1=2"}
+    job = {**JOB, "spec": {**JOB["spec"], "env": [{"name": "A", "value": "old"}, {"name": "Z", "value": "kept"}]}}
+    assert with_variables(job, {"A": "new"})["spec"]["env"] == [
+        {"name": "Z", "value": "kept"},
+        {"name": "A", "value": "new"},
+    ]
+    assert job["spec"]["env"][0]["value"] == "old"
+    for wrong in ("=x", "", "BACKSTAY_ROLE=worker", "NOT_SET", "ä=1", "a\nb=1"):
+        with pytest.raises(BadInput, match="--env"):
+            variables_of([wrong], {})
+
+
+def test_a_relative_checkpoint_of_a_file_starts_at_its_folder(tmp_path: Path) -> None:
+    """A cluster cannot read it: `validate` says so."""
+    path = tmp_path / "job.yaml"
+    relative = {**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": "out/ck"}}}
+    path.write_text(yaml.safe_dump(relative))
+    assert read_job(path)["spec"]["checkpoint"]["uri"] == str(tmp_path / "out" / "ck")
+    assert printed(str(path))["spec"]["checkpoint"]["uri"] == str(tmp_path / "out" / "ck")
+    result = RUNNER.invoke(app, ["validate", str(path)])
+    assert result.exit_code == 0
+    assert "a cluster needs an absolute path or a URI" in result.stdout
+    with pytest.raises(SpecErrors, match="only `backstay run` accepts a relative one"):
+        parse_job(relative)
+    for uri in ("s3://bucket/ck", "/ck", "file:///ck"):
+        path.write_text(yaml.safe_dump({**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": uri}}}))
+        assert read_job(path)["spec"]["checkpoint"]["uri"] == uri
+        assert "note" not in RUNNER.invoke(app, ["validate", str(path)]).stdout
+
+
+def test_a_notebook_and_a_script_are_named_as_what_they_are(script: str, tmp_path: Path) -> None:
+    notebook = tmp_path / "my notes.ipynb"
+    notebook.write_text('{"cells": []}')
+    for command in ("run", "validate"):
+        result = RUNNER.invoke(app, [command, str(notebook)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.count("\n") == 1
+        assert "is a notebook" in result.stderr
+        assert f"jupyter nbconvert --to script '{notebook}'" in result.stderr
+    assert "is a Python script" in RUNNER.invoke(app, ["validate", script]).stderr
 
 
 def test_options_of_scripts_are_refused_for_files(tmp_path: Path) -> None:

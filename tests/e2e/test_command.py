@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,11 +58,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(int(line.split()[0]), signal.SIGKILL)
 
 
-def start(folder: Path, script: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, script: Path, *options: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     # The folder in the environment marks what descends from it.
+    command = [sys.executable, "-m", "backstay_cli.main", "run", "--data-dir", str(folder), *options]
     return subprocess.Popen(
-        [sys.executable, "-m", "backstay_cli.main", "run", str(script), "--data-dir", str(folder), *arguments],
-        env={**os.environ, "BACKSTAY_TEST_FOLDER": str(folder)},
+        [*command, str(script), *arguments],
+        env={**os.environ, "BACKSTAY_TEST_FOLDER": str(folder), **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -87,7 +90,7 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     """Exit status 1, the reason with step and rank, and nothing left."""
     script = tmp_path / "nan.py"
     script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
-    process = start(folder, script, "--servers", "2", "--workers", "1", "--", "nan")
+    process = start(folder, script, "--servers", "2", "--workers", "1", arguments=["nan"])
     out, err = process.communicate(timeout=200)
     assert process.returncode == 1, err
     assert "NonFiniteGradients" in out

@@ -38,6 +38,12 @@ INHERITED = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
+# What a container never gets of a user's environment: Backstay's own variables, access to an API server, the GPUs
+# (lent by the kubelet to pods that ask for them), and what describes the user's shell and host instead of the pod.
+WITHHELD_PREFIXES = ("BACKSTAY_", "KUBERNETES_")
+WITHHELD = frozenset(
+    {"KUBECONFIG", "KUBEBUILDER_ASSETS", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"}
+)
 
 
 class PoolEmptyError(Exception):
@@ -78,6 +84,17 @@ def python_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     path = [str(Path(sys.executable).parent), *environ.get("PATH", os.defpath).split(os.pathsep)]
     env = {name: environ[name] for name in INHERITED if name in environ}
     return {**env, "PATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
+
+
+def user_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What `python_environment` gives and the rest of the user's variables, without what is withheld."""
+    environ = os.environ if environ is None else environ
+    passed = {
+        name: value
+        for name, value in environ.items()
+        if name not in WITHHELD and not name.startswith(WITHHELD_PREFIXES)
+    }
+    return {**passed, **python_environment(environ)}
 
 
 def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
