@@ -66,24 +66,29 @@ class Leaf(_message.Message):
     def __init__(self, path: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "partition_digest", "steps", "term", "version")
+    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "term", "version", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
-    PARTITION_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
     leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
-    partition_digest: bytes
-    steps: int
     term: int
     version: int
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., partition_digest: _Optional[bytes] = ..., steps: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "coordinator_incarnation", "failed")
@@ -285,20 +290,31 @@ class Save(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("term", "version", "last", "prepared", "coordinator", "begun")
+    __slots__ = ("term", "version", "last", "prepared", "coordinator", "begun", "leaves", "settings")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     last: Commit
     prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
     coordinator: int
     begun: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., coordinator: _Optional[int] = ..., begun: _Optional[int] = ...) -> None: ...
+    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., coordinator: _Optional[int] = ..., begun: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")

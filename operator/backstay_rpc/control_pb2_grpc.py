@@ -71,7 +71,7 @@ class ControlServicer:
 
     def Join(self, request, context):
         """A worker, an evaluator or another shard's server introduces itself; asked of every shard.
-        INVALID_ARGUMENT: the trees of parameters differ (the message names the first leaf that does).
+        INVALID_ARGUMENT: the parameters, the optimizer or another argument of `train` differs (the message says which).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,7 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from backstay._control import ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving, _link, _service
+from backstay._control import (
+    Agreement,
+    ControlClient,
+    ControlServer,
+    Driving,
+    Heartbeats,
+    Link,
+    Peers,
+    _driving,
+    _link,
+    _service,
+)
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._roles._metrics import HttpPort, Metrics
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
@@ -39,6 +50,8 @@ from backstay_rpc.control_pb2_grpc import ControlServicer, ControlStub, add_Cont
 TOKEN = "0123456789abcdef"
 LEAVES = [Leaf(path="a.w", shape=[2, 3], dtype="float32"), Leaf(path="b", shape=[], dtype="bfloat16")]
 
+AGREEMENT = Agreement(tuple(LEAVES), {"steps": "10", "optimizer": "5ca1ab1e"})
+
 
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
@@ -52,7 +65,7 @@ class FakeHost:
 
     def __init__(self, shard: int = 0, incarnation: int = 3) -> None:
         self.shard, self.incarnation = shard, incarnation
-        self.leaves, self.digest = LEAVES, b"digest"
+        self.agreement = AGREEMENT
         self.driving: Driving | None = None
         self.fenced: list[dict[str, int]] = []
         self.loading = ""
@@ -131,8 +144,8 @@ def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token:
     return ControlClient([f"127.0.0.1:{server.port}"], token, Peer(role="worker", index=rank, incarnation=incarnation))
 
 
-def join(client: ControlClient, leaves: list[Leaf] = LEAVES, digest: bytes = b"digest") -> list[JoinReply]:
-    return client.join_all(leaves, digest, 10, lambda: False, seconds=0.0)
+def join(client: ControlClient, agreement: Agreement = AGREEMENT) -> list[JoinReply]:
+    return client.join_all(agreement, lambda: False, seconds=0.0)
 
 
 def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +162,7 @@ def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.Mon
     add_ControlServicer_to_server(Deaf(), deaf)
     port = deaf.add_insecure_port("127.0.0.1:0")
     deaf.start()
-    link = Link(f"127.0.0.1:{port}", TOKEN, Peer(role="parameter-server", index=1), Recorder(), "Sync")
+    link = Link(f"127.0.0.1:{port}", TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, Recorder(), "Sync")
     link.start()
     assert all(dialled.acquire(timeout=30) for _ in range(3))
     link.close()
@@ -169,11 +182,11 @@ def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
     try:
         for client in (next_one, own):
             with pytest.raises(PeerLost, match="this is the standby"):
-                client.join(0, LEAVES, b"digest", 10)
+                client.join(0, AGREEMENT)
         host.loading = ""
-        next_one.join(0, LEAVES, b"digest", 10)
+        next_one.join(0, AGREEMENT)
         with pytest.raises(Superseded):
-            own.join(0, LEAVES, b"digest", 10)
+            own.join(0, AGREEMENT)
     finally:
         own.close()
         next_one.close()
@@ -212,10 +225,11 @@ def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
         ([Leaf(path="z", shape=[2, 3], dtype="float32"), LEAVES[1]], r"a\.w stands where the caller has z"),
     ):
         with pytest.raises(Refused, match=said) as refused:
-            join(client, leaves)
+            join(client, Agreement(tuple(leaves), AGREEMENT.settings))
         assert refused.value.code == "INVALID_ARGUMENT"
-    with pytest.raises(Refused, match="the optimizer must be the same"):
-        join(client, digest=b"other")
+    with pytest.raises(Refused, match="steps is 11 in worker 0 and 10 in shard 0") as refused:
+        join(client, Agreement(AGREEMENT.leaves, {**AGREEMENT.settings, "steps": "11"}))
+    assert refused.value.code == "INVALID_ARGUMENT"
     assert join(client)[0].incarnation == 3
     client.close()
 
@@ -310,7 +324,7 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
 
     threading.Thread(target=serve, daemon=True).start()
     client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, Peer(role="worker"))
-    assert len(client.join_all(LEAVES, b"digest", 10, lambda: False, seconds=30)) == 1
+    assert len(client.join_all(AGREEMENT, lambda: False, seconds=30)) == 1
     client.close()
     listener.close()
     for end in ends:
@@ -337,7 +351,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)
     sink = Recorder()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, sink, "Sync")
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, sink, "Sync")
     link.start()
     until(lambda: sink.kinds() == ["Rollback"])
     link.started(1, 0)
@@ -473,12 +487,12 @@ def test_joining_is_bounded_and_can_be_stopped() -> None:
     with pytest.raises(PeerLost, match="could not join within 0 s: shard 0"):
         join(client)
     with pytest.raises(PeerLost, match="stopped while joining"):
-        client.join_all(LEAVES, b"", 1, lambda: True)
+        client.join_all(AGREEMENT, lambda: True)
     client.close()
 
 
 def test_an_older_request_of_join_names_the_shard(server: ControlServer) -> None:
-    request = JoinRequest(shard=7, leaves=LEAVES, partition_digest=b"digest")
+    request = JoinRequest(shard=7, leaves=LEAVES, settings=AGREEMENT.settings)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = ControlStub(channel)
         with pytest.raises(grpc.RpcError) as refused:

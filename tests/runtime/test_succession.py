@@ -52,10 +52,11 @@ def until(holds: object) -> None:
 class Coordinated:
     """A `Host`: shard 0, without a shard."""
 
-    shard, incarnation, leaves, digest = 0, 1, (), b""
+    shard, incarnation = 0, 1
 
     def __init__(self, driving: Driving) -> None:
         self.driving = driving
+        self.agreement = SCRIPT.plan(2).agreement
 
 
 class Quiet:
@@ -146,7 +147,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     try:
         until(lambda: answers)
         assert answers[0]
-        assert worker.join(1, plan.leaves, plan.partition.digest, SCRIPT.steps).done
+        assert worker.join(1, plan.agreement).done
     finally:
         worker.close()
         stop.ask()

@@ -20,7 +20,8 @@ NAN_FROM = int(os.environ.get("NAN_FROM", "-1"))
 RAISE_AT = int(os.environ.get("RAISE_AT", "-1"))
 HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # there is no batch of this step and later ones
 LET = Path(os.environ.get("LET", "no-file"))  # as soon as this file is there, the step that it says takes its place
-OPTIMIZER = optax.adam(1e-2)
+OPTIMIZER = optax.adam(float(os.environ.get("LEARNING_RATE", "1e-2")))
+SEED = int(os.environ.get("SEED", "0"))
 
 
 def init(key):
@@ -61,6 +62,7 @@ def main() -> None:
         "steps": STEPS,
         "evaluate": evaluate,
         "clip_norm": CLIP,
+        "seed": SEED,
     }
     world = os.environ.get("WORLD")
     if world is None:

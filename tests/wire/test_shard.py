@@ -224,8 +224,8 @@ def test_the_same_attempt_twice_is_refused(kit: SimpleNamespace, make_shard: Mak
     [
         ({"shard": 3}, "FAILED_PRECONDITION", "this is shard 0: shard 3 was meant"),
         ({"expected_incarnation": 2}, "FAILED_PRECONDITION", "incarnation 1 here: incarnation 2 was meant"),
-        ({"partition_digest": b"x" * 32}, "INVALID_ARGUMENT", "partition differs"),
-        ({"partition_digest": b""}, "INVALID_ARGUMENT", "none there"),
+        ({"partition_digest": b"x" * 32}, "INVALID_ARGUMENT", "the digest of worker-0 is 7878787878787878"),
+        ({"partition_digest": b""}, "INVALID_ARGUMENT", "the digest of worker-0 is missing"),
         ({"term": 2}, "FAILED_PRECONDITION", "in term 1, not in term 2"),
     ],
 )

@@ -20,13 +20,13 @@ from backstay_rpc.control_pb2 import (
     HeartbeatRequest,
     JoinReply,
     JoinRequest,
-    Leaf,
     LeaveRequest,
     Peer,
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
+from ._agreement import Agreement
 from ._auth import open_channel, refusal_of
 
 __all__ = ["HEARTBEAT_SECONDS", "JOIN_SECONDS", "ControlClient", "Heartbeats", "News"]
@@ -73,9 +73,7 @@ class ControlClient:
 
     def join_all(
         self,
-        leaves: Sequence[Leaf],
-        digest: bytes,
-        steps: int,
+        agreement: Agreement,
         stopped: Callable[[], bool],
         *,
         seconds: float = JOIN_SECONDS,
@@ -84,7 +82,7 @@ class ControlClient:
         """Join every shard in one term; waits for servers that are not there yet.
 
         Args:
-            leaves, digest, steps: what must be the same in every pod.
+            agreement: what must be the same in every pod.
             at: the term and the version that the caller holds, if any.
             stopped: asked between attempts; when it is true the wait ends.
 
@@ -100,7 +98,7 @@ class ControlClient:
             replies: list[JoinReply] = []
             for shard in range(self.shards):
                 try:
-                    replies.append(self.join(shard, leaves, digest, steps, at))
+                    replies.append(self.join(shard, agreement, at))
                 except PeerLost as error:
                     why = str(error)
                     break
@@ -121,16 +119,13 @@ class ControlClient:
                 _LOG.warning("waiting for the servers: %s", why)
             time.sleep(_BACK_OFF_SECONDS / 2)
 
-    def join(
-        self, shard: int, leaves: Sequence[Leaf], digest: bytes, steps: int, at: tuple[int, int] = (0, 0)
-    ) -> JoinReply:
+    def join(self, shard: int, agreement: Agreement, at: tuple[int, int] = (0, 0)) -> JoinReply:
         """Introduce this pod to one shard, once; the arguments are those of `join_all`. Raises as `_call` does."""
         request = JoinRequest(
             peer=self.peer,
             shard=shard,
-            leaves=leaves,
-            partition_digest=digest,
-            steps=steps,
+            leaves=agreement.leaves,
+            settings=agreement.settings,
             term=at[0],
             version=at[1],
         )

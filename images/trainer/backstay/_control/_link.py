@@ -33,6 +33,7 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .._coordination import Mode
 from ..errors import Refused
+from ._agreement import Agreement
 from ._auth import open_channel, refusal_of
 from ._sinks import ServerSink, deliver, unpack
 
@@ -55,16 +56,20 @@ def _key(gradient: GradientId) -> _Key:
 class Link:
     """A `Coordination` for one shard, over a `Coordinate` stream."""
 
-    def __init__(self, address: str, token: str, peer: Peer, sink: ServerSink, mode: Mode) -> None:
+    def __init__(
+        self, address: str, token: str, peer: Peer, agreement: Agreement, sink: ServerSink, mode: Mode
+    ) -> None:
         """
         Args:
             address: of shard 0's control service.
             token: the job's.
             peer: this server.
+            agreement: what it must have in common with the coordinator.
             sink: gets what the coordinator says, one call at a time.
             mode: the job's.
         """
         self._address, self._token, self._peer, self._sink, self._mode = address, token, peer, sink, mode
+        self._agreement = agreement
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[ShardMessage | None] | None = None
         self._held: dict[_Key, Staged] = {}
@@ -202,6 +207,8 @@ class Link:
                 prepared=self._prepared,
                 coordinator=self._coordinator,
                 begun=self._begun,
+                leaves=self._agreement.leaves,
+                settings=self._agreement.settings,
             )
             outgoing.put(ShardMessage(position=position))
             for staged in self._held.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from backstay_rpc.control_pb2 import (
     HeartbeatRequest,
     JoinReply,
     JoinRequest,
-    Leaf,
     LeaveReply,
     LeaveRequest,
     NormRequest,
@@ -36,11 +35,12 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 
 from .._coordination import Message
+from ._agreement import Agreement
 from ._auth import SERVER_OPTIONS, TokenInterceptor
 from ._driving import Driving
 from ._sinks import pack
 
-__all__ = ["ControlServer", "Host", "Peers", "first_difference"]
+__all__ = ["ControlServer", "Host", "Peers"]
 
 _THREADS = 32
 _SECOND_LOOK_SECONDS = 0.1
@@ -53,9 +53,7 @@ class Host(Protocol):
     incarnation: int
 
     @property
-    def leaves(self) -> Sequence[Leaf]: ...
-    @property
-    def digest(self) -> bytes: ...
+    def agreement(self) -> Agreement: ...
     @property
     def driving(self) -> Driving | None:
         """The coordinator; None on other shards than 0."""
@@ -98,23 +96,6 @@ class Peers:
         """By name, such as ``worker-3``."""
         with self._lock:
             return dict(self._newest)
-
-
-def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
-    """What the first leaf is in which two trees differ, in words; empty when they are the same."""
-    for own, other in zip(mine, theirs, strict=False):
-        if own.path != other.path:
-            return f"the server's leaf {own.path} stands where the caller has {other.path}"
-        if tuple(own.shape) != tuple(other.shape) or own.dtype != other.dtype:
-            return f"{own.path} is {_kind(own)} here and {_kind(other)} at the caller"
-    if len(mine) != len(theirs):
-        longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "at the caller")
-        return f"{longer[min(len(mine), len(theirs))].path} exists only {where}"
-    return ""
-
-
-def _kind(leaf: Leaf) -> str:
-    return f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]"
 
 
 class _RemoteSink:
@@ -190,19 +171,11 @@ class _Service(ControlServicer):
     def Join(self, request: JoinRequest, context: Any) -> JoinReply:  # noqa: N802
         host = self._host
         self._check(context, request.shard, request.expected_incarnation)
-        difference = first_difference(host.leaves, request.leaves)
+        difference = host.agreement.difference(
+            request.leaves, request.settings, f"{request.peer.role} {request.peer.index}", f"shard {host.shard}"
+        )
         if difference:
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the parameters of {request.peer.role} {request.peer.index} are not those of shard {host.shard}: "
-                f"{difference}; init must return the same tree in every pod",
-            )
-        if request.partition_digest != host.digest:
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"the optimizer of {request.peer.role} {request.peer.index} updates the parameters in another way than "
-                f"that of shard {host.shard}; the optimizer must be the same in every pod",
-            )
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, difference)
         why = host.not_ready()
         if why:
             # Before the peer is looked at: who does not serve has no say in who was replaced. A standby that is being
@@ -262,6 +235,12 @@ class _Service(ControlServicer):
         peer, position = first.hello, second.position
         if peer.role != "parameter-server" or peer.index == self._host.shard:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is no other shard")
+        here = f"{peer.role} {self._host.shard}"
+        difference = self._host.agreement.difference(
+            position.leaves, position.settings, f"{peer.role} {peer.index}", here
+        )
+        if difference:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, difference)
         self._see(context, peer)
         if position.coordinator > self._host.incarnation:
             self._host.superseded(position.coordinator)

@@ -89,10 +89,7 @@ class Evaluator:
                 self._tell()  # the one that was told may be gone
 
     def _join(self) -> None:
-        plan = self._plan
-        replies = self._control.join_all(
-            plan.leaves, plan.partition.digest, self._script.steps, self._stop.asked.is_set
-        )
+        replies = self._control.join_all(self._plan.agreement, self._stop.asked.is_set)
         self._metrics.joins.inc()
         self._heart.expect([reply.incarnation for reply in replies])
         self._joined = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from backstay_rpc.control_pb2 import Leaf
@@ -15,6 +16,7 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     import optax
 
+    from .._control import Agreement
     from .._update._partition import Partition
     from .._update._rules import Rule
 
@@ -23,15 +25,31 @@ __all__ = ["Plan", "Script", "evaluation_of"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How the parameters are laid out and updated; the same in every pod, which the digest proves."""
+    """How the parameters are laid out and updated, and what a pod shows of that when it joins.
+
+    Attributes:
+        arguments: those of `train` that must be the same in every pod, as text.
+    """
 
     partition: Partition
     rule: Rule
+    arguments: Mapping[str, str]
 
-    @property
-    def leaves(self) -> list[Leaf]:
+    @cached_property
+    def agreement(self) -> Agreement:
         """For joining."""
-        return [Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in self.partition.tree.leaves]
+        from .._control._agreement import CONSTANTS, LAYOUT, PROGRAM, STRUCTURE, Agreement
+
+        parts = self.partition
+        settings = {
+            LAYOUT: parts.digest.hex(),
+            STRUCTURE: parts.structure_digest.hex(),
+            PROGRAM: parts.program_digest.hex(),
+            CONSTANTS: " ".join(self.rule.program.constants),
+            **self.arguments,
+        }
+        leaves = (Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
+        return Agreement(tuple(leaves), settings)
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,12 @@ class Script:
 
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)))
         rule = analyse(self.optimizer, tree)
-        return Plan(partition(tree, rule, shards), rule)
+        arguments = {
+            "steps": str(self.steps),
+            "seed": str(self.seed),
+            "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
+        }
+        return Plan(partition(tree, rule, shards), rule, arguments)
 
     def initial(self) -> Any:
         """The parameters of version 0."""

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from backstay_rpc.control_pb2 import (
@@ -16,7 +16,6 @@ from backstay_rpc.control_pb2 import (
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
-    Leaf,
     NormRequest,
     Peer,
     ProgressReply,
@@ -30,7 +29,7 @@ from backstay_spec.quorum import quorum_of
 
 from .. import _faults
 from .._checkpoint import CheckpointStore
-from .._control import ControlClient, ControlServer, Driving, Link, Peers
+from .._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
 from .._coordination import Intervals, Liveness
 from .._coordination.seam import Coordination
 from .._process._environment import Environment
@@ -98,7 +97,6 @@ class Server:
         self._superseded: Superseded | None = None
         self._closing = False
         self._told = threading.Event()
-        self._leaves = plan.leaves
         self._wake = threading.Event()
         stop.then(self._wake.set)
         self._ready = False
@@ -133,7 +131,7 @@ class Server:
             )
             coordination: Coordination = self._driving
         else:
-            self._link = Link(environment.servers[0], environment.token, self._peer, self, config.mode)
+            self._link = Link(environment.servers[0], environment.token, self._peer, plan.agreement, self, config.mode)
             coordination = self._link
         self._coordination = coordination
         self._writer: CheckpointWriter | None = None
@@ -149,7 +147,7 @@ class Server:
         self._replication: Replication | None = None
         if config.standbys:
             self._replication = Replication(
-                plan.partition.digest,
+                plan.agreement.digest,
                 incarnation=self.incarnation,
                 admitted=self._admit_replica,
                 let_go=self._let_go,
@@ -157,7 +155,7 @@ class Server:
             )
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
-            plan.partition.digest,
+            plan.agreement.digest,
             Timed(coordination, self),
             incarnation=self.incarnation,
             mode=config.mode,
@@ -469,12 +467,8 @@ class Server:
     # ---- Host ----
 
     @property
-    def leaves(self) -> Sequence[Leaf]:
-        return self._leaves
-
-    @property
-    def digest(self) -> bytes:
-        return self._plan.partition.digest
+    def agreement(self) -> Agreement:
+        return self._plan.agreement
 
     @property
     def driving(self) -> Driving | None:

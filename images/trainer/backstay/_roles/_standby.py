@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from backstay_rpc.control_pb2 import (
@@ -13,13 +13,12 @@ from backstay_rpc.control_pb2 import (
     HeartbeatRequest,
     Hello,
     JoinReply,
-    Leaf,
     Peer,
     ProgressReply,
     ProgressRequest,
 )
 
-from .._control import ControlClient, ControlServer, Driving, Peers
+from .._control import Agreement, ControlClient, ControlServer, Driving, Peers
 from .._process._environment import Environment
 from .._process._exit import Stop
 from .._shard._follower import Follower, Held
@@ -131,7 +130,7 @@ class Standby:
             shard=self.shard,
             expected_incarnation=reply.incarnation,
             term=reply.term,
-            partition_digest=self._plan.partition.digest,
+            partition_digest=self._plan.agreement.digest,
         )
         stream = ClientStream(reply.data_address, hello, self._env.token)
         try:
@@ -145,19 +144,15 @@ class Standby:
         # Another connection each time: what its Service leads to may have changed since.
         client = ControlClient(self._env.servers, self._env.token, self._peer)
         try:
-            return client.join(self.shard, self._plan.leaves, self._plan.partition.digest, self._script.steps)
+            return client.join(self.shard, self._plan.agreement)
         finally:
             client.close()
 
     # ---- Host ----
 
     @property
-    def leaves(self) -> Sequence[Leaf]:
-        return self._plan.leaves
-
-    @property
-    def digest(self) -> bytes:
-        return self._plan.partition.digest
+    def agreement(self) -> Agreement:
+        return self._plan.agreement
 
     @property
     def driving(self) -> Driving | None:

@@ -83,7 +83,6 @@ class Worker:
         self._peer = Peer(
             role=environment.role, index=self._rank, incarnation=environment.incarnation, pod=environment.pod_name
         )
-        self._leaves = plan.leaves
         self._joined = False
         self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
         self._control = ControlClient(environment.servers, environment.token, self._peer)
@@ -295,9 +294,7 @@ class Worker:
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._compiled else COMPILING
         replies = self._control.join_all(
-            self._leaves,
-            self._plan.partition.digest,
-            self._script.steps,
+            self._plan.agreement,
             self._stop.asked.is_set,
             at=(self._term, self._heart.version),
         )
@@ -326,7 +323,7 @@ class Worker:
             shard=shard,
             expected_incarnation=reply.incarnation,
             term=reply.term,
-            partition_digest=self._plan.partition.digest,
+            partition_digest=self._plan.agreement.digest,
         )
 
     def _disconnect(self) -> None:

@@ -47,9 +47,9 @@ class Admission:
         if hello.partition_digest != self._digest:
             raise Refusal(
                 "INVALID_ARGUMENT",
-                f"the partition differs: {hello.partition_digest.hex()[:16] or 'none'} there, "
-                f"{self._digest.hex()[:16]} here; parameters, optimizer and number of shards must be the same in "
-                "every pod",
+                f"the digest of {_name(hello)} is {hello.partition_digest.hex()[:16] or 'missing'}, and that of shard "
+                f"{self._shard} is {self._digest.hex()[:16]}: parameters, optimizer, steps, seed, clip_norm and number "
+                "of shards must be the same in every pod",
             )
 
     def check_peer(self, hello: Hello) -> None:

@@ -1,0 +1,100 @@
+"""What all pods of a run must have in common: parameters, optimizer, arguments of `train`. Compared on joining."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from backstay_rpc.control_pb2 import Leaf
+
+__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "STRUCTURE", "Agreement", "first_difference"]
+
+STRUCTURE: Final = "optimizer_state"
+PROGRAM: Final = "optimizer"
+CONSTANTS: Final = "optimizer_constants"
+LAYOUT: Final = "layout"
+_SHOWN: Final = 6
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """
+    Attributes:
+        leaves: of the parameters.
+        settings: by name, as text: the arguments of `train` under their own names, and digests in hex under
+            `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
+    """
+
+    leaves: tuple[Leaf, ...]
+    settings: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the settings, for the data streams. `LAYOUT` covers the leaves."""
+        text = json.dumps(dict(self.settings), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
+
+    def difference(self, leaves: Sequence[Leaf], settings: Mapping[str, str], peer: str, here: str) -> str:
+        """Why a peer cannot train with this pod; empty if both agree.
+
+        Args:
+            leaves, settings: the peer's.
+            peer, here: how the message names the peer and this pod.
+        """
+        leaf = first_difference(self.leaves, leaves)
+        if leaf:
+            return (
+                f"the parameters of {peer} are not those of {here}: {leaf}; init must return the same tree in every pod"
+            )
+        names = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS})
+        names = [name for name in names if self.settings.get(name) != settings.get(name)]
+        found = [self._words(name, settings.get(name), peer, here) for name in names if name in _ARGUMENTS]
+        if PROGRAM in names or STRUCTURE in names:
+            found.append(self._optimizer(STRUCTURE in names, settings.get(CONSTANTS, ""), peer, here))
+        if names and not found:
+            found = [f"the number of shards, or the version of Backstay, is not the same ({', '.join(names)})"]
+        if not found:
+            return ""
+        return f"{peer} does not agree with {here}: {'; '.join(found)}. The script must be the same in every pod."
+
+    def _words(self, name: str, theirs: str | None, peer: str, here: str) -> str:
+        mine = self.settings.get(name)
+        return f"{name} is {theirs or 'unknown'} in {peer} and {mine or 'unknown'} in {here}"
+
+    def _optimizer(self, structure: bool, constants: str, peer: str, here: str) -> str:
+        mine, theirs = self.settings.get(CONSTANTS, "").split(), constants.split()
+        only_mine = [text for text in mine if text not in theirs]
+        only_theirs = [text for text in theirs if text not in mine]
+        what = "the optimizer's state has other arrays" if structure else "the optimizer computes another update"
+        if not only_mine and not only_theirs:
+            return f"{what} in {peer} than in {here}, with the same constants"
+        return f"{what} in {peer}: its constants have {_some(only_theirs)} where {here} has {_some(only_mine)}"
+
+
+_ARGUMENTS: Final = frozenset({"steps", "seed", "clip_norm"})
+
+
+def _some(texts: Sequence[str]) -> str:
+    shown = ", ".join(texts[:_SHOWN]) or "none"
+    return f"{shown} and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else shown
+
+
+def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
+    """What the first leaf is in which two trees differ, in words; empty when they are the same."""
+    for own, other in zip(mine, theirs, strict=False):
+        if own.path != other.path:
+            return f"the server's leaf {own.path} stands where the caller has {other.path}"
+        if tuple(own.shape) != tuple(other.shape) or own.dtype != other.dtype:
+            return f"{own.path} is {_kind(own)} here and {_kind(other)} at the caller"
+    if len(mine) != len(theirs):
+        longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "at the caller")
+        return f"{longer[min(len(mine), len(theirs))].path} exists only {where}"
+    return ""
+
+
+def _kind(leaf: Leaf) -> str:
+    return f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]"

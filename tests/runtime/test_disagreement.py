@@ -1,0 +1,97 @@
+"""T4, T6: pods that compute different updates never train together; the refusal says what differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backstay._control import Agreement
+from backstay_rpc.control_pb2 import Leaf
+
+LEAVES = (Leaf(path="w", shape=[2], dtype="float32"),)
+SETTINGS = {
+    "layout": "aa",
+    "optimizer": "bb",
+    "optimizer_state": "cc",
+    "optimizer_constants": "-0.1 0.9",
+    "steps": "10",
+    "seed": "0",
+    "clip_norm": "None",
+}
+CASES = [
+    ({"steps": "11"}, ["steps is 11 in worker 3 and 10 in shard 0"]),
+    ({"seed": "1"}, ["seed is 1 in worker 3 and 0 in shard 0"]),
+    ({"clip_norm": "0.5"}, ["clip_norm is 0.5 in worker 3 and None in shard 0"]),
+    (
+        {"layout": "ab", "optimizer": "bc", "optimizer_constants": "-0.01 0.9"},
+        ["the optimizer computes another update in worker 3: its constants have -0.01 where shard 0 has -0.1"],
+    ),
+    (
+        {"layout": "ab", "optimizer": "bc", "optimizer_state": "cd"},
+        ["the optimizer's state has other arrays in worker 3 than in shard 0, with the same constants"],
+    ),
+    ({"layout": "ab"}, ["the number of shards, or the version of Backstay, is not the same (layout)"]),
+    ({"steps": "11", "seed": "1"}, ["seed is 1 in worker 3", "steps is 11 in worker 3"]),
+    ({"a later setting": "1"}, ["the version of Backstay, is not the same (a later setting)"]),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), CASES)
+def test_what_differs_is_named(changed: dict[str, str], said: list[str]) -> None:
+    mine = Agreement(LEAVES, SETTINGS)
+    text = mine.difference(LEAVES, SETTINGS | changed, "worker 3", "shard 0")
+    assert [part for part in said if part not in text] == []
+    assert mine.digest != Agreement(LEAVES, SETTINGS | changed).digest
+
+
+def test_who_agrees_is_not_refused() -> None:
+    mine = Agreement(LEAVES, SETTINGS)
+    backwards = dict(reversed(SETTINGS.items()))
+    assert mine.difference(LEAVES, backwards, "worker 3", "shard 0") == ""
+    assert mine.digest == Agreement(LEAVES, backwards).digest
+
+
+@pytest.mark.parametrize("missing", sorted(SETTINGS))
+def test_a_setting_that_a_peer_does_not_send_is_a_difference(missing: str) -> None:
+    theirs = {name: text for name, text in SETTINGS.items() if name != missing}
+    text = Agreement(LEAVES, SETTINGS).difference(LEAVES, theirs, "worker 3", "shard 0")
+    assert (text == "") == (missing == "optimizer_constants")  # the constants only explain
+
+
+def test_t4_a_server_with_another_learning_rate_is_refused(job, tmp_path: Path) -> None:
+    """Real processes: shard 1 by the coordinator, and a worker, a worker of other steps and an evaluator by shard 0."""
+    tiny = job(2, 2, evaluator=True, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
+    tiny.server(0)
+    other_server = tiny.server(1, LEARNING_RATE="1e-3")
+    other_worker = tiny.worker(0, LEARNING_RATE="1e-3")
+    other_steps = tiny.worker(1, STEPS="9")
+    other_seed = tiny.start("evaluator", 0, SEED="7")
+    for pod, peer in ((other_server, "parameter-server 1"), (other_worker, "worker 0")):
+        assert pod.wait() == 1
+        words = pod.words()
+        assert words["result"] == "Refused"
+        assert f"the optimizer computes another update in {peer}" in str(words["message"])
+        assert "-0.001 where" in str(words["message"])
+        assert "has -0.01" in str(words["message"])
+    assert other_steps.wait() == 1
+    assert "steps is 9 in worker 1 and 8 in shard 0" in str(other_steps.words()["message"])
+    assert other_seed.wait() == 1
+    assert "seed is 7 in evaluator 0 and 0 in shard 0" in str(other_seed.words()["message"])
+    # With the right ones in their places the job trains to its end.
+    tiny.server(1, 1)
+    workers = [tiny.worker(rank, 1) for rank in range(2)]
+    tiny.start("evaluator", 0, 1)
+    assert [pod.wait() for pod in workers] == [0, 0]
+    assert tiny.pods[0].wait() == 0
+
+
+def test_t6_a_standby_with_another_learning_rate_is_refused(job) -> None:
+    tiny = job(1, 1, standbys=1)
+    tiny.environment = {"BACKSTAY_ACTIVE": "1"}
+    tiny.server(0, 1)
+    ports = dict(zip(("BACKSTAY_PORT", "BACKSTAY_DATA_PORT", "BACKSTAY_METRICS_PORT"), tiny.ports(), strict=True))
+    ports = {name: str(port) for name, port in ports.items()}
+    standby = tiny.server(0, 2, LEARNING_RATE="1e-3", **ports)
+    assert standby.wait() == 1
+    assert "the optimizer computes another update in parameter-server 0" in str(standby.words()["message"])
