@@ -246,7 +246,7 @@ def twice_struck(job: Job) -> int:
     found = 0
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-0-*/trainer.log*"):
         # The coordinator says the one where another shard was lost, and the other where it is a new one itself.
-        back = r"^([\d:]{8}) .*: (?:a shard was lost: training starts again|starting at step [1-9])"
+        back = r"^([\d:]{8}) .*: (?:a shard was lost: back to step|continuing from the checkpoint)"
         for clock in re.findall(back, log.read_text(errors="replace"), re.M):
             # The operator may be dead meanwhile: it counts what died when it is there again, and promotes then.
             of_shard = Counter(shard for at, shard in died if -8 <= seconds(at) - seconds(clock) <= 2)

@@ -21,7 +21,7 @@ from backstay_operator.metrics import Metrics
 from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
 from backstay_spec import contract
-from backstay_spec.observed import Progress, Stalled
+from backstay_spec.observed import Progress, Stalled, TermStart
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,10 @@ def combine(
             "examples_per_second": coordinator.examples_per_second,
             "world": coordinator.world or None,
             "metrics": dict(coordinator.metrics),
+            "train_metrics": dict(coordinator.train_metrics),
+            "evaluated_step": coordinator.evaluation_step or None,
+            "evaluation_error": coordinator.evaluation_error,
+            "term_start": _term_start(coordinator),
             "done": coordinator.done,
         }
         if stored is not None:
@@ -137,11 +141,25 @@ def combine(
 
 
 def carried(before: Progress | None, after: Progress) -> Progress:
-    """`after`, and what the servers that it did not reach said before of their standbys: it is what they left."""
+    """`after`, and of `before` what servers that `after` did not reach have left: their standbys, and the last step."""
+    here = (after.term, after.step) if after.term is not None and after.step is not None else None
     if before is None:
-        return after
+        return replace(after, last=here)
     left = {shard: standby for shard, standby in before.in_sync.items() if shard not in after.reached}
-    return replace(after, in_sync={**left, **after.in_sync})
+    began_now = here is not None and before.last is not None and before.last[0] < here[0]
+    return replace(
+        after,
+        in_sync={**left, **after.in_sync},
+        last=here or before.last,
+        step_before_term=before.last[1] if began_now and before.last else before.step_before_term,
+    )
+
+
+def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:
+    if not reply.HasField("term_start"):
+        return None
+    start = reply.term_start
+    return TermStart(start.term, start.step, start.checkpoint, start.redone)
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:

@@ -25,6 +25,23 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
+class TermStart:
+    """Where the coordinator's term began.
+
+    Attributes:
+        term: the term.
+        step: its first version.
+        checkpoint: the URI of that version's checkpoint; empty: the initial parameters.
+        redone: updates of the previous term after `step`, as far as this coordinator applied them itself.
+    """
+
+    term: int
+    step: int
+    checkpoint: str = ""
+    redone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """What a job's servers answered last on the control channel (O8), put together from one round of calls.
 
@@ -35,6 +52,12 @@ class Progress:
         asked: uid of a server's pod that has not answered yet -> when it was called first.
         in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
+        train_metrics: what `loss` returned beside the loss, mean of the newest update.
+        evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
+        evaluation_error: why the newest evaluation returned no metrics; empty when it did.
+        term_start: where `term` began.
+        last: the newest term and step that a coordinator reported, in this round or an earlier one.
+        step_before_term: the last step that was reported in the term before `term`.
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
@@ -61,6 +84,12 @@ class Progress:
     checkpoint_uri: str = ""
     checkpoint_error: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    train_metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluated_step: int | None = None
+    evaluation_error: str = ""
+    term_start: TermStart | None = None
+    last: tuple[int, int] | None = None
+    step_before_term: int | None = None
     done: bool = False
 
     def followed(self, shard: int, serving: int) -> bool:

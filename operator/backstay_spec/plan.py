@@ -26,7 +26,7 @@ from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
-from backstay_spec.planner import conditions, end, replacement, report, services, surplus
+from backstay_spec.planner import conditions, end, history, replacement, report, services, surplus
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, Failure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
@@ -184,6 +184,8 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     outline = replace(outline, record=decided.record, effects=decided.effects)
     if decided.effects.failure is not None:
         return _ended(facts, outline, decided.effects.failure)
+    news = history.judge(facts)
+    outline = replace(outline, fields={**outline.fields, **news.fields})
     record, obstructed = decided.record, decided.effects.obstructed
     objects = _objects(facts, decided, slots)
     said = [
@@ -194,7 +196,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     ]
     outline = replace(
         outline,
-        effects=decided.effects + objects + Effects(wake=conditions.slow_start(facts, obstructed)),
+        effects=decided.effects + objects + Effects(events=news.events, wake=conditions.slow_start(facts, obstructed)),
         said=outline.said + tuple(said),
         all_created=conditions.all_created(facts, record, slots, decided.effects),
     )

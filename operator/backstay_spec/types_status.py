@@ -192,6 +192,12 @@ class TrainingJobStatus(StatusModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     """What `evaluate` returned last; finite values only."""
 
+    evaluated_step: int | None = None
+    """The step that was evaluated last."""
+
+    train_metrics: dict[str, float] = Field(default_factory=dict)
+    """What `loss` returned beside the loss, mean of the newest update; finite values only."""
+
     replicas: int = 0
     """Worker pods that exist: for the scale subresource."""
 
@@ -227,4 +233,8 @@ class TrainingJobStatus(StatusModel):
         """The status as JSON for the API server: camelCase, absent values left out, and so are empty maps of what
         most jobs have none of."""
         written = self.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return {name: value for name, value in written.items() if value or name not in ("metrics", "backoff")}
+        return {
+            name: value
+            for name, value in written.items()
+            if value or name not in ("metrics", "trainMetrics", "backoff")
+        }

@@ -80,11 +80,21 @@ def test_the_slow_one_is_a_straggler_with_its_delay() -> None:
 
 def test_the_rate_is_that_of_the_window_and_falls_when_nothing_happens() -> None:
     rate = Rate(window=10)
-    assert rate.per_second(0) == 0
+    assert rate.per_second(0) is None
     for second in range(101):
         rate.add(second, 5)
     assert rate.per_second(100) == pytest.approx(5)
     assert rate.per_second(200) < 1
+
+
+def test_a_burst_at_the_start_is_no_rate() -> None:
+    """Gradients that waited for a server are applied within milliseconds: their rate was shown as 11,169 examples/s."""
+    rate = Rate()
+    for now in (0.0, 0.002, 0.004, 0.9):
+        rate.add(now, 20)
+        assert rate.per_second(now) is None
+    rate.add(1.5, 20)
+    assert rate.per_second(1.5) == pytest.approx(80 / 1.5)
 
 
 def test_the_silence_of_a_process_that_was_stopped_is_its_own() -> None:

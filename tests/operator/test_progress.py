@@ -15,7 +15,7 @@ from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Poller, Round, Server, address_of, carried, combine, urgent
 from backstay_rpc import control_pb2 as pb
 from backstay_rpc import control_pb2_grpc
-from backstay_spec.observed import Progress, Stalled
+from backstay_spec.observed import Progress, Stalled, TermStart
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TOKEN = "secret"
@@ -239,7 +239,7 @@ def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_o
 def test_what_a_server_said_of_its_standby_outlives_it() -> None:
     """O4, T6: it is asked for when the server is dead."""
     before = Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={0: 2, 1: 2})
-    assert carried(None, before) == before
+    assert carried(None, before) == before  # it has no term yet
     assert carried(before, Progress(taken=NOW, reached=frozenset({1}))).in_sync == {0: 2}
     assert carried(before, Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={1: 3})).in_sync == {1: 3}
 
@@ -247,3 +247,32 @@ def test_what_a_server_said_of_its_standby_outlives_it() -> None:
 def test_addresses() -> None:
     assert address_of("10.0.0.1") == "10.0.0.1:7077"
     assert address_of("fd00::1") == "[fd00::1]:7077"
+
+
+def test_the_step_before_a_new_term_is_carried_over_rounds_without_the_coordinator() -> None:
+    """The new coordinator does not have the number, and the old one is gone."""
+
+    def answer(before: Progress | None, **fields: Any) -> Progress:
+        return carried(before, Progress(taken=NOW, **fields))
+
+    seen = answer(None, term=1, step=150)
+    seen = answer(seen, term=1, step=157)
+    seen = answer(seen)  # shard 0 did not answer
+    seen = answer(seen, term=2, step=105)
+    assert seen.step_before_term == 157
+    seen = answer(seen)
+    assert answer(seen, term=2, step=110).step_before_term == 157
+    assert answer(seen, term=3, step=100).step_before_term == 105
+
+
+def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
+    start = pb.TermStart(term=2, step=105, checkpoint="/ck", redone=52)
+    reply = pb.ProgressReply(term=2, step=106, term_start=start, evaluation_step=100, evaluation_error="no")
+    reply.train_metrics["rmse"] = 0.5
+    seen = combine({0: reply, 1: pb.ProgressReply(term=2)}, NOW)
+    assert seen is not None
+    assert seen.term_start == TermStart(2, 105, "/ck", 52)
+    assert (seen.evaluated_step, seen.evaluation_error, seen.train_metrics) == (100, "no", {"rmse": 0.5})
+    silent = combine({0: pb.ProgressReply(term=2, step=106)}, NOW)
+    assert silent is not None
+    assert (silent.term_start, silent.evaluated_step) == (None, None)

@@ -42,7 +42,7 @@ def test_t7_a_server_that_dies_before_a_file_is_renamed_leaves_the_checkpoint_be
     for name, value in tiny.reference().items():
         if name.isdigit():
             np.testing.assert_allclose(tiny.params(worker)[name], value, rtol=1e-9, atol=1e-12)
-    again = re.search(r"training starts again at step (\d+), in term 2", tiny.pods[0].output())
+    again = re.search(r"back to step (\d+) in term 2", tiny.pods[0].output())
     assert struck
     assert again
     assert 0 < int(again[1]) < int(struck[1])

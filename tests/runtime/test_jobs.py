@@ -130,7 +130,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     # The metrics of a pod need no token.
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as reply:
         text = reply.read().decode()
-    later = {"backstay_evaluation", "backstay_straggler_delay_seconds"}
+    later = {"backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     assert {name for name in metric_names() if f"\n{name}{{" not in text} == later
     assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="ParameterServer"} 0.0' in text
     # Told to stop, a server without checkpoints just ends, and its worker leaves as well.
@@ -176,5 +176,5 @@ def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 1
     server, worker = tiny.server(0, 1), tiny.worker(0, 1)
     assert [server.wait(), worker.wait()] == [0, 0]
-    assert "starting at step" in server.output()
+    assert "continuing from the checkpoint" in server.output()
     assert_same(tiny.params(worker), tiny.reference())

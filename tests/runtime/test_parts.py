@@ -177,5 +177,7 @@ def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
         configure("text", "", "")
         reporter.report(11.0, 4, None, 1.0, force=True)
         assert capsys.readouterr().err.endswith("step 4/100  1.0 examples/s\n")
+        reporter.report(12.0, 5, 0.5, None, {"rmse": 0.25, "accuracy": 1.0}, force=True)
+        assert capsys.readouterr().err.endswith("step 5/100  loss 0.5  accuracy 1  rmse 0.25\n")
     finally:
         logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]

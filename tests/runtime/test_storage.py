@@ -62,7 +62,7 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     # Damaged behind our back: the next start names it and goes on from the one before.
     manifest.write_bytes(manifest.read_bytes()[:200])
     again = tiny.server(0, 1)
-    tiny.wait_for(again, "starting at step")
+    tiny.wait_for(again, "continuing from the checkpoint")
     said = again.output()
     assert f"passed over a checkpoint that is not whole: {manifest.name}" in said
-    assert "starting at step 2 " in said, output
+    assert "continuing from the checkpoint of step 2: " in said, output

@@ -17,7 +17,8 @@ class Result:
         params: the parameters after the last update, the same pytree as `init` returned.
         step: how many updates were applied.
         loss: the loss of the newest gradient that this process computed; None when it computed none.
-        metrics: what `evaluate` returned for `params`; empty where it was not called.
+        metrics: what `evaluate` returned for `params`, in a job the same in every worker; empty where it was not called
+            or failed.
         checkpoint: where the last checkpoint is; None when none is stored.
         train_metrics: what `loss` returned beside the loss, of the newest gradient.
     """

@@ -124,7 +124,8 @@ def _alone(script: Script) -> Result:
     def on_update(update: Update) -> None:
         now = time.monotonic()
         rate.add(now, update.examples if update.applied else 0)
-        reporter.report(now, update.step, update.loss, rate.per_second(now), force=update.step == script.steps)
+        last = update.step == script.steps
+        reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last)
 
     result = train_local(
         script.init,

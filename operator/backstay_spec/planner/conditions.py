@@ -199,7 +199,7 @@ def running(facts: Facts, record: Record, slots: Sequence[Slot]) -> list[Stateme
     workers = any(slot.role == contract.ROLE_WORKER for slot in ready)
     stepped = facts.progress is not None and (facts.progress.step or 0) > (facts.old.step or 0)
     if (servers and workers) or stepped:
-        event = normal("Running", f"training has begun: {len(ready)} of {len(slots)} pods are ready")
+        event = normal("Running", "training has begun")
         return [Statement(kind, True, "Training", "all servers and at least one worker are ready", event)]
     pods = (facts.pod(slot, record.current(slot)) for slot in slots)
     if any(pod is not None and pod.started for pod in pods):

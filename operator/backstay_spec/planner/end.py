@@ -78,6 +78,7 @@ def _success(facts: Facts, found: Outcome) -> Success:
         fields["loss"] = readable(found.loss, 6)
     if found.metrics:
         fields["metrics"] = dict(found.metrics)
+        fields["evaluated_step"] = step
     stored = f", stored as {found.checkpoint}" if found.checkpoint else ""
     if found.result == "AlreadyComplete":
         text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"

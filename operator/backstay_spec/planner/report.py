@@ -134,6 +134,8 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         said["loss"] = readable(progress.loss, 6)
     if progress.metrics:
         said["metrics"] = finite(progress.metrics)
+    if progress.train_metrics:
+        said["train_metrics"] = {name: readable(value, 6) for name, value in finite(progress.train_metrics).items()}
     if progress.checkpoint_step is not None:
         said["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
     return before.model_copy(update=said)

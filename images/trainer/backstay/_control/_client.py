@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -54,6 +54,7 @@ class News:
     failed: str = ""
     checkpoint: str = ""
     checkpoint_step: int = 0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
     world: int = 0
 
 
@@ -298,6 +299,7 @@ class Heartbeats:
                 failed=news.failed or reply.failed,
                 checkpoint=reply.checkpoint or news.checkpoint,
                 checkpoint_step=reply.checkpoint_step if reply.checkpoint else news.checkpoint_step,
+                evaluation=dict(reply.evaluation) or news.evaluation,
                 world=reply.world,
             )
             self._changed.notify_all()

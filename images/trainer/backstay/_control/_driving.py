@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, ShardMessage, Staged, Written
+from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, Rollback, ShardMessage, Staged, Written
 
 from .._coordination import (
     CheckpointFailed,
@@ -222,6 +222,14 @@ class Driving:
         """A copy of what is decided."""
         with self._lock:
             return self._coordinator.state.copy()
+
+    @property
+    def start_of_term(self) -> Rollback:
+        """Where the current term began."""
+        with self._lock:
+            copy = Rollback()
+            copy.CopyFrom(self._coordinator.start_of_term)
+            return copy
 
     def _newest_term(self) -> int:
         with self._lock:

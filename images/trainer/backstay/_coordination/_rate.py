@@ -1,4 +1,4 @@
-"""How much was done a second, over a sliding window."""
+"""How much was done per second, over a sliding window."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections import deque
 
 __all__ = ["Rate"]
 
+_LEAST_SECONDS = 1.0
+"""Over a shorter time the rate is that of a burst: gradients that wait when training begins are applied at once."""
+
 
 class Rate:
-    """Amounts over the last `window` seconds; since the first one while there are fewer."""
+    """Amounts over the last `window` seconds; since the first amount while there are fewer."""
 
     def __init__(self, window: float = 30.0) -> None:
         self._window = window
@@ -16,19 +19,21 @@ class Rate:
         self._sum = 0.0
 
     def add(self, now: float, amount: float) -> None:
-        """`amount` was done since the one before."""
+        """`amount` was done since the previous call."""
         self._amounts.append((now, amount))
         self._sum += amount
-        # The oldest one only says when the window began: what it did took place before.
+        # The oldest amount only marks when the window began: its work was done before.
         while len(self._amounts) > 2 and self._amounts[1][0] <= now - self._window:
             self._sum -= self._amounts.popleft()[1]
 
-    def per_second(self, now: float) -> float:
-        """0 until there are two amounts."""
-        if len(self._amounts) < 2:
-            return 0.0
+    def per_second(self, now: float) -> float | None:
+        """The rate at `now`; None until the amounts span a second."""
+        if not self._amounts:
+            return None
         began, first = self._amounts[0]
         ended = self._amounts[-1][0]
-        # What stands still slows down the rate, but not the moment after an amount.
+        if ended - began < _LEAST_SECONDS:
+            return None
+        # A standstill lowers the rate, but not right after an amount.
         seconds = max(ended, now - self._window / 2) - began
-        return (self._sum - first) / seconds if seconds > 0 else 0.0
+        return (self._sum - first) / seconds

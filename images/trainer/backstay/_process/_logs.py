@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 __all__ = ["Reporter", "configure"]
@@ -61,25 +62,42 @@ class Reporter:
         self._last: float | None = None
 
     def report(
-        self, now: float, step: int, loss: float | None, examples_per_second: float, *, force: bool = False
+        self,
+        now: float,
+        step: int,
+        loss: float | None,
+        examples_per_second: float | None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        force: bool = False,
     ) -> None:
-        """Now or, when the last line is too young, not at all. `now` is any monotonic time in seconds."""
+        """Write a line now or, if the last line is too recent, not at all.
+
+        Args:
+            now: any monotonic time in seconds.
+            step: the number of updates.
+            loss, examples_per_second: None where they are not known yet.
+            metrics: what `loss` returned beside the loss.
+            force: write the line in any case.
+        """
         if not force and self._last is not None and now - self._last < self._seconds:
             return
         self._last = now
         shown = "" if loss is None else f"  loss {loss:.6g}"
+        shown += "".join(f"  {name} {value:.6g}" for name, value in sorted((metrics or {}).items()))
+        shown += "" if examples_per_second is None else f"  {examples_per_second:.1f} examples/s"
         self._log.info(
-            "step %d/%d%s  %.1f examples/s",
+            "step %d/%d%s",
             step,
             self._steps,
             shown,
-            examples_per_second,
             extra={
                 "fields": {
                     "step": step,
                     "steps": self._steps,
                     "loss": loss,
-                    "examplesPerSecond": round(examples_per_second, 3),
+                    "metrics": dict(metrics or {}),
+                    "examplesPerSecond": None if examples_per_second is None else round(examples_per_second, 3),
                 }
             },
         )

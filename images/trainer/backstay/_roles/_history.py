@@ -82,7 +82,7 @@ def begin_history(
         return Driving(successor, storage, leader), False
     state, checkpoint = storage.newest(0)
     if checkpoint:
-        _LOG.info("starting at step %d from %s", state.version, checkpoint)
+        _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
     leader.start(state, checkpoint, state.version)
     coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps

@@ -11,7 +11,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from backstay_rpc.control_pb2 import CheckpointReport, EvaluatedRequest, GradientInfo, ProgressReply, Staged
+from backstay_rpc.control_pb2 import (
+    CheckpointReport,
+    EvaluatedRequest,
+    GradientInfo,
+    ProgressReply,
+    Rollback,
+    Staged,
+    TermStart,
+)
 
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
 from .._process._logs import Reporter
@@ -43,7 +51,9 @@ class Leader:
         self._per_second: float | None = None
         self._train_metrics: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
+        self._evaluation_step = 0
         self._evaluation_error = ""
+        self._redone = 0
         self._contributed: dict[int, int] = {}
         self._checkpoint = CheckpointReport()
         self._first_staged: float | None = None
@@ -91,10 +101,13 @@ class Leader:
             self._rate.add(now, examples)
             rate = self._per_second = self._rate.per_second(now)
             loss = self._know(infos)
+            train_metrics = self._train_metrics
         self._metrics.loss.set(loss)
-        self._metrics.examples_per_second.set(rate)
+        self._metrics.examples_per_second.set(rate or 0.0)
+        for name, value in train_metrics.items():
+            self._metrics.train(name).set(value)
         if not updated.adopted:
-            self._reporter.report(now, self._step, loss, rate, force=commit.final)
+            self._reporter.report(now, self._step, loss, rate, train_metrics, force=commit.final)
 
     def _know(self, infos: Sequence[GradientInfo]) -> float:
         """The mean loss of an update's gradients."""
@@ -108,10 +121,13 @@ class Leader:
         with self._lock:
             lost = max(0, self._step - state.version)
             self._step = state.version
+            self._redone = lost
             self._liveness.moved(now, state.version)
         self._metrics.redone.inc(lost)
         self._metrics.term.set(state.term)
-        _LOG.warning("a shard was lost: training starts again at step %d, in term %d", state.version, state.term)
+        _LOG.warning(
+            "a shard was lost: back to step %d in term %d: %d updates are redone", state.version, state.term, lost
+        )
 
     def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None:
         """See `Observer`."""
@@ -159,14 +175,16 @@ class Leader:
         if request.error:
             _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
             with self._lock:
-                self._evaluation_error = f"at step {request.step}: {request.error}"
+                self._evaluation_error, self._evaluation_step = request.error, request.step
+            self._metrics.evaluation_step.set(request.step)
             return
         metrics = dict(request.metrics)
         with self._lock:
             self._evaluation_error = ""
-            self._evaluation = metrics
+            self._evaluation, self._evaluation_step = metrics, request.step
         for name, value in metrics.items():
             self._metrics.evaluation(name).set(value)
+        self._metrics.evaluation_step.set(request.step)
         shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": metrics}})
 
@@ -174,6 +192,18 @@ class Leader:
         """What the newest evaluation returned."""
         with self._lock:
             return dict(self._evaluation)
+
+    def evaluation_of(self, step: int) -> dict[str, float]:
+        """What the evaluation of this step returned; empty if it failed or is not the newest one."""
+        with self._lock:
+            found = self._evaluation_step == step and not self._evaluation_error
+            return dict(self._evaluation) if found else {}
+
+    @property
+    def redone(self) -> int:
+        """Updates of the previous term that this one makes again, as far as this process applied them."""
+        with self._lock:
+            return self._redone
 
     def last(self) -> dict[str, float]:
         """Loss and rate of the last updates, what there is of them: the operator asks only now and then."""
@@ -184,7 +214,7 @@ class Leader:
     def evaluation_error(self) -> str:
         """Why the newest evaluation has no metrics; empty when it has."""
         with self._lock:
-            return self._evaluation_error
+            return self._evaluation_error and f"at step {self._evaluation_step}: {self._evaluation_error}"
 
     @property
     def checkpoint(self) -> CheckpointReport:
@@ -194,13 +224,23 @@ class Leader:
             copy.CopyFrom(self._checkpoint)
             return copy
 
-    def fill(self, now: float, reply: ProgressReply, state: CoordinatorState, stall_seconds: float) -> None:
-        """The job's part of a `Progress` reply."""
+    def fill(
+        self,
+        now: float,
+        reply: ProgressReply,
+        state: CoordinatorState,
+        stall_seconds: float,
+        start: Rollback | None = None,
+    ) -> None:
+        """The job's part of a `Progress` reply; `start` is where the term of `state` began."""
         checkpoint = self.checkpoint
+        if start is not None:
+            began = TermStart(term=start.term, step=start.version, checkpoint=start.checkpoint, redone=self.redone)
+            reply.term_start.CopyFrom(began)
         with self._lock:
             reply.step, reply.term, reply.world = state.version, state.term, state.world
             reply.steps_redone = state.redone
-            reply.examples_per_second = self._rate.per_second(now)
+            reply.examples_per_second = self._rate.per_second(now) or 0.0
             if self._loss is not None:
                 reply.loss, reply.has_loss = self._loss, True
             reply.stalled.extend(self._liveness.stalled(now, stall_seconds, state.world))
@@ -209,6 +249,7 @@ class Leader:
             for rank, incarnation in self._contributed.items():
                 reply.contributed[rank] = incarnation
             self._set(reply.metrics, self._evaluation)
+            reply.evaluation_step, reply.evaluation_error = self._evaluation_step, self._evaluation_error
             self._set(reply.train_metrics, self._train_metrics)
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)

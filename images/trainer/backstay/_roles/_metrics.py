@@ -56,6 +56,10 @@ class Metrics:
         self.term = self._gauge("term", "Stretch of history without a rollback.")
         self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
         self._evaluation = self._family(Gauge, "evaluation", "What evaluate returned last.", (*_WHO, "name"))
+        self.evaluation_step = self._gauge("evaluation_step", "The step that was evaluated last; 0: none yet.")
+        self._train = self._family(
+            Gauge, "train_metric", "What loss returned beside the loss: mean of the newest update.", (*_WHO, "name")
+        )
         self._stragglers = self._family(
             Gauge,
             "straggler_delay_seconds",
@@ -99,6 +103,10 @@ class Metrics:
     def evaluation(self, name: str) -> Gauge:
         """Of one of `evaluate`'s metrics."""
         return self._evaluation.labels(*self._who, name)
+
+    def train(self, name: str) -> Gauge:
+        """Of one of the metrics that `loss` returns."""
+        return self._train.labels(*self._who, name)
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
         """The ranks that are slow now, and by how many seconds."""

@@ -513,6 +513,8 @@ class Server:
         if self._leader is not None:
             checkpoint = self._leader.checkpoint
             reply.checkpoint, reply.checkpoint_step = checkpoint.uri, checkpoint.step
+            if reply.done:
+                reply.evaluation.update(self._leader.evaluation_of(self._runtime.version))
         return reply
 
     def left(self, peer: Peer) -> None:
@@ -559,7 +561,7 @@ class Server:
                 intervals = Intervals(wished.every_steps or None, wished.every_seconds or None)
             self._wished_world = request.world or self._wished_world
             self._driving.wish(request.world, intervals)
-            self._leader.fill(now, reply, self._driving.state(), self._stall_seconds)
+            self._leader.fill(now, reply, self._driving.state(), self._stall_seconds, self._driving.start_of_term)
         if self._replication is not None:
             reply.standby = self._replication.standby
         with self._lock:

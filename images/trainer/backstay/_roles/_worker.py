@@ -236,11 +236,11 @@ class Worker:
         self._metrics.version.set(pulled.version)
         self._metrics.loss.set(info.loss)
         self._metrics.examples.inc(info.examples)
-        self._metrics.examples_per_second.set(rate)
+        self._metrics.examples_per_second.set(rate or 0.0)
         self._metrics.bytes("sent").inc(self._bytes)
         self._metrics.bytes("received").inc(self._bytes)
         last = pulled.version >= self._script.steps
-        self._reporter.report(now, pulled.version, info.loss, rate, force=last)
+        self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
     def _wait_for_world(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Pulled, Sequence[Any]]:
         """This rank is not in force: wait for the next version, which may be of a larger world."""
@@ -363,7 +363,7 @@ class Worker:
             params=tree,
             step=pulled.version,
             loss=loss,
-            metrics=metrics,
+            metrics=news.evaluation or metrics,
             checkpoint=news.checkpoint or None,
             train_metrics=train_metrics,
         )

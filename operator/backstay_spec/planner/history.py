@@ -1,0 +1,66 @@
+"""Policy: events about the history of the parameters, which is continued, rolled back and evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backstay_spec.causes import finite
+from backstay_spec.events import Event, normal, warning
+from backstay_spec.observed import Progress
+from backstay_spec.planner.facts import Facts
+
+__all__ = ["News", "judge"]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is reported once, and the fields of the status that remember that it was.
+
+    Attributes:
+        events: for `kubectl describe` and `backstay run`.
+        fields: of the status; they are written at once, not at the pace of progress.
+    """
+
+    events: tuple[Event, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def judge(facts: Facts) -> News:
+    """What the servers report that the last status does not have."""
+    progress = facts.progress
+    if progress is None:
+        return News()
+    term, evaluation = _term(facts, progress), _evaluation(facts, progress)
+    return News(term.events + evaluation.events, {**term.fields, **evaluation.fields})
+
+
+def _term(facts: Facts, progress: Progress) -> News:
+    start, known = progress.term_start, facts.old.term
+    if start is None or progress.term != start.term or (known is not None and start.term <= known):
+        return News()
+    fields = {"term": start.term, "step": progress.step}
+    place = f"the checkpoint of step {start.step}" if start.checkpoint else f"step {start.step}, the initial parameters"
+    reached = max(step or 0 for step in (facts.old.step, progress.step_before_term))
+    # A new coordinator does not have the number of updates: the last answer of the previous one is a lower bound.
+    redone, at_least = (start.redone, "") if start.redone else (max(0, reached - start.step), "at least ")
+    if redone:
+        updates = "1 update is" if redone == 1 else f"{redone} updates are"
+        return News((warning("RolledBack", f"back to {place}: {at_least}{updates} redone"),), fields)
+    if start.checkpoint:
+        return News((normal("Continued", f"training continues from {place}: {start.checkpoint}"),), fields)
+    return News(fields=fields)
+
+
+def _evaluation(facts: Facts, progress: Progress) -> News:
+    step = progress.evaluated_step
+    if step is None or step == facts.old.evaluated_step:
+        return News()
+    fields = {"evaluated_step": step}
+    if progress.evaluation_error:
+        text = f"the evaluation of step {step} failed: {progress.evaluation_error}"
+        return News((warning("EvaluationFailed", text),), fields)
+    shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.metrics.items()))
+    event = normal("Evaluated", f"evaluation of step {step}: {shown}")
+    return News((event,), {**fields, "metrics": finite(progress.metrics)})

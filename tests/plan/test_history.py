@@ -1,0 +1,86 @@
+"""O1, O5: what happened to the history of the parameters is reported once, also by an operator that was restarted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backstay_spec.observed import TermStart
+
+URI = "/ck/step-105"
+
+
+def told(job: Any, *reasons: str) -> list[tuple[str, str]]:
+    return [(reason, text) for reason, text in job.events if reason in reasons]
+
+
+def test_a_rollback_is_one_warning_with_the_updates_that_are_redone(running: Any) -> None:
+    job = running()
+    job.answer(term=1, step=157, last=(1, 157), term_start=TermStart(1, 0))
+    job.settle()
+    job.answer(term=2, step=106, step_before_term=157, term_start=TermStart(2, 105, URI, redone=52))
+    job.settle()
+    job.tick(20)
+    job.answer(term=2, step=120, step_before_term=157, term_start=TermStart(2, 105, URI, redone=52))
+    job.settle()
+    assert told(job, "RolledBack", "Continued") == [
+        ("RolledBack", "back to the checkpoint of step 105: 52 updates are redone")
+    ]
+    assert job.status["term"] == 2
+
+
+def test_a_coordinator_that_was_replaced_leaves_a_lower_bound(running: Any) -> None:
+    """It cannot report how far its predecessor was; the operator has the predecessor's last answer."""
+    job = running()
+    job.answer(term=1, step=100, last=(1, 100), term_start=TermStart(1, 0))
+    job.settle()
+    job.answer(term=2, step=1, last=(2, 1), step_before_term=157, term_start=TermStart(2, 0))
+    job.settle()
+    assert told(job, "RolledBack") == [
+        ("RolledBack", "back to step 0, the initial parameters: at least 157 updates are redone")
+    ]
+
+
+def test_a_restarted_operator_knows_the_step_from_the_status_and_says_nothing_twice(running: Any) -> None:
+    job = running()
+    job.answer(term=1, step=110, last=(1, 110), term_start=TermStart(1, 0))
+    job.settle()
+    job.restart_operator()
+    job.answer(term=2, step=105, last=(2, 105), term_start=TermStart(2, 105, URI))
+    job.secret_ensured = True
+    job.settle()
+    job.restart_operator()
+    job.answer(term=2, step=130, last=(2, 130), term_start=TermStart(2, 105, URI))
+    job.settle()
+    assert told(job, "RolledBack") == [
+        ("RolledBack", "back to the checkpoint of step 105: at least 5 updates are redone")
+    ]
+
+
+def test_a_job_that_continues_a_checkpoint_says_so_and_a_new_one_says_nothing(running: Any) -> None:
+    job = running()
+    job.answer(term=4, step=105, last=(4, 105), term_start=TermStart(4, 105, URI))
+    job.settle()
+    assert told(job, "RolledBack", "Continued") == [
+        ("Continued", f"training continues from the checkpoint of step 105: {URI}")
+    ]
+    new = running()
+    new.answer(term=1, step=3, last=(1, 3), term_start=TermStart(1, 0))
+    new.settle()
+    assert not told(new, "RolledBack", "Continued")
+
+
+def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> None:
+    job = running()
+    metrics = {"mse": 0.1768481, "bad": float("nan")}
+    job.answer(term=1, step=50, evaluated_step=40, metrics=metrics, train_metrics={"rmse": 1.23456789})
+    job.settle()
+    job.answer(term=1, step=55, evaluated_step=40, metrics=metrics, train_metrics={"rmse": 1.2})
+    job.settle()
+    assert job.status["trainMetrics"] == {"rmse": 1.23457}
+    assert (job.status["evaluatedStep"], job.status["metrics"]) == (40, {"mse": 0.1768481})
+    job.answer(term=1, step=90, evaluated_step=80, metrics=metrics, evaluation_error="ValueError: no data")
+    job.settle()
+    assert told(job, "Evaluated", "EvaluationFailed") == [
+        ("Evaluated", "evaluation of step 40: bad nan, mse 0.176848"),
+        ("EvaluationFailed", "the evaluation of step 80 failed: ValueError: no data"),
+    ]
