@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint bench tools generate lock clean chaos
+.PHONY: demo test lint lowest bench tools generate lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -25,6 +25,18 @@ lint: $(VENV)/.installed
 
 test: lint  ## everything that CI runs
 	$(BIN)/python -m pytest -n auto
+	$(MAKE) lowest
+
+LOWEST := .venv-lowest
+$(LOWEST)/.installed: requirements.lowest.lock $(VENV)/.installed
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	$(BIN)/uv pip sync --quiet --python $(LOWEST)/bin/python --require-hashes requirements.lowest.lock
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation -e .
+	touch $@
+
+lowest: $(LOWEST)/.installed  ## a part of the tests with the lowest versions that pyproject.toml allows
+	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto tests/rpc tests/cli tests/checkpoint/test_checkpoints.py tests/runtime/test_jobs.py \
+	  tests/trainer_math/test_engine.py tests/operator/test_process.py
 
 generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds that they are fresh
 	$(BIN)/python -m backstay_spec.crd > crds/backstay.dev_trainingjobs.yaml
@@ -56,8 +68,9 @@ tools:
 lock:  ## rewrites requirements.lock from pyproject.toml
 	$(PYTHON) -m venv .lock-venv && .lock-venv/bin/pip install --quiet uv
 	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --extra dev -o requirements.lock pyproject.toml requirements.build.in
+	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --resolution lowest-direct --generate-hashes --no-emit-index-url --extra test -o requirements.lowest.lock pyproject.toml requirements.build.in
 	PATH="$(CURDIR)/.lock-venv/bin:$(PATH)" sh images/locks/update.sh
 	rm -rf .lock-venv
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -110,7 +110,7 @@ class JoinReply(_message.Message):
     done: bool
     coordinator_incarnation: int
     failed: str
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: _Optional[bool] = ..., coordinator_incarnation: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., coordinator_incarnation: _Optional[int] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("peer", "shard", "expected_incarnation", "term", "version", "activity", "step_seconds")
@@ -164,7 +164,7 @@ class HeartbeatReply(_message.Message):
     checkpoint: str
     checkpoint_step: int
     evaluation: _containers.ScalarMap[str, float]
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: _Optional[bool] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
@@ -203,7 +203,7 @@ class GradientInfo(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     compute_seconds: float
     wait_seconds: float
-    def __init__(self, finite: _Optional[bool] = ..., examples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, finite: bool = ..., examples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class Staged(_message.Message):
     __slots__ = ("id", "info")
@@ -241,7 +241,7 @@ class Commit(_message.Message):
     checkpoint: bool
     final: bool
     offset: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: _Optional[bool] = ..., clip_factor: _Optional[float] = ..., checkpoint: _Optional[bool] = ..., final: _Optional[bool] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: bool = ..., clip_factor: _Optional[float] = ..., checkpoint: bool = ..., final: bool = ..., offset: _Optional[int] = ...) -> None: ...
 
 class NormRequest(_message.Message):
     __slots__ = ("term", "version", "contributions", "round", "replicate", "unclipped")
@@ -257,7 +257,7 @@ class NormRequest(_message.Message):
     round: int
     replicate: bool
     unclipped: bool
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., round: _Optional[int] = ..., replicate: _Optional[bool] = ..., unclipped: _Optional[bool] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., round: _Optional[int] = ..., replicate: bool = ..., unclipped: bool = ...) -> None: ...
 
 class Norm(_message.Message):
     __slots__ = ("term", "version", "sum_of_squares", "round")
@@ -581,7 +581,7 @@ class ProgressReply(_message.Message):
     term_start: TermStart
     evaluation_step: int
     evaluation_error: str
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: _Optional[bool] = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: _Optional[bool] = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., failed_reason: _Optional[str] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., evaluation_error: _Optional[str] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., failed_reason: _Optional[str] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., evaluation_error: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("peer", "term", "step", "metrics", "error")
@@ -608,7 +608,7 @@ class EvaluatedReply(_message.Message):
     __slots__ = ("done",)
     DONE_FIELD_NUMBER: _ClassVar[int]
     done: bool
-    def __init__(self, done: _Optional[bool] = ...) -> None: ...
+    def __init__(self, done: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("peer", "reason")
@@ -674,7 +674,7 @@ class Replica(_message.Message):
     commit: Commit
     held: bool
     alive: bool
-    def __init__(self, state: _Optional[_Union[ReplicaState, _Mapping]] = ..., array: _Optional[_Union[ReplicaArray, _Mapping]] = ..., whole: _Optional[bool] = ..., mean: _Optional[_Union[ReplicaMean, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., held: _Optional[bool] = ..., alive: _Optional[bool] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[ReplicaState, _Mapping]] = ..., array: _Optional[_Union[ReplicaArray, _Mapping]] = ..., whole: bool = ..., mean: _Optional[_Union[ReplicaMean, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., held: bool = ..., alive: bool = ...) -> None: ...
 
 class ReplicaState(_message.Message):
     __slots__ = ("term", "version", "world", "last", "coordinator", "start", "offset", "since_checkpoint")
@@ -728,7 +728,7 @@ class PushBegin(_message.Message):
     info: GradientInfo
     bytes: int
     whole: bool
-    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ..., whole: _Optional[bool] = ...) -> None: ...
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ..., whole: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("block", "offset")
@@ -758,7 +758,7 @@ class Received(_message.Message):
     __slots__ = ("moved_on",)
     MOVED_ON_FIELD_NUMBER: _ClassVar[int]
     moved_on: bool
-    def __init__(self, moved_on: _Optional[bool] = ...) -> None: ...
+    def __init__(self, moved_on: bool = ...) -> None: ...
 
 class ParamsBegin(_message.Message):
     __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole", "offset")
@@ -780,7 +780,7 @@ class ParamsBegin(_message.Message):
     done: bool
     whole: bool
     offset: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: _Optional[bool] = ..., whole: _Optional[bool] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: bool = ..., whole: bool = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "message")
