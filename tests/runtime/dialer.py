@@ -13,10 +13,10 @@ from pathlib import Path
 
 import grpc
 
-from backstay._control._auth import open_channel
 from backstay._wire.flight import ClientStream
 from backstay.errors import PeerLost
 from backstay_operator import progress
+from backstay_rpc.channels import open_channel
 from backstay_rpc.control_pb2 import Hello, ProgressRequest, ShardMessage
 from backstay_rpc.control_pb2_grpc import ControlStub
 

@@ -6,27 +6,16 @@ import contextlib
 import socket
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
-from backstay._control import (
-    Agreement,
-    ControlClient,
-    ControlServer,
-    Driving,
-    Heartbeats,
-    Link,
-    Peers,
-    _driving,
-    _link,
-    _service,
-)
+from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._roles._metrics import HttpPort, Metrics
+from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import (
@@ -141,15 +130,15 @@ def server(host: FakeHost) -> Iterator[ControlServer]:
 
 
 def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token: str = TOKEN) -> ControlClient:
-    return ControlClient([f"127.0.0.1:{server.port}"], token, Peer(role="worker", index=rank, incarnation=incarnation))
+    peer = Peer(role="worker", index=rank, incarnation=incarnation)
+    return ControlClient([f"127.0.0.1:{server.port}"], token, peer, Timeouts(join=0.0))
 
 
 def join(client: ControlClient, agreement: Agreement = AGREEMENT) -> list[JoinReply]:
-    return client.join_all(agreement, lambda: False, seconds=0.0)
+    return client.join_all(agreement, lambda: False)
 
 
-def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "ANSWER_SECONDS", 0.05)
+def test_t8_a_link_that_nobody_takes_up_is_dialled_again() -> None:
     dialled, over = threading.Semaphore(0), threading.Event()
 
     class Deaf(ControlServicer):
@@ -162,7 +151,8 @@ def test_t8_a_link_that_nobody_takes_up_is_dialled_again(monkeypatch: pytest.Mon
     add_ControlServicer_to_server(Deaf(), deaf)
     port = deaf.add_insecure_port("127.0.0.1:0")
     deaf.start()
-    link = Link(f"127.0.0.1:{port}", TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, Recorder(), "Sync")
+    peer = Peer(role="parameter-server", index=1)
+    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync", Timeouts(link_answer=0.05))
     link.start()
     assert all(dialled.acquire(timeout=30) for _ in range(3))
     link.close()
@@ -194,14 +184,16 @@ def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
 
 def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
     """O7: every method of the service, whatever is sent."""
-    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        stub = ControlStub(channel)
-        for metadata in ((), bearer("wrong"), bearer(TOKEN + "x"), (("authorization", TOKEN),)):
+    for metadata in ((), bearer("wrong"), bearer(TOKEN + "x"), (("authorization", TOKEN),), 2 * bearer(TOKEN)):
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = ControlStub(channel)
             for name, method in vars(stub).items():
                 request = iter([ShardMessage()]) if name == "Coordinate" else ProgressRequest()
                 with pytest.raises(grpc.RpcError) as refused:
                     list(method(request, metadata=metadata, timeout=10))
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = ControlStub(channel)
         raw = channel.unary_unary("/backstay.v1.Control/Join")
         with pytest.raises(grpc.RpcError) as garbage:
             raw(b"\xff\xff\xff", metadata=bearer(TOKEN), timeout=10)
@@ -258,32 +250,33 @@ def test_an_incarnation_that_was_replaced_is_told_to_stop(server: ControlServer,
     new.close()
 
 
-def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(
-    server: ControlServer, host: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) -> None:
     """A server that was stopped finds calls when it goes on; their caller has given them up, and has promoted since."""
-    waits, looks = threading.Event(), threading.Event()
-
-    def sleep(seconds: float) -> None:
-        waits.set()
-        looks.wait(30)
-
-    monkeypatch.setattr(_service, "time", types.SimpleNamespace(sleep=sleep))
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=3600.0))
+    asked = threading.Event()
+    host.asks = lambda: asked.set() or host.asking  # type: ignore[method-assign]
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
     stub = ControlStub(channel)
     host.asking = True
-    before = stub.Progress.future(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
-    assert waits.wait(30)
+    before = stub.Progress.future(ProgressRequest(), metadata=bearer(TOKEN), timeout=3000)
+    assert asked.wait(30)
     before.cancel()
     until(before.done)
     host.asking = False
     stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has come before this
     assert host.told == 1
-    looks.set()
-    host.asking = True
-    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
-    assert host.told == 2
     channel.close()
+    server.close()
+    assert host.told == 1
+
+
+def test_t6_what_the_operator_says_now_is_its_word(host: FakeHost) -> None:
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=0.01))
+    host.asking = True
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        ControlStub(channel).Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
+    assert host.told == 1
+    server.close()
 
 
 def test_another_incarnation_of_the_server_means_joining_again(server: ControlServer, host: FakeHost) -> None:
@@ -324,7 +317,7 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
 
     threading.Thread(target=serve, daemon=True).start()
     client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, Peer(role="worker"))
-    assert len(client.join_all(AGREEMENT, lambda: False, seconds=30)) == 1
+    assert len(client.join_all(AGREEMENT, lambda: False)) == 1
     client.close()
     listener.close()
     for end in ends:
@@ -483,7 +476,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
 
 def test_joining_is_bounded_and_can_be_stopped() -> None:
     """T8."""
-    client = ControlClient(["127.0.0.1:1"], TOKEN, Peer(role="worker"))
+    client = ControlClient(["127.0.0.1:1"], TOKEN, Peer(role="worker"), Timeouts(join=0.0))
     with pytest.raises(PeerLost, match="could not join within 0 s: shard 0"):
         join(client)
     with pytest.raises(PeerLost, match="stopped while joining"):

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby
 from backstay._roles._storing import ManifestStorage
 from backstay._shard._follower import Held
+from backstay._timeouts import Timeouts
 from backstay._update._engine import ShardEngine
 from backstay.errors import CheckpointError
 from backstay_rpc.control_pb2 import Done, Peer, Rollback
@@ -128,12 +130,11 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     coordinator: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has joined it, and the job is over: a worker may have been pulling from the server before it."""
-    monkeypatch.setattr("backstay._roles._server._NEWCOMER_SECONDS", 30.0)
     answers: list[bool] = []
     awaited = Server._awaited
     monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
     plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "parameter-server", 1)
-    environment = environment_at(coordinator)
+    environment = replace(environment_at(coordinator), timeouts=Timeouts(newcomer=30.0))
     standby = Standby(environment, SCRIPT, plan, metrics, stop)
     engine = ShardEngine(plan.partition, 1, plan.rule, SCRIPT.initial())
     held = Held(term=1, world=1, offset=0, engine=engine, last=None)
@@ -152,6 +153,15 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
         worker.close()
         stop.ask()
         thread.join(30)
+
+
+def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
+    """Workers connect again and again while another shard is away: that is not 150 pods in a minute."""
+    for incarnation in (0, 0, 0, 1, 1):
+        server.joined(Peer(role="worker", index=0, incarnation=incarnation))
+    server.joined(Peer(role="worker", index=1))
+    labels = {"job": "job", "role": "parameter-server", "index": "1"}
+    assert server._metrics.registry.get_sample_value("backstay_joins_total", labels) == 3
 
 
 def storage_of(store: Any) -> ManifestStorage:

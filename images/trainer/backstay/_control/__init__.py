@@ -7,14 +7,13 @@ links to the shards; `_link` is a shard's end of such a link; `_client` is what 
 from __future__ import annotations
 
 from ._agreement import Agreement, first_difference
-from ._client import HEARTBEAT_SECONDS, ControlClient, Heartbeats, News
+from ._client import ControlClient, Heartbeats, News
 from ._driving import Driving, Observer, Storage
 from ._link import Link
 from ._service import ControlServer, Host, Peers
 from ._sinks import ServerSink
 
 __all__ = [
-    "HEARTBEAT_SECONDS",
     "Agreement",
     "ControlClient",
     "ControlServer",

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from backstay_rpc import bearer
+from backstay_rpc.channels import MAX_MESSAGE_BYTES, Credentials, open_channel
 from backstay_rpc.control_pb2 import (
     STARTING,
     Activity,
@@ -25,21 +25,14 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
+from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
-from ._auth import open_channel, refusal_of
+from ._auth import refusal_of
 
-__all__ = ["HEARTBEAT_SECONDS", "JOIN_SECONDS", "ControlClient", "Heartbeats", "News"]
+__all__ = ["ControlClient", "Heartbeats", "News"]
 
 _LOG = logging.getLogger(__name__)
-
-HEARTBEAT_SECONDS = 2.0
-SILENT_SECONDS = 10.0
-JOIN_SECONDS = 3600.0
-"""How long a pod tries to join: servers may wait for nodes, and their operator ends what takes too long."""
-
-_BACK_OFF_SECONDS = 0.25
-_CALL_SECONDS = 5.0
 
 
 class Moved(PeerLost):
@@ -61,10 +54,18 @@ class News:
 class ControlClient:
     """The control services of all shards. Thread-safe."""
 
-    def __init__(self, servers: Sequence[str], token: str, peer: Peer) -> None:
+    def __init__(self, servers: Sequence[str], token: str, peer: Peer, timeouts: Timeouts | None = None) -> None:
+        """
+        Args:
+            servers: ``host:port`` of the control service of each shard.
+            token: the job's.
+            peer: the pod that calls.
+            timeouts: None for the usual ones.
+        """
         self.peer = peer
+        self.timeouts = timeouts or Timeouts()
         self._servers = tuple(servers)
-        self._metadata = bearer(token)
+        self._metadata = Credentials(token).metadata
         self._lock = threading.Lock()
         self._opened: dict[int, tuple[grpc.Channel, ControlStub]] = {}  # of the shards that were called
 
@@ -77,10 +78,11 @@ class ControlClient:
         agreement: Agreement,
         stopped: Callable[[], bool],
         *,
-        seconds: float = JOIN_SECONDS,
         at: tuple[int, int] = (0, 0),
     ) -> list[JoinReply]:
         """Join every shard in one term; waits for servers that are not there yet.
+
+        A server that has answered is not asked again while others are waited for, unless its answer may be out of date.
 
         Args:
             agreement: what must be the same in every pod.
@@ -90,35 +92,47 @@ class ControlClient:
         Raises:
             Refused: a server refuses for good. `Superseded`: a newer incarnation of this pod lives.
             JobFailed: the job has failed.
-            WaitedTooLong: after `seconds`; the message names the shard and what it last answered.
+            WaitedTooLong: after `Timeouts.join`; the message names the shard and what it last answered.
             PeerLost: `stopped`.
         """
-        began = told = time.monotonic()
+        times = self.timeouts
+        began = told = failed_at = time.monotonic()
+        replies: dict[int, tuple[float, JoinReply]] = {}  # by shard, with the time of the answer
+        attempt = 0
         while True:
             why = ""
-            replies: list[JoinReply] = []
             for shard in range(self.shards):
+                if shard in replies:
+                    continue
                 try:
-                    replies.append(self.join(shard, agreement, at))
+                    replies[shard] = time.monotonic(), self.join(shard, agreement, at)
                 except PeerLost as error:
-                    why = str(error)
+                    why, failed_at = str(error), time.monotonic()
                     break
+            now = time.monotonic()
             if not why:
-                failed = next((reply.failed for reply in replies if reply.failed), "")
+                failed = next((reply.failed for _, reply in replies.values() if reply.failed), "")
                 if failed:
                     raise JobFailed.told(failed)
-                if len({reply.term for reply in replies}) == 1:
-                    return replies
-                why = "the shards are in different terms"
+                term = max(reply.term for _, reply in replies.values())
+                behind = [shard for shard, (_, reply) in replies.items() if reply.term < term]
+                old = [shard for shard, (answered, _) in replies.items() if failed_at - answered > times.join_stale]
+                if not behind and not old:
+                    return [replies[shard][1] for shard in range(self.shards)]
+                for shard in {*behind, *old}:
+                    del replies[shard]
+                if not behind:
+                    continue  # those that are asked again have answered before: without a pause
+                why, failed_at = f"shard {behind[0]} is in an older term than the others", now
             if stopped():
                 raise PeerLost(f"stopped while joining: {why}")
-            now = time.monotonic()
-            if now - began >= seconds:
-                raise WaitedTooLong(f"could not join within {seconds:.0f} s: {why}")
-            if now - told >= SILENT_SECONDS:
+            if now - began >= times.join:
+                raise WaitedTooLong(f"could not join within {times.join:.0f} s: {why}")
+            if now - told >= times.silent:
                 told = now
                 _LOG.warning("waiting for the servers: %s", why)
-            time.sleep(_BACK_OFF_SECONDS / 2)
+            time.sleep(times.join_pauses[min(attempt, len(times.join_pauses) - 1)])
+            attempt += 1
 
     def join(self, shard: int, agreement: Agreement, at: tuple[int, int] = (0, 0)) -> JoinReply:
         """Introduce this pod to one shard, once; the arguments are those of `join_all`. Raises as `_call` does."""
@@ -158,7 +172,7 @@ class ControlClient:
         """Tell every shard; those that do not answer find out by themselves."""
         for shard in range(self.shards):
             try:
-                self._call(shard, "Leave", LeaveRequest(peer=self.peer, reason=reason), seconds=1.0)
+                self._call(shard, "Leave", LeaveRequest(peer=self.peer, reason=reason), self.timeouts.leave)
             except (PeerLost, Refused):
                 continue
 
@@ -174,14 +188,21 @@ class ControlClient:
                 self._opened[shard] = channel, ControlStub(channel)  # type: ignore[no-untyped-call]
             return self._opened[shard][1]
 
-    def _call(self, shard: int, method: str, request: Any, seconds: float = _CALL_SECONDS) -> Any:
+    def _call(self, shard: int, method: str, request: Any, seconds: float | None = None) -> Any:
         """
         Raises:
             Refused: trying again does not help.
             PeerLost: it may.
         """
+        if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+            raise Refused(
+                "RESOURCE_EXHAUSTED",
+                f"a {type(request).__name__} of {size} bytes is too large: at most {MAX_MESSAGE_BYTES} are sent; "
+                "the tree of parameters has too many leaves",
+            )
+        deadline = self.timeouts.call if seconds is None else seconds
         try:
-            return getattr(self._stub(shard), method)(request, timeout=seconds, metadata=self._metadata)
+            return getattr(self._stub(shard), method)(request, timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as error:
             refusal = refusal_of(error)
             if refusal is not None:
@@ -203,7 +224,8 @@ class Heartbeats:
         """
         Args:
             client: to call.
-            silent: ``silent(shard, why)``, called when a server has not answered for 10 s or is another incarnation.
+            silent: ``silent(shard, why)``, called when a server has not answered for `Timeouts.silent` or is another
+                incarnation.
         """
         self.activity: Activity = STARTING
         self.step_seconds = 0.0
@@ -217,7 +239,7 @@ class Heartbeats:
         self._news = News()
         self._changed = threading.Condition()
         self._closed = False
-        self._interval = HEARTBEAT_SECONDS
+        self._interval = client.timeouts.heartbeat
         # One for each shard, so that one that does not answer makes this pod silent to no other.
         self._threads = [
             threading.Thread(target=self._run, args=(shard,), name=f"backstay-heartbeat-{shard}", daemon=True)
@@ -284,7 +306,7 @@ class Heartbeats:
             since = time.monotonic() - self._answered[shard]
             if isinstance(error, Moved):
                 self._silent(shard, str(error))
-            elif since >= SILENT_SECONDS:
+            elif since >= self._client.timeouts.silent:
                 self._silent(shard, f"no answer to heartbeats for {since:.0f} s: {error}")
             return
         self._answered[shard] = time.monotonic()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 
-from backstay_rpc import bearer
+from backstay_rpc.channels import Credentials, open_channel
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
@@ -32,18 +32,15 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .._coordination import Mode
+from .._timeouts import Timeouts
 from ..errors import Refused
 from ._agreement import Agreement
-from ._auth import open_channel, refusal_of
+from ._auth import refusal_of
 from ._sinks import ServerSink, deliver, unpack
 
 __all__ = ["Link"]
 
 _LOG = logging.getLogger(__name__)
-
-BACK_OFF_SECONDS = (0.02, 0.05, 0.1, 0.25)
-ANSWER_SECONDS = 10.0
-"""How long the coordinator may take to take up a link; then the shard dials again."""
 
 _WRITTEN_KEPT = 8
 _Key = tuple[int, int, int, int]
@@ -57,7 +54,14 @@ class Link:
     """A `Coordination` for one shard, over a `Coordinate` stream."""
 
     def __init__(
-        self, address: str, token: str, peer: Peer, agreement: Agreement, sink: ServerSink, mode: Mode
+        self,
+        address: str,
+        token: str,
+        peer: Peer,
+        agreement: Agreement,
+        sink: ServerSink,
+        mode: Mode,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """
         Args:
@@ -67,8 +71,11 @@ class Link:
             agreement: what it must have in common with the coordinator.
             sink: gets what the coordinator says, one call at a time.
             mode: the job's.
+            timeouts: None for the usual ones.
         """
-        self._address, self._token, self._peer, self._sink, self._mode = address, token, peer, sink, mode
+        self._address, self._peer, self._sink, self._mode = address, peer, sink, mode
+        self._metadata = Credentials(token).metadata
+        self._timeouts = timeouts or Timeouts()
         self._agreement = agreement
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[ShardMessage | None] | None = None
@@ -193,8 +200,9 @@ class Link:
                     self._call = None
                 self.up = False
                 channel.close()
-            attempt = 0 if heard else min(attempt + 1, len(BACK_OFF_SECONDS) - 1)
-            self._closed.wait(BACK_OFF_SECONDS[attempt])
+            pauses = self._timeouts.link_pauses
+            attempt = 0 if heard else min(attempt + 1, len(pauses) - 1)
+            self._closed.wait(pauses[attempt])
 
     def _open(self, channel: grpc.Channel) -> Iterator[CoordinatorMessage]:
         outgoing: queue.SimpleQueue[ShardMessage | None] = queue.SimpleQueue()
@@ -218,11 +226,11 @@ class Link:
                 outgoing.put(ShardMessage(written=written))
             self._outgoing = outgoing
             stub = ControlStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Coordinate(iter(outgoing.get, None), metadata=bearer(self._token))
+            call = stub.Coordinate(iter(outgoing.get, None), metadata=self._metadata)
             self._call = call
         if self._closed.is_set():
             call.cancel()
-        watchdog = threading.Timer(ANSWER_SECONDS, call.cancel)
+        watchdog = threading.Timer(self._timeouts.link_answer, call.cancel)
         watchdog.daemon = True
         watchdog.start()
         try:

@@ -1,17 +1,28 @@
-"""The control service of a server: joining, heartbeats, the coordinator's links, and what the operator asks (O8)."""
+"""The control service of a server: joining, heartbeats, the coordinator's links, and what the operator asks (O8).
+
+It runs on the process's event loop for gRPC, so an open call holds no thread, whatever its peer does. A call is
+accepted or refused by its headers, before a message of it is read (O7). What the host does for a call may take a lock,
+so it runs in a few threads; only calls that are authenticated and complete get there. Messages on the coordinator's
+links are on the way of every update: the loop hands them over itself.
+"""
 
 from __future__ import annotations
 
-import queue
+import asyncio
+import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
 
+from backstay_rpc.channels import NOT_AUTHENTICATED, REFUSAL, Credentials, listen
 from backstay_rpc.control_pb2 import (
+    DESCRIPTOR,
     Commit,
     CoordinatorMessage,
     Done,
@@ -25,6 +36,7 @@ from backstay_rpc.control_pb2 import (
     LeaveRequest,
     NormRequest,
     Peer,
+    Position,
     ProgressReply,
     ProgressRequest,
     Reject,
@@ -32,18 +44,28 @@ from backstay_rpc.control_pb2 import (
     Save,
     ShardMessage,
 )
-from backstay_rpc.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+from backstay_rpc.loop import call, rpc_loop
 
 from .._coordination import Message
+from .._process._guard import ConnectionGuard
+from .._process._sockets import peer_address
+from .._timeouts import Timeouts
 from ._agreement import Agreement
-from ._auth import SERVER_OPTIONS, TokenInterceptor
 from ._driving import Driving
 from ._sinks import pack
 
 __all__ = ["ControlServer", "Host", "Peers"]
 
-_THREADS = 32
-_SECOND_LOOK_SECONDS = 0.1
+_LOG = logging.getLogger(__name__)
+
+_THREADS: Final = 8
+_MAX_WAITING: Final = 100_000
+"""Messages that wait to be sent on one link. A shard that is so far behind is cut off, and links again."""
+
+_SERVICE: Final = DESCRIPTOR.services_by_name["Control"].full_name
+_MARK: Final = ((REFUSAL, "1"),)
+_M = TypeVar("_M", bound=ProtoMessage)
+_T = TypeVar("_T")
 
 
 class Host(Protocol):
@@ -98,14 +120,28 @@ class Peers:
             return dict(self._newest)
 
 
+class _Refused(Exception):  # noqa: N818  # it is what happened
+    """The answer to a call is an error. Backstay's own refusals are marked, so that a peer can trust them."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code, self.details = code, details
+
+
 class _RemoteSink:
-    """A shard at the other end of a `Coordinate` stream."""
+    """A shard at the other end of a `Coordinate` stream. It is told from any thread; the rest is on the loop."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[CoordinatorMessage | None] = queue.SimpleQueue()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._waiting: deque[CoordinatorMessage] = deque()
+        self._some = asyncio.Event()
+        self._ended = False
 
     def _put(self, message: Message) -> None:
-        self._queue.put(pack(message))
+        self._waiting.append(pack(message))
+        if len(self._waiting) > _MAX_WAITING:
+            self.end()
+        self._wake()
 
     def on_commit(self, commit: Commit) -> None:
         self._put(commit)
@@ -126,169 +162,275 @@ class _RemoteSink:
         self._put(done)
 
     def end(self) -> None:
-        self._queue.put(None)
+        self._ended = True
+        self._wake()
 
-    def messages(self) -> Iterator[CoordinatorMessage]:
-        while (message := self._queue.get()) is not None:
-            yield message
+    def _wake(self) -> None:
+        if self._some.is_set():
+            return
+        if threading.get_ident() == self._thread:  # most messages answer one that has just come
+            self._some.set()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._some.set)
+
+    async def send(self, context: Any) -> None:
+        """Write what is put, in order, until `end`."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._waiting and not self._ended:
+                await context.write(self._waiting.popleft().SerializeToString())
+            if self._ended:
+                return
 
 
-class _Service(ControlServicer):
-    def __init__(self, host: Host, peers: Peers) -> None:
-        self._host = host
-        self._peers = peers
+class _Service(grpc.GenericRpcHandler):
+    """Decides from the headers of a call who serves it."""
+
+    def __init__(
+        self, host: Host, peers: Peers, credentials: Credentials, pool: ThreadPoolExecutor, timeouts: Timeouts
+    ) -> None:
+        self.host = host
+        self.guard: ConnectionGuard | None = None  # once the port is known
         self.links: dict[_RemoteSink, int] = {}  # and their shards
-        self.links_lock = threading.Lock()
+        self._peers = peers
+        self._credentials = credentials
+        self._pool = pool
+        self._timeouts = timeouts
+        unary: dict[str, tuple[type[Any], Callable[[Any, Any], Awaitable[ProtoMessage]]]] = {
+            "Join": (JoinRequest, self._join),
+            "Heartbeat": (HeartbeatRequest, self._heartbeat),
+            "Evaluated": (EvaluatedRequest, self._evaluated),
+            "Leave": (LeaveRequest, self._leave),
+            "Progress": (ProgressRequest, self._progress),
+        }
+        # All are served as streams: only then the message is read by a handler, which can bound how long that takes.
+        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            f"/{_SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._one(kind, answer))
+            for name, (kind, answer) in unary.items()
+        }
+        self._handlers[f"/{_SERVICE}/Coordinate"] = grpc.stream_stream_rpc_method_handler(
+            self._guarded(self._coordinate)
+        )
+        self._refuse: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._not_authenticated
+        )
 
-    def become(self, host: Host) -> None:
-        self._host = host
+    def service(self, handler_call_details: Any) -> Any:
+        """Called with the headers of each call; None: there is no such method."""
+        if not self._credentials.admits_call(handler_call_details.invocation_metadata or ()):
+            return self._refuse
+        return self._handlers.get(handler_call_details.method)
+
+    async def _not_authenticated(self, _: Any, context: Any) -> None:
+        if self.guard is not None:
+            self.guard.refuse(context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, NOT_AUTHENTICATED, _MARK)
+
+    # ---- How a call is served ----
+
+    def _guarded(self, serve: Callable[[Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
+        async def run(_: Any, context: Any) -> None:
+            if self.guard is not None:
+                self.guard.prove(context.peer())
+            try:
+                await serve(context)
+            except _Refused as refused:
+                await context.abort(refused.code, refused.details, _MARK)
+
+        return run
+
+    def _one(
+        self, kind: type[_M], answer: Callable[[_M, Any], Awaitable[ProtoMessage]]
+    ) -> Callable[[Any, Any], Awaitable[None]]:
+        """A method with one message each way."""
+
+        async def serve(context: Any) -> None:
+            request = await self._read(context, kind)
+            if request is None:
+                raise _Refused(grpc.StatusCode.INTERNAL, "the call ended before its message")
+            reply = await answer(request, context)
+            await context.write(reply.SerializeToString())
+
+        return self._guarded(serve)
+
+    async def _read(self, context: Any, kind: type[_M]) -> _M | None:
+        """The next message of a call; None: its peer sends no more."""
+        try:
+            data = await asyncio.wait_for(context.read(), self._timeouts.message)
+        except TimeoutError:
+            if self.guard is not None:
+                self.guard.warnings.add(peer_address(context.peer())[0], "a call ended: its message did not come")
+            raise _Refused(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no message came within {self._timeouts.message:.0f} s after the headers of the call",
+            ) from None
+        return None if data is grpc.aio.EOF else _parsed(kind, data)
+
+    async def _do(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """In a thread: `work` may take a lock."""
+        return await rpc_loop().run_in_executor(self._pool, work, *arguments)
 
     # ---- Checks ----
 
-    def _check(self, context: Any, shard: int, expected: int) -> None:
-        host = self._host
+    def _check(self, shard: int, expected: int) -> None:
+        host = self.host
         if shard != host.shard:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"this is shard {host.shard}, not shard {shard}")
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"this is shard {host.shard}, not shard {shard}")
         if expected and expected != host.incarnation:
-            context.abort(
+            raise _Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"shard {shard} has incarnation {host.incarnation}, not {expected}: join again",
             )
 
-    def _see(self, context: Any, peer: Peer) -> None:
+    def _see(self, peer: Peer) -> None:
         newest, news = self._peers.see(peer.role, peer.index, peer.incarnation)
         name = f"{peer.role}-{peer.index}"
         if newest > peer.incarnation:
-            context.abort(
+            raise _Refused(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{name} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it must stop",
             )
         if news and peer.incarnation > 0:
-            self._host.fence({name: newest})
+            self.host.fence({name: newest})
+
+    def _agree(self, peer: Peer, position: Position) -> None:
+        here, there = f"{peer.role} {self.host.shard}", f"{peer.role} {peer.index}"
+        difference = self.host.agreement.difference(position.leaves, position.settings, there, here)
+        if difference:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, difference)
 
     # ---- Methods ----
 
-    def Join(self, request: JoinRequest, context: Any) -> JoinReply:  # noqa: N802
-        host = self._host
-        self._check(context, request.shard, request.expected_incarnation)
+    async def _join(self, request: JoinRequest, _: Any) -> JoinReply:
+        return await self._do(self._joined, request)
+
+    def _joined(self, request: JoinRequest) -> JoinReply:
+        host = self.host
+        self._check(request.shard, request.expected_incarnation)
         difference = host.agreement.difference(
             request.leaves, request.settings, f"{request.peer.role} {request.peer.index}", f"shard {host.shard}"
         )
         if difference:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, difference)
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, difference)
         why = host.not_ready()
         if why:
-            # Before the peer is looked at: who does not serve has no say in who was replaced. A standby that is being
-            # promoted may find its own Service leading to itself, and the next standby may have found it first.
-            context.abort(grpc.StatusCode.UNAVAILABLE, why)
-        self._see(context, request.peer)
+            # Before the peer's incarnation is recorded: a standby has no say in who was replaced. While it is being
+            # promoted, its own Service may lead to it, and the next standby may call it first.
+            raise _Refused(grpc.StatusCode.UNAVAILABLE, why)
+        self._see(request.peer)
         if host.driving is not None and request.peer.role == "worker":
             host.driving.told(request.term, request.version)
         return host.joined(request.peer)
 
-    def Heartbeat(self, request: HeartbeatRequest, context: Any) -> HeartbeatReply:  # noqa: N802
-        self._check(context, request.shard, request.expected_incarnation)
-        self._see(context, request.peer)
-        reply = self._host.beat(request)
+    async def _heartbeat(self, request: HeartbeatRequest, _: Any) -> HeartbeatReply:
+        return await self._do(self._beat, request)
+
+    def _beat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        self._check(request.shard, request.expected_incarnation)
+        self._see(request.peer)
+        reply = self.host.beat(request)
         for name, newest in self._peers.known().items():
             reply.incarnations[name] = newest
         return reply
 
-    def Evaluated(self, request: EvaluatedRequest, context: Any) -> EvaluatedReply:  # noqa: N802
-        self._check(context, 0, 0)
-        self._see(context, request.peer)
-        return EvaluatedReply(done=self._host.evaluated(request))
+    async def _evaluated(self, request: EvaluatedRequest, _: Any) -> EvaluatedReply:
+        def report() -> EvaluatedReply:
+            self._check(0, 0)
+            self._see(request.peer)
+            return EvaluatedReply(done=self.host.evaluated(request))
 
-    def Leave(self, request: LeaveRequest, context: Any) -> LeaveReply:  # noqa: N802
-        self._see(context, request.peer)
-        self._host.left(request.peer)
-        return LeaveReply()
+        return await self._do(report)
 
-    def Progress(self, request: ProgressRequest, context: Any) -> ProgressReply:  # noqa: N802
-        self._check(context, request.shard, request.expected_incarnation)
-        if self._host.asks():
-            # A server that was stopped or cut off finds calls of before, and that they were given up, both at once.
-            time.sleep(_SECOND_LOOK_SECONDS)
-            left = context.time_remaining()
-            if not context.is_active() or (left is not None and left <= 0):
-                context.abort(grpc.StatusCode.CANCELLED, "this was said too long ago")
+    async def _leave(self, request: LeaveRequest, _: Any) -> LeaveReply:
+        def leave() -> LeaveReply:
+            self._see(request.peer)
+            self.host.left(request.peer)
+            return LeaveReply()
+
+        return await self._do(leave)
+
+    async def _progress(self, request: ProgressRequest, _: Any) -> ProgressReply:
+        self._check(request.shard, request.expected_incarnation)
+        if self.host.asks():
+            # A server that was stopped or cut off finds old calls, and their cancellations, at the same time. The
+            # cancellation ends this coroutine here.
+            await asyncio.sleep(self._timeouts.second_look)
+        return await self._do(self._told, request)
+
+    def _told(self, request: ProgressRequest) -> ProgressReply:
         news = {}
         for name, incarnation in request.incarnations.items():
             role, _, index = name.rpartition("-")
             if index.isdigit() and self._peers.see(role, int(index), incarnation)[1]:
                 news[name] = incarnation
         if news:
-            self._host.fence(news)
-        return self._host.progress(request)
+            self.host.fence(news)
+        return self.host.progress(request)
 
-    def Coordinate(  # noqa: N802
-        self, request_iterator: Iterator[ShardMessage], context: Any
-    ) -> Iterator[CoordinatorMessage]:
-        driving = self._host.driving
+    # ---- Links ----
+
+    async def _coordinate(self, context: Any) -> None:
+        driving = self.host.driving
         if driving is None:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
-            return
-        first, second = next(request_iterator, None), next(request_iterator, None)
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
+        first, second = await self._read(context, ShardMessage), await self._read(context, ShardMessage)
         if first is None or second is None or not first.HasField("hello") or not second.HasField("position"):
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with a hello and a position")
-            return
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with a hello and a position")
         peer, position = first.hello, second.position
-        if peer.role != "parameter-server" or peer.index == self._host.shard:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is no other shard")
-        here = f"{peer.role} {self._host.shard}"
-        difference = self._host.agreement.difference(
-            position.leaves, position.settings, f"{peer.role} {peer.index}", here
-        )
-        if difference:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, difference)
-        self._see(context, peer)
-        if position.coordinator > self._host.incarnation:
-            self._host.superseded(position.coordinator)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
-        context.send_initial_metadata(())  # the shard waits for it: there may be nothing to say yet
+        if peer.role != "parameter-server" or peer.index == self.host.shard:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is not another shard")
+        await self._do(self._agree, peer, position)
+        await self._do(self._see, peer)
+        if position.coordinator > self.host.incarnation:
+            self.host.superseded(position.coordinator)
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
+        await context.send_initial_metadata(())  # the shard waits for it: there may be nothing to say yet
         sink = _RemoteSink()
-        with self.links_lock:
-            for older, shard in self.links.items():
-                if shard == peer.index:
-                    older.end()
-            self.links[sink] = peer.index
-        context.add_callback(sink.end)
-        driving.attach(
-            peer.index,
-            sink,
-            position.term,
-            position.version,
-            incarnation=peer.incarnation,
-            last=position.last if position.HasField("last") else None,
-            prepared=position.prepared,
-            begun=position.begun,
-        )
-        reader = threading.Thread(
-            target=self._listen, args=(driving, peer.index, request_iterator, sink), name="backstay-link", daemon=True
-        )
-        reader.start()
+        for older, shard in self.links.items():
+            if shard == peer.index:
+                older.end()
+        self.links[sink] = peer.index
+        sending = asyncio.ensure_future(sink.send(context))
+        listening = asyncio.ensure_future(self._listen(context, driving, peer.index, sink))
         try:
-            yield from sink.messages()
+            driving.attach(
+                peer.index,
+                sink,
+                position.term,
+                position.version,
+                incarnation=peer.incarnation,
+                last=position.last if position.HasField("last") else None,
+                prepared=position.prepared,
+                begun=position.begun,
+            )
+            await asyncio.wait((sending, listening), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self.links.pop(sink, None)
             driving.detach(peer.index, sink)
-            with self.links_lock:
-                self.links.pop(sink, None)
+            for task in (sending, listening):
+                task.cancel()
+            await asyncio.gather(sending, listening, return_exceptions=True)
 
     @staticmethod
-    def _listen(driving: Driving, shard: int, messages: Iterator[ShardMessage], sink: _RemoteSink) -> None:
-        try:
-            for message in messages:
-                driving.hear(shard, sink, message)
-        except grpc.RpcError:
-            pass  # the link broke: its shard links again
-        finally:
-            sink.end()
+    async def _listen(context: Any, driving: Driving, shard: int, sink: _RemoteSink) -> None:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            driving.hear(shard, sink, _parsed(ShardMessage, data))
+
+
+def _parsed(kind: type[_M], data: bytes) -> _M:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise _Refused(grpc.StatusCode.INTERNAL, f"{len(data)} bytes are not a {kind.DESCRIPTOR.name}") from None
 
 
 class ControlServer:
     """Listens at once, until `close`."""
 
-    def __init__(self, host: Host, peers: Peers, *, bind: str, port: int, token: str) -> None:
+    def __init__(
+        self, host: Host, peers: Peers, *, bind: str, port: int, token: str, timeouts: Timeouts | None = None
+    ) -> None:
         """
         Args:
             host: who answers.
@@ -296,39 +438,39 @@ class ControlServer:
             bind: an address.
             port: 0 for any.
             token: the job's.
+            timeouts: None for the usual ones.
 
         Raises:
             OSError: the port cannot be bound; the message names it.
         """
+        timeouts = timeouts or Timeouts()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="backstay-control")
-        self._service = _Service(host, peers)
-        self._server = grpc.server(self._pool, interceptors=[TokenInterceptor(token)], options=SERVER_OPTIONS)
-        add: Callable[[Any, Any], None] = add_ControlServicer_to_server
-        add(self._service, self._server)
-        address = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            self.port = 0
-        if self.port == 0:
-            raise OSError(
-                f"the control service cannot listen on {bind} port {port}: it is taken, or it is not this pod's address"
-            )
-        self._server.start()
+        self._service = _Service(host, peers, Credentials(token), self._pool, timeouts)
+        self._server, self.port = call(self._listen(bind, port), timeouts.call)
+        self._guard = ConnectionGuard(self.port, "the control port", grace=timeouts.unproven)
+        self._service.guard = self._guard
+        self._guard.start()
+
+    async def _listen(self, bind: str, port: int) -> tuple[grpc.aio.Server, int]:
+        server, bound = listen(self._service, bind, port)
+        await server.start()
+        return server, bound
 
     def serve(self, host: Host) -> None:
         """Speak for `host` from now on."""
-        self._service.become(host)
+        self._service.host = host
 
     def linked(self) -> int:
         """How many other shards are linked to the coordinator here."""
-        with self._service.links_lock:
-            return len(self._service.links)
+        return len(self._service.links)
 
     def close(self) -> None:
         """End all calls."""
-        with self._service.links_lock:
-            for link in self._service.links:
-                link.end()
-        self._server.stop(grace=0.5).wait(2.0)
+        self._guard.close()
+        call(self._stop(), 5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _stop(self) -> None:
+        for link in self._service.links:
+            link.end()
+        await self._server.stop(0.5)

@@ -71,15 +71,16 @@ class Liveness:
             if member.handed_in is not None:
                 member.handed_in += still
 
-    def joined(self, now: float, peer: Peer) -> None:
-        """A peer introduced itself (again)."""
+    def joined(self, now: float, peer: Peer) -> bool:
+        """A peer introduced itself, or did so again. Returns whether this incarnation of it is new here."""
         self._wake(now)
         key = peer.role, peer.index
         old = self._members.get(key)
         if old is not None and old.peer.incarnation == peer.incarnation:
             old.beat = now
-            return
+            return False
         self._members[key] = _Member(peer, joined=now, beat=now, activity_since=now)
+        return True
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
         """A heartbeat. One of a peer that did not join counts for nothing."""

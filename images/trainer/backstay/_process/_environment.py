@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 
+from .._timeouts import Timeouts
 from ..errors import ConfigurationError
 
 __all__ = ["Environment"]
@@ -29,6 +30,7 @@ class Environment:
         active: the incarnation of its shard's active server when the pod was made; 0: not said.
         pod_ip: what other pods connect to.
         checkpoint_uri: where checkpoints are; None when none are stored.
+        timeouts: every deadline and interval of the pod.
     """
 
     job: str
@@ -47,6 +49,7 @@ class Environment:
     checkpoint_uri: str | None
     termination_log: Path | None
     active: int = 0
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property
     def standby(self) -> bool:

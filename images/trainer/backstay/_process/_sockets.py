@@ -13,11 +13,22 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final, TypeAlias
 
-__all__ = ["Address", "Connection", "connections", "reset", "shut_down"]
+__all__ = [
+    "Address",
+    "Connection",
+    "connection_of",
+    "connections",
+    "peer_address",
+    "received_bytes",
+    "reset",
+    "reset_one",
+    "shut_down",
+    "socket_descriptors",
+]
 
 Address: TypeAlias = tuple[str, int]
 Connection: TypeAlias = tuple[Address, Address]
@@ -27,20 +38,23 @@ Connection: TypeAlias = tuple[Address, Address]
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
+# tcpi_bytes_received in struct tcp_info of Linux (include/uapi/linux/tcp.h): a u64 at byte 128.
+_TCP_INFO_BYTES: Final = 136
+_RECEIVED: Final = struct.Struct("=128xQ")
+
+
 def connections() -> set[Connection]:
     """All TCP connections of this process."""
-    return {connection for _, connection in _sockets()}
+    return {connection for number, _ in socket_descriptors() if (connection := connection_of(number)) is not None}
 
 
 def reset(wanted: Callable[[Connection], bool]) -> int:
     """Shuts down the TCP connections of this process that are `wanted`; returns how many there were."""
     count = 0
-    for sock, connection in _sockets():
-        if wanted(connection):
-            with contextlib.suppress(OSError):  # it was just closed
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
+    for number, _ in socket_descriptors():
+        connection = connection_of(number)
+        if connection is not None and wanted(connection):
+            count += reset_one(number, connection)
     return count
 
 
@@ -49,20 +63,62 @@ def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
     return reset(lambda connection: port in (None, connection[0][1]) and wanted(connection[1]))
 
 
-def _sockets() -> Iterator[tuple[socket.socket, Connection]]:
-    """Every connected TCP socket of this process, as a duplicate that is closed afterwards."""
-    for entry in list(Path("/dev/fd").iterdir()):  # Linux and macOS
+def socket_descriptors() -> Iterator[tuple[int, int]]:
+    """The number and the inode of every open socket of this process."""
+    for name in os.listdir("/dev/fd"):  # noqa: PTH208  # Linux and macOS; a Path for each would cost more
         try:
-            # A duplicate stays the same socket whatever happens to the number meanwhile.
-            copy = os.dup(int(entry.name))
+            status = os.fstat(int(name))
         except (OSError, ValueError):
             continue
-        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
-            os.close(copy)
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=copy) as sock:  # a listening socket has no peer
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock, (_address(sock.getsockname()), _address(sock.getpeername()))
+        if stat.S_ISSOCK(status.st_mode):
+            yield int(name), status.st_ino
+
+
+def connection_of(number: int) -> Connection | None:
+    """The TCP connection of a descriptor; None: it is not a connected TCP socket."""
+    with contextlib.suppress(OSError), _duplicate(number) as sock:  # a listening socket has no peer
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+            return _address(sock.getsockname()), _address(sock.getpeername())
+    return None
+
+
+def reset_one(number: int, connection: Connection) -> bool:
+    """Shuts a connection down, if the descriptor is still that one's."""
+    with contextlib.suppress(OSError), _duplicate(number) as sock:
+        if (_address(sock.getsockname()), _address(sock.getpeername())) == connection:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def received_bytes(number: int) -> int:
+    """How much has arrived on a connection since it was opened; 0 where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    with contextlib.suppress(OSError), _duplicate(number) as sock:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) == _TCP_INFO_BYTES:
+            received: int = _RECEIVED.unpack(info)[0]
+            return received
+    return 0
+
+
+def peer_address(peer: str) -> Address:
+    """The address of ``ipv4:127.0.0.1:4242`` or ``ipv6:%5B::1%5D:4242``, as gRPC writes a peer."""
+    host, _, port = peer.partition(":")[2].rpartition(":")
+    host = host.replace("%5B", "").replace("%5D", "").strip("[]").removeprefix("::ffff:")
+    return (host, int(port)) if port.isdigit() else (peer, 0)
+
+
+def _duplicate(number: int) -> socket.socket:
+    """The same socket, whatever happens to the number meanwhile. The caller closes it."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # the number is another kind of file by now
+        os.close(copy)
+        raise
 
 
 def _address(name: tuple[str, int]) -> Address:

@@ -46,7 +46,7 @@ class Evaluator:
         )
         self._joined = False
         self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
-        self._control = ControlClient(environment.servers, environment.token, peer)
+        self._control = ControlClient(environment.servers, environment.token, peer, environment.timeouts)
         self._lost = False
         self._found: tuple[int, dict[str, float], str] | None = None
         self._heart = Heartbeats(self._control, self._silent)

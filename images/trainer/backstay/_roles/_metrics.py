@@ -78,7 +78,7 @@ class Metrics:
         self.checkpoint_failures = self._counter("checkpoint_failures", "Checkpoints that could not be stored.")
         # Of every server.
         self.version = self._gauge("version", "Updates applied; a worker: version of its parameters.")
-        self.joins = self._counter("joins", "Pods that joined here; a worker: times that it joined.")
+        self.joins = self._counter("joins", "Pods that joined here, each once; a worker: times that it joined.")
         self.apply_seconds = self._histogram(
             "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
         )

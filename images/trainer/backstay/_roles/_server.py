@@ -52,22 +52,6 @@ __all__ = ["Server"]
 
 _LOG = logging.getLogger(__name__)
 
-_FAREWELL_SECONDS = 15.0
-"""How long a server stays for workers that have not heard that the job is over."""
-
-_NEWCOMER_SECONDS = 3.0
-"""How long a server that took over stays at least: workers whose last parameters were lost with the one before come."""
-
-_ALONE_SECONDS = {"closed": 10.0, "silent": 30.0}
-"""How long a server whose standby is lost waits for the operator before it goes on without one."""
-
-_GONE_SECONDS = 2.0
-"""How long a server that was told to stop waits for another one that is not linked: with the whole job deleted it comes
-back no more."""
-
-_LAST_SAVE_SECONDS = 50.0
-"""How long a server that was told to stop waits for its checkpoint; pods have 60 s."""
-
 
 class Server:
     """Speaks for its shard to everybody: a control service's `Host`, and the coordinator's `ServerSink`."""
@@ -86,6 +70,7 @@ class Server:
         config = environment.config
         self.shard, self.incarnation = environment.index, environment.incarnation
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
+        self._times = environment.timeouts
         self._peer = Peer(
             role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
         )
@@ -111,7 +96,7 @@ class Server:
         self._commit_arrived: dict[int, float] = {}
         self._rollbacks: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
         self._already_complete = False
-        self._newcomers_until = 0.0 if inherited is None else time.monotonic() + _NEWCOMER_SECONDS
+        self._newcomers_until = 0.0 if inherited is None else time.monotonic() + self._times.newcomer
 
         store = CheckpointStore(environment.checkpoint_uri) if environment.checkpoint_uri else None
         self._leader: Leader | None = None
@@ -131,7 +116,15 @@ class Server:
             )
             coordination: Coordination = self._driving
         else:
-            self._link = Link(environment.servers[0], environment.token, self._peer, plan.agreement, self, config.mode)
+            self._link = Link(
+                environment.servers[0],
+                environment.token,
+                self._peer,
+                plan.agreement,
+                self,
+                config.mode,
+                environment.timeouts,
+            )
             coordination = self._link
         self._coordination = coordination
         self._writer: CheckpointWriter | None = None
@@ -173,13 +166,19 @@ class Server:
             port=environment.data_port,
             token=environment.token,
             replicate=None if self._replication is None else self._replication.serve,
+            timeouts=environment.timeouts,
         )
         self._held = held
         if held is not None:
             self._inherit(held)
         if inherited is None:
             self._control = ControlServer(
-                self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
+                self,
+                self._peers,
+                bind=environment.bind,
+                port=environment.port,
+                token=environment.token,
+                timeouts=environment.timeouts,
             )
         else:
             self._control = inherited.control
@@ -210,7 +209,7 @@ class Server:
         """
         assert self._replication is not None
         _LOG.warning("the standby is lost: asking whether it was promoted")
-        patience = _ALONE_SECONDS["closed" if closed else "silent"]
+        patience = self._times.standby_closed if closed else self._times.standby_silent
         self._asking = True
         try:
             while not self._closing and self._superseded is None:
@@ -296,7 +295,7 @@ class Server:
         # A failure is any server's to tell: the operator may see another one's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + self._times.farewell
         while time.monotonic() < deadline and not self._stop.asked.is_set() and self._awaited():
             time.sleep(0.05)
         return 1 if done.failed else 0
@@ -311,7 +310,7 @@ class Server:
         return bool(pods) or (self._driving is not None and self._control.linked() > 0)
 
     def _wait_applied(self, done: Done) -> None:
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + self._times.farewell
         while self._runtime.version < done.version and time.monotonic() < deadline and self._runtime.failed is None:
             time.sleep(0.01)
 
@@ -343,7 +342,7 @@ class Server:
             self._wait_until(
                 lambda: not driving.unstored() or self._done is not None,
                 lambda: not driving.unstored_by_the_gone(),
-                _LAST_SAVE_SECONDS,
+                self._times.last_save,
             )
             if self._done is None and driving.unstored() and (gone := driving.unstored_by_the_gone()):
                 _LOG.warning(
@@ -357,19 +356,18 @@ class Server:
             time.sleep(0.5)  # the link carries the news
         return SIGTERM_EXIT
 
-    @staticmethod
-    def _wait_until(done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float) -> None:
-        """At most so long, and not for longer than `_GONE_SECONDS` without hope."""
+    def _wait_until(self, done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float) -> None:
+        """At most so long, and not for longer than `Timeouts.gone` without hope."""
         now = time.monotonic()
-        deadline, gone_by = now + seconds, now + _GONE_SECONDS
+        deadline, gone_by = now + seconds, now + self._times.gone
         while not done() and now < min(deadline, gone_by):
             time.sleep(0.05)
             now = time.monotonic()
             if hopeful():
-                gone_by = now + _GONE_SECONDS
+                gone_by = now + self._times.gone
 
     def _ask_to_save(self) -> None:
-        client = ControlClient(self._env.servers[:1], self._env.token, self._peer)
+        client = ControlClient(self._env.servers[:1], self._env.token, self._peer, self._env.timeouts)
         client.leave("told to stop")
         client.close()
 
@@ -482,8 +480,9 @@ class Server:
     def joined(self, peer: Peer) -> JoinReply:
         if peer.role != contract.ROLE_SERVER:
             with self._lock:
-                self._liveness.joined(time.monotonic(), peer)
-        self._metrics.joins.inc()
+                new = self._liveness.joined(time.monotonic(), peer)
+            if new:  # a pod that only connects again has joined before
+                self._metrics.joins.inc()
         reply = JoinReply(
             incarnation=self.incarnation,
             term=self._runtime.term,

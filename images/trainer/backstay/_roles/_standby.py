@@ -69,7 +69,12 @@ class Standby:
         self._http = HttpPort(metrics, self._ready_now, bind=environment.bind, port=environment.metrics_port)
         self._peers = Peers()
         self._control = ControlServer(
-            self, self._peers, bind=environment.bind, port=environment.port, token=environment.token
+            self,
+            self._peers,
+            bind=environment.bind,
+            port=environment.port,
+            token=environment.token,
+            timeouts=environment.timeouts,
         )
 
     def run(self) -> Inherited | None:
@@ -142,7 +147,7 @@ class Standby:
     def _join(self) -> JoinReply:
         """Ask the active server where its data streams are. Raises as `_follow`."""
         # Another connection each time: what its Service leads to may have changed since.
-        client = ControlClient(self._env.servers, self._env.token, self._peer)
+        client = ControlClient(self._env.servers, self._env.token, self._peer, self._env.timeouts)
         try:
             return client.join(self.shard, self._plan.agreement)
         finally:

@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _faults
 from .._compute._gradient import Gradient, GradientFn
-from .._control import HEARTBEAT_SECONDS, ControlClient, Heartbeats, News
+from .._control import ControlClient, Heartbeats, News
 from .._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
@@ -85,7 +85,7 @@ class Worker:
         )
         self._joined = False
         self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
-        self._control = ControlClient(environment.servers, environment.token, self._peer)
+        self._control = ControlClient(environment.servers, environment.token, self._peer, environment.timeouts)
         self._streams: ShardedClient | None = None
         self._heart = Heartbeats(self._control, self._silent)
         self._arrangement = Arrangement(plan.partition)
@@ -355,7 +355,7 @@ class Worker:
         while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
             raise_end(self._heart, news, self._stop)
             if self._moved:
-                self._heart.hurry(HEARTBEAT_SECONDS)
+                self._heart.hurry(self._env.timeouts.heartbeat)
                 return None
             if time.monotonic() > deadline:
                 raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")

@@ -4,15 +4,16 @@ A frame's header is Flight's `app_metadata`; its body is the one buffer of a rec
 which Arrow sends from where it stands and receives without a further copy. A column of bytes has no offsets that a
 peer could forge; of what arrives only the buffer itself is used, with the length that Arrow gives it.
 
-Flight cannot bound a message before it has received it: the token is checked before that (a call without it is
-refused before its first message is read), sizes after it, and before anything is copied.
+Flight cannot bound a message before it has received it. Of a stream such as `DoExchange` the token is checked before
+that, but gRPC receives the one message of a method such as `GetFlightInfo`, of any size, before Flight looks at the
+call. So the port has a `ConnectionGuard`: a connection without a call with the token is closed once it has sent a
+little. Sizes of frames are checked before anything is copied.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hmac
 import logging
 import threading
 from collections.abc import Callable
@@ -23,28 +24,23 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from google.protobuf.message import DecodeError
 
+from backstay_rpc import AUTHORIZATION
+from backstay_rpc.channels import NOT_AUTHENTICATED, Credentials, flight_client_options, flight_headers, flight_uri
 from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _faults
-from .._process._sockets import Address, Connection, connections, reset, shut_down
+from .._process._guard import ConnectionGuard
+from .._process._sockets import Address, Connection, connections, peer_address, reset, shut_down
+from .._timeouts import Timeouts
 from ..errors import PeerLost, Refused
 from .frames import decode
 from .seam import Bytes, FrameStream, Refusal
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
 
+_NOT_SERVED: Final = "only DoExchange is served here"
 _SCHEMA: Final = pa.schema([("body", pa.uint8())])
 _LOG = logging.getLogger(__name__)
-
-# Connecting again follows O3: back-off of at most 250 ms; an address that does not answer at all is given up after 5 s.
-_CHANNEL: Final = [
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.min_reconnect_backoff_ms", 5000),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),  # as for the control service
-]
-
 
 _CONNECTING: Final = threading.Lock()
 
@@ -99,8 +95,8 @@ class ClientStream:
         # while another one writes.
         self._busy = threading.Lock()
         try:
-            self._client = fl.FlightClient(f"grpc://{address}", generic_options=_CHANNEL)
-            options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + token.encode())])
+            self._client = fl.FlightClient(flight_uri(address), generic_options=flight_client_options())
+            options = fl.FlightCallOptions(headers=flight_headers(Credentials(token)))
             with _CONNECTING:  # so that the connection that appears meanwhile is this one's
                 before = connections()
                 self._writer, self._reader = self._client.do_exchange(
@@ -159,9 +155,10 @@ class ClientStream:
     def _lost(self, error: BaseException | None) -> PeerLost | Refused:
         if self._why is not None:
             return PeerLost(f"{self._address}: {self._why}")
-        if isinstance(error, fl.FlightUnauthenticatedError):
+        # Only in these words it is a Backstay server that says so: a proxy's HTTP status 401 or 403 is the same error.
+        if isinstance(error, fl.FlightUnauthenticatedError) and NOT_AUTHENTICATED in str(error):
             return Refused("UNAUTHENTICATED", f"{self._address} does not know this job's token")
-        if isinstance(error, fl.FlightUnauthorizedError):
+        if isinstance(error, fl.FlightUnauthorizedError) and _NOT_SERVED in str(error):
             return Refused("PERMISSION_DENIED", f"{self._address}: {_why(error)}")
         if error is None:
             return PeerLost(f"{self._address} ended the stream")
@@ -206,35 +203,42 @@ class _ServerStream:
 class _Authenticate(fl.ServerMiddlewareFactory):  # type: ignore[misc]
     """Runs before anything of a call is read: no token, or another method than `DoExchange`, and the call is over."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, credentials: Credentials) -> None:
         super().__init__()
-        self._expected = f"Bearer {token}".encode()
+        self._credentials = credentials
 
     def start_call(self, info: Any, headers: dict[str, list[str | bytes]]) -> None:
-        values = headers.get("authorization", [])
-        given = values[0] if len(values) == 1 else ""
-        if not hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected):
-            raise fl.FlightUnauthenticatedError("the call does not carry this job's token")
+        if not self._credentials.admits(headers.get(AUTHORIZATION, [])):
+            raise fl.FlightUnauthenticatedError(NOT_AUTHENTICATED)
         if info.method != fl.FlightMethod.DO_EXCHANGE:
-            raise fl.FlightUnauthorizedError("only DoExchange is served here")
+            raise fl.FlightUnauthorizedError(_NOT_SERVED)
 
 
 class Listener(fl.FlightServerBase):  # type: ignore[misc]
     """Listens for data streams, and calls `handler(hello, stream)` in a thread for each; the stream ends with it."""
 
-    def __init__(self, host: str, port: int, token: str, handler: Callable[[Hello, FrameStream], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        handler: Callable[[Hello, FrameStream], None],
+        timeouts: Timeouts | None = None,
+    ) -> None:
         """
         Args:
             host: address to bind.
             port: 0 for any; `port` tells which.
             token: of the job, not empty.
             handler: what it raises ends the stream.
+            timeouts: None for the usual ones.
 
         Raises:
             PortTaken: the address cannot be bound.
         """
         if not token:
-            raise ValueError("the job's token is empty: a data server without one would accept anybody")
+            raise ValueError("the job's token is empty: a data server without one would accept no caller")
+        credentials = Credentials(token)
         self._handler = handler
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -242,23 +246,27 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         self._closing = False
         try:
             where = fl.Location.for_grpc_tcp(f"[{host}]" if ":" in host else host, port)
-            super().__init__(where, middleware={"token": _Authenticate(token)})
+            super().__init__(where, middleware={"token": _Authenticate(credentials)})
         except (pa.ArrowException, OSError) as error:
             raise PortTaken(
                 f"the data server cannot listen on {host} port {port}: it is taken, or the address is not this pod's"
             ) from error
         self.bound: int = super().port
+        grace = (timeouts or Timeouts()).unproven
+        self._guard = ConnectionGuard(self.bound, "the data port", grace=grace)
+        self._guard.start()
         # Arrow waits for all calls when the interpreter ends, and an idle client would hold it for ever (T8). This runs
         # before that, and a process that fails ends.
         atexit.register(self.close)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        self._guard.prove(context.peer())
         try:
             hello = Hello.FromString(descriptor.command or b"")
         except (DecodeError, TypeError):
             raise fl.FlightServerError("the descriptor of the call is no Hello") from None
         stream = _ServerStream(context, reader, writer)
-        address = _parse_peer(context.peer())
+        address = peer_address(context.peer())
         with self._lock:
             if self._closing:
                 raise fl.FlightUnavailableError("the server is going away")
@@ -298,6 +306,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         if not first:
             return True
         atexit.unregister(self.close)
+        self._guard.close()
         # `shutdown` refuses new calls at once, and returns when the last one ended.
         stopping = threading.Thread(target=self.shutdown, name="backstay-data-shutdown", daemon=True)
         stopping.start()
@@ -308,10 +317,3 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
                     break
         stopping.join(timeout)
         return not stopping.is_alive()
-
-
-def _parse_peer(peer: str) -> Address:
-    """``ipv4:127.0.0.1:4242`` or ``ipv6:%5B::1%5D:4242`` as gRPC writes them."""
-    host, _, port = peer.partition(":")[2].rpartition(":")
-    host = host.replace("%5B", "").replace("%5D", "").strip("[]").removeprefix("::ffff:")
-    return (host, int(port)) if port.isdigit() else (peer, 0)

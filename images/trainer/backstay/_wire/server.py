@@ -17,6 +17,7 @@ import numpy as np
 from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
 from backstay_spec import contract
 
+from .._timeouts import Timeouts
 from ..errors import PeerLost
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
@@ -181,6 +182,7 @@ class DataServer:
         port: int,
         token: str,
         replicate: Callable[[Hello, FrameStream], None] | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """Listens at once.
 
@@ -190,6 +192,7 @@ class DataServer:
             host: address to bind, such as ``0.0.0.0``.
             port: 0 for any.
             token: the job's, not empty.
+            timeouts: None for the usual ones.
 
         Raises:
             PortTaken: the address cannot be bound; the message names host and port.
@@ -205,7 +208,7 @@ class DataServer:
             else:
                 workers(hello, stream)
 
-        self._listener: Listener = Listener(host, port, token, serve)
+        self._listener: Listener = Listener(host, port, token, serve, timeouts)
 
     @property
     def port(self) -> int:

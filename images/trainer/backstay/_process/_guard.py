@@ -1,0 +1,229 @@
+"""Closes the connections to a port whose peer does not prove that it belongs to the job (O7, T8).
+
+gRPC accepts a connection from anybody, and cannot bound how many there are, how slowly they speak, or how much they
+send before a call is looked at. This watches the sockets from outside: a connection is proven by the first call with
+the job's token, and closed when that does not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ._sockets import (
+    Address,
+    Connection,
+    connection_of,
+    peer_address,
+    received_bytes,
+    reset_one,
+    shut_down,
+    socket_descriptors,
+)
+
+__all__ = ["ConnectionGuard", "Warnings"]
+
+_LOG = logging.getLogger(__name__)
+
+SCAN_SECONDS: Final = 0.1
+"""Between two looks at the sockets. What a stranger sends to the data port meanwhile, gRPC keeps in memory."""
+
+MAX_UNPROVEN: Final = 64
+"""Connections of one host without a valid call. Above that, each one is closed that is older than `CROWDED_SECONDS`."""
+
+CROWDED_SECONDS: Final = 3.0
+
+MAX_UNPROVEN_BYTES: Final = 256 << 10
+"""What a connection may send before its first call with the token. A call with the token comes within the first kB."""
+
+MAX_REFUSED: Final = 16
+"""Calls without the token on one connection, which is closed then."""
+
+WARN_SECONDS: Final = 60.0
+_MAX_HOSTS: Final = 1024
+
+
+class Warnings:
+    """Says what a host did: at once, and then at most every `WARN_SECONDS`, with how often it happened. Thread-safe."""
+
+    def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            what: the port, for the message, such as ``the control port``.
+        """
+        self._what, self._clock = what, clock
+        self._lock = threading.Lock()
+        self._said: dict[tuple[str, str], float] = {}
+        self._since: Counter[tuple[str, str]] = Counter()
+
+    def add(self, host: str, deed: str, count: int = 1) -> None:
+        """`host` did `deed`, such as ``a call without the token was refused``."""
+        key, now = (host, deed), self._clock()
+        with self._lock:
+            if len(self._said) >= _MAX_HOSTS and key not in self._said:
+                key = ("many hosts", deed)
+            self._since[key] += count
+            if now - self._said.get(key, -WARN_SECONDS) < WARN_SECONDS:
+                return
+            self._said[key] = now
+            times = self._since.pop(key)
+            for old in [other for other, at in self._said.items() if now - at >= 2 * WARN_SECONDS]:
+                del self._said[old]
+        _LOG.warning("%s: %s, from %s (%d times)", self._what, deed, key[0], times)
+
+
+@dataclass
+class _Unproven:
+    """An accepted connection on which no call with the token came yet."""
+
+    number: int  # of its descriptor
+    connection: Connection
+    scans: int = 0
+
+
+class Sockets:
+    """The sockets of this process, looked at every `SCAN_SECONDS` by one thread, for all guards."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guards: list[ConnectionGuard] = []
+        self._known: dict[tuple[int, int], Connection | None] = {}  # by descriptor and inode; None: not connected
+        self._thread: threading.Thread | None = None
+
+    def add(self, guard: ConnectionGuard) -> None:
+        """From now on `guard` is told of connections to its port."""
+        with self._lock:
+            self._guards.append(guard)
+            for (number, _), connection in self._known.items():
+                if connection is not None and connection[0][1] == guard.port:
+                    guard.begin(number, connection)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="backstay-guard", daemon=True)
+                self._thread.start()
+
+    def remove(self, guard: ConnectionGuard) -> None:
+        """No more."""
+        with self._lock:
+            self._guards.remove(guard)
+
+    def scan(self, guards: Sequence[ConnectionGuard]) -> None:
+        """Look once, and tell these guards."""
+        present = set(socket_descriptors())
+        ended = {key: self._known.pop(key) for key in self._known.keys() - present}
+        begun = {key: connection_of(key[0]) for key in present - self._known.keys()}
+        self._known.update(begun)
+        for guard in guards:
+            for connection in ended.values():
+                if connection is not None and connection[0][1] == guard.port:
+                    guard.end(connection)
+            for (number, _), connection in begun.items():
+                if connection is not None and connection[0][1] == guard.port:
+                    guard.begin(number, connection)
+            guard.look()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(SCAN_SECONDS)
+            with self._lock:
+                guards = list(self._guards)
+                if not guards:
+                    self._thread = None
+                    return
+                try:
+                    self.scan(guards)
+                except OSError as error:  # such as too many open files: the next scan may find fewer
+                    _LOG.debug("a scan of the connections failed: %s", error)
+
+
+_SOCKETS: Final = Sockets()
+
+
+class ConnectionGuard:
+    """Watches the connections to one port of this process. Thread-safe."""
+
+    def __init__(self, port: int, what: str, *, grace: float) -> None:
+        """
+        Args:
+            port: of this process.
+            what: for warnings, such as ``the control port``.
+            grace: how long a connection may stay without a call with the token, in seconds. It is counted in scans, so
+                that a process that was stopped grants each peer the same.
+        """
+        self.warnings = Warnings(what)
+        self.port = port
+        self._grace_scans = max(2, round(grace / SCAN_SECONDS))
+        self._crowded_scans = min(self._grace_scans, round(CROWDED_SECONDS / SCAN_SECONDS))
+        self._lock = threading.Lock()
+        self._proven: dict[str, Address] = {}  # by the peer's name in gRPC
+        self._names: dict[Address, str] = {}  # of the proven
+        self._refused: Counter[Address] = Counter()
+        self._unproven: dict[Address, _Unproven] = {}
+
+    def start(self) -> None:
+        """Watch until `close`."""
+        _SOCKETS.add(self)
+
+    def close(self) -> None:
+        """Stop watching."""
+        _SOCKETS.remove(self)
+
+    def prove(self, peer: str) -> None:
+        """A call with the token came from `peer`, as gRPC writes it."""
+        if peer not in self._proven:
+            address = peer_address(peer)
+            with self._lock:
+                self._proven[peer] = address
+                self._names[address] = peer
+
+    def refuse(self, peer: str) -> None:
+        """A call without the token came from `peer`. After `MAX_REFUSED` of them the connection is closed."""
+        address = peer_address(peer)
+        self.warnings.add(address[0], "a call without this job's token was refused")
+        with self._lock:
+            self._refused[address] += 1
+            if self._refused[address] < MAX_REFUSED:
+                return
+            del self._refused[address]
+        shut_down(self.port, address.__eq__)
+        self.warnings.add(address[0], f"a connection was closed after {MAX_REFUSED} calls without the token")
+
+    # ---- Called by `Sockets`, one at a time ----
+
+    def begin(self, number: int, connection: Connection) -> None:
+        """A connection was accepted."""
+        self._unproven[connection[1]] = _Unproven(number, connection)
+
+    def end(self, connection: Connection) -> None:
+        """A connection is over: its address proves nothing any more."""
+        address = connection[1]
+        self._unproven.pop(address, None)
+        with self._lock:
+            self._proven.pop(self._names.pop(address, ""), None)
+            self._refused.pop(address, None)
+
+    def look(self) -> None:
+        """Close the connections that are due."""
+        for address in [address for address in self._unproven if address in self._names]:
+            del self._unproven[address]
+        per_host = Counter(address[0] for address in self._unproven)
+        for address, found in list(self._unproven.items()):
+            found.scans += 1
+            why = self._why(found, per_host)
+            if why and address not in self._names and reset_one(found.number, found.connection):
+                del self._unproven[address]
+                self.warnings.add(address[0], f"a connection was closed: {why}")
+
+    def _why(self, found: _Unproven, per_host: Counter[str]) -> str:
+        """Why this connection has to be closed; empty: it has not."""
+        if found.scans >= self._grace_scans:
+            return f"no call with this job's token came within {self._grace_scans * SCAN_SECONDS:.0f} s"
+        if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
+            return f"its host has more than {MAX_UNPROVEN} without a call with this job's token"
+        if received_bytes(found.number) > MAX_UNPROVEN_BYTES:
+            return f"more than {MAX_UNPROVEN_BYTES >> 10} KiB came before a call with this job's token"
+        return ""

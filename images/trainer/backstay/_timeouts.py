@@ -1,0 +1,53 @@
+"""Every deadline, interval and pause of a training pod, as one value, which is injected: a test can shorten any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Timeouts"]
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """In seconds. `Environment.timeouts` carries the value of a pod.
+
+    Attributes:
+        heartbeat: the interval between two heartbeats of a worker or evaluator to each server.
+        silent: a peer without a heartbeat, or a server without an answer, for so long is lost.
+        call: the deadline of one control call.
+        leave: the deadline of the call that says that a pod leaves.
+        join: how long a pod tries to join. Servers may wait for nodes, and the operator ends what takes too long.
+        join_pauses: the pauses between two attempts to join a server; the last one repeats.
+        join_stale: a server that answered a join so long before another one could not be joined is asked again.
+        link_answer: how long the coordinator may take to accept a link; then the shard connects again.
+        link_pauses: the pauses between two attempts to link; the last one repeats.
+        message: how long a server waits for the message of a call whose token is valid.
+        second_look: how long a server that waits for the operator's word holds back such a call, to see whether the
+            operator has given the call up already.
+        farewell: how long a server stays for workers that were not told that the job is over.
+        newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
+        standby_closed, standby_silent: how long a server that lost its standby waits for the operator to say which of
+            the two is active, by whether the connection was closed or the standby stopped answering.
+        gone: how long a server that was told to stop waits for another one that is not linked.
+        last_save: how long a server that was told to stop waits for its checkpoint. Pods have 60 s.
+        unproven: a connection on which no call carried the token for so long is closed.
+    """
+
+    heartbeat: float = 2.0
+    silent: float = 10.0
+    call: float = 5.0
+    leave: float = 1.0
+    join: float = 3600.0
+    join_pauses: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, *(0.25,) * 16, 0.5, 1.0)
+    join_stale: float = 5.0
+    link_answer: float = 10.0
+    link_pauses: tuple[float, ...] = (0.02, 0.05, 0.1, 0.25)
+    message: float = 10.0
+    second_look: float = 0.1
+    farewell: float = 15.0
+    newcomer: float = 3.0
+    standby_closed: float = 10.0
+    standby_silent: float = 30.0
+    gone: float = 2.0
+    last_save: float = 50.0
+    unproven: float = 10.0

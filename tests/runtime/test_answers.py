@@ -1,0 +1,267 @@
+"""What an answer means: most say that a connection is in transition (T8), few are final. One table for all calls."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from backstay._control import Agreement, ControlClient, Heartbeats, Link
+from backstay._control._auth import is_final
+from backstay._timeouts import Timeouts
+from backstay._wire.flight import ClientStream
+from backstay.errors import PeerLost, Refused, Superseded
+from backstay_rpc.channels import REFUSAL
+from backstay_rpc.control_pb2 import TRAINING, Hello, JoinReply, Leaf, Peer
+
+TOKEN = "0123456789abcdef"
+AGREEMENT = Agreement((Leaf(path="w", shape=[2], dtype="float32"),), {"steps": "1"})
+CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+FINAL = {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}
+SECONDS = 60.0
+TIMES = Timeouts(call=SECONDS, link_pauses=(0.001,), join_pauses=(0.001,))
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class Answers(grpc.GenericRpcHandler):
+    """A server that answers each call with what it is told."""
+
+    def __init__(self) -> None:
+        self.code, self.marked, self.calls = grpc.StatusCode.UNAVAILABLE, False, 0
+
+    def service(self, handler_call_details: Any) -> Any:
+        def answer(_: Any, context: Any) -> Iterator[bytes]:
+            self.calls += 1
+            if self.marked:
+                context.set_trailing_metadata(((REFUSAL, "1"),))
+            context.abort(self.code, "as told")
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[tuple[Answers, str]]:
+    handler = Answers()
+    server = grpc.server(ThreadPoolExecutor(8), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield handler, f"127.0.0.1:{port}"
+    server.stop(0).wait(SECONDS)
+
+
+def client_of(address: str) -> ControlClient:
+    return ControlClient([address], TOKEN, Peer(role="worker"), TIMES)
+
+
+def joins(address: str) -> None:
+    client = client_of(address)
+    try:
+        client.join(0, AGREEMENT)
+    finally:
+        client.close()
+
+
+def beats(address: str) -> None:
+    client = client_of(address)
+    try:
+        client.beat(0, 1, 1, 0, TRAINING, 0.0)
+    finally:
+        client.close()
+
+
+def evaluates(address: str) -> None:
+    client = client_of(address)
+    try:
+        client.evaluated(1, 1, {})
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["backstay", "another program"])
+@pytest.mark.parametrize("phase", [joins, beats, evaluates])
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+def test_t8_each_status_of_each_call_is_retried_or_final(
+    answers: tuple[Answers, str], code: grpc.StatusCode, phase: Callable[[str], None], marked: bool
+) -> None:
+    """Only a Backstay server's own refusals are final; its other answers, and all of others, are retried."""
+    handler, address = answers
+    handler.code, handler.marked = code, marked
+    final = marked and code.name in FINAL
+    with pytest.raises((PeerLost, Refused)) as raised:
+        phase(address)
+    assert isinstance(raised.value, Refused) is final
+    assert isinstance(raised.value, Superseded) is (final and code is grpc.StatusCode.PERMISSION_DENIED)
+    assert is_final(code, ((REFUSAL, "1"),) if marked else ()) is final
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["backstay", "another program"])
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
+def test_t8_each_status_of_a_link_is_retried_or_final(
+    answers: tuple[Answers, str], code: grpc.StatusCode, marked: bool
+) -> None:
+    handler, address = answers
+    handler.code, handler.marked = code, marked
+    before = handler.calls
+    link = Link(address, TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, lambda _: None, "Sync", TIMES)  # type: ignore[arg-type]
+    link.start()
+    try:
+        if marked and code.name in FINAL:
+            until(lambda: link.refused is not None)
+            assert link.refused is not None
+            assert link.refused.code == code.name
+        else:
+            until(lambda: handler.calls >= before + 3)
+            assert link.refused is None
+    finally:
+        link.close()
+
+
+# ---- What is not gRPC ----
+
+_PREFACE = 24
+_SETTINGS = struct.pack(">I", 0)[1:] + bytes((4, 0)) + struct.pack(">I", 0)
+
+
+def _headers(status: int) -> bytes:
+    block = b"\0\x07:status\x03" + str(status).encode() + b"\0\x0ccontent-type\x0atext/plain"
+    return struct.pack(">I", len(block))[1:] + bytes((1, 5)) + struct.pack(">I", 1) + block
+
+
+RESET = struct.pack(">I", 4)[1:] + bytes((3, 0)) + struct.pack(">II", 1, 7)  # REFUSED_STREAM
+GOAWAY = struct.pack(">I", 8)[1:] + bytes((7, 0)) + struct.pack(">III", 0, 0, 0)
+STRANGE = {
+    **{
+        f"status {status}": _SETTINGS + _headers(status)
+        for status in (301, 400, 401, 403, 404, 405, 429, 500, 502, 503)
+    },
+    "reset": _SETTINGS + RESET,
+    "goaway": _SETTINGS + GOAWAY,
+    "http 1": b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n",
+    "noise": bytes(range(256)) * 4,
+    "nothing": b"",
+}
+
+
+@pytest.fixture
+def strange(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a program that answers each connection, once the caller has begun a call, with these bytes."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(SECONDS)
+            seen = b""
+            # Frames of the caller, until its HEADERS (kind 1) have come: an answer to no call would be an error.
+            connection.sendall(_SETTINGS if STRANGE[request.param].startswith(_SETTINGS) else b"")
+            while True:
+                data = connection.recv(1 << 16)
+                if not data:
+                    return
+                seen += data
+                at, begun = _PREFACE, False
+                while len(seen) >= at + 9:
+                    begun = begun or seen[at + 3] == 1
+                    at += 9 + int.from_bytes(seen[at : at + 3], "big")
+                if begun or not STRANGE[request.param].startswith(_SETTINGS):
+                    connection.sendall(STRANGE[request.param].removeprefix(_SETTINGS))
+                    return
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def streams(address: str) -> None:
+    stream = ClientStream(address, Hello(), TOKEN)
+    try:
+        stream.read()
+    finally:
+        stream.close()
+
+
+@pytest.mark.parametrize("phase", [joins, beats, streams])
+@pytest.mark.parametrize("strange", STRANGE, indirect=True)
+def test_t8_what_another_program_at_the_address_answers_is_retried(phase: Callable[[str], None], strange: str) -> None:
+    """A worker died of ``Received http2 header with status: 404`` while a server was being replaced."""
+    with pytest.raises(PeerLost):
+        phase(strange)
+
+
+def test_t8_heartbeats_go_on_after_a_strange_answer(answers: tuple[Answers, str]) -> None:
+    handler, address = answers
+    handler.code, handler.marked = grpc.StatusCode.UNIMPLEMENTED, False
+    before = handler.calls
+    client = ControlClient([address], TOKEN, Peer(role="worker"), Timeouts(heartbeat=0.001))
+    heart = Heartbeats(client, lambda shard, why: None)
+    heart.start()
+    until(lambda: handler.calls >= before + 3)
+    assert heart.superseded is None
+    heart.close()
+    client.close()
+
+
+class Shard:
+    """A `join` that fails as often as it is told."""
+
+    def __init__(self, fails: int, terms: tuple[int, ...] = (1,)) -> None:
+        self.fails, self.terms, self.asked = fails, terms, 0
+
+    def answer(self) -> JoinReply:
+        self.asked += 1
+        if self.asked <= self.fails:
+            raise PeerLost("away")
+        return JoinReply(incarnation=1, term=self.terms[min(self.asked - self.fails, len(self.terms)) - 1])
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, *shards: Shard, **times: float) -> list[JoinReply]:
+    client = ControlClient(["127.0.0.1:1"] * len(shards), TOKEN, Peer(), Timeouts(join_pauses=(0.0,), **times))  # type: ignore[arg-type]
+    monkeypatch.setattr(client, "join", lambda shard, *_: shards[shard].answer())
+    return client.join_all(AGREEMENT, lambda: False)
+
+
+def test_a_server_that_has_answered_is_not_asked_again_while_others_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """T8: a shard that takes long to start must not be paid for by those that serve."""
+    shards = [Shard(0), Shard(200), Shard(0)]
+    assert [reply.term for reply in joined(monkeypatch, *shards)] == [1, 1, 1]
+    assert [shard.asked for shard in shards] == [1, 201, 1]
+
+
+def test_an_answer_that_is_old_is_asked_for_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that gave it may be gone."""
+    shards = [Shard(0), Shard(5), Shard(0)]
+    joined(monkeypatch, *shards, join_stale=0.0)
+    assert [shard.asked for shard in shards] == [2, 6, 1]
+
+
+def test_shards_that_are_in_an_older_term_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [Shard(0, (2,)), Shard(0, (1, 1, 2)), Shard(0, (2,))]
+    assert [reply.term for reply in joined(monkeypatch, *shards)] == [2, 2, 2]
+    assert [shard.asked for shard in shards] == [1, 3, 1]

@@ -1,0 +1,561 @@
+"""O7, T8: what peers can do to a server's ports that have no token, or have one and do not keep the rules of HTTP/2.
+
+The peers are sockets, as gRPC's own clients are too well behaved. Training, which is a link and heartbeats here, goes
+on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+
+from backstay._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
+from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._process._guard import (
+    MAX_REFUSED,
+    MAX_UNPROVEN,
+    SCAN_SECONDS,
+    ConnectionGuard,
+    Sockets,
+    Warnings,
+)
+from backstay._timeouts import Timeouts
+from backstay._wire.flight import ClientStream, Listener
+from backstay_rpc import bearer
+from backstay_rpc.channels import MAX_MESSAGE_BYTES
+from backstay_rpc.control_pb2 import (
+    TRAINING,
+    Commit,
+    Frame,
+    GradientId,
+    GradientInfo,
+    HeartbeatReply,
+    Hello,
+    Leaf,
+    Peer,
+    Pull,
+    Staged,
+)
+
+# HTTP/2 by hand: RFC 9113, RFC 7541.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+ACK, END_STREAM, END_HEADERS = 1, 1, 4
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def _length(size: int) -> bytes:
+    """An integer with a prefix of 7 bits."""
+    if size < 127:
+        return bytes((size,))
+    out, size = bytearray((127,)), size - 127
+    while size >= 128:
+        out.append(size % 128 + 128)
+        size //= 128
+    return bytes((*out, size))
+
+
+def block(headers: dict[str, str]) -> bytes:
+    """Literal header fields without indexing, without Huffman codes."""
+    out = b""
+    for name, value in headers.items():
+        out += b"\0" + _length(len(name)) + name.encode() + _length(len(value)) + value.encode()
+    return out
+
+
+def grpc_headers(method: str, token: str | None = None) -> bytes:
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": method,
+        ":authority": "stranger",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    if token is not None:
+        fields["authorization"] = f"Bearer {token}"
+    return block(fields)
+
+
+class Connection:
+    """One TCP connection. `silent` ones do not even begin to speak HTTP/2."""
+
+    def __init__(self, port: int, *, silent: bool = False) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), 30)
+        self._buffer = b""
+        if not silent:
+            self.send(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
+
+    def send(self, data: bytes) -> bool:
+        """False: the peer has closed the connection."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def call(self, stream: int, method: str, token: str | None = None) -> None:
+        """The headers of a call, and nothing more."""
+        self.send(frame(HEADERS, END_HEADERS, stream, grpc_headers(method, token)))
+
+    def frames(self, seconds: float = 30.0) -> list[tuple[int, int, int, bytes]]:
+        """What has come, once something has; empty when the peer has closed the connection."""
+        self.socket.settimeout(seconds)
+        found: list[tuple[int, int, int, bytes]] = []
+        while not found:
+            try:
+                data = self.socket.recv(1 << 16)
+            except ConnectionError:
+                return []
+            if not data:
+                return []
+            self._buffer += data
+            while len(self._buffer) >= 9:
+                size = int.from_bytes(self._buffer[:3], "big")
+                if len(self._buffer) < 9 + size:
+                    break
+                kind, flags = self._buffer[3], self._buffer[4]
+                stream = int.from_bytes(self._buffer[5:9], "big")
+                found.append((kind, flags, stream, self._buffer[9 : 9 + size]))
+                self._buffer = self._buffer[9 + size :]
+        return found
+
+    def answered(self, streams: set[int]) -> set[int]:
+        """Read until all of these calls are over; those that are, when the connection was closed before."""
+        over: set[int] = set()
+        while not streams <= over:
+            came = self.frames()
+            if not came:
+                return over
+            for kind, flags, stream, _ in came:
+                if kind == PING and not flags & ACK:
+                    self.send(frame(PING, ACK, 0, bytes(8)))
+                if (kind == HEADERS and flags & END_STREAM) or kind == RST_STREAM:
+                    over.add(stream)
+        return over
+
+    def closed(self) -> bool:
+        """Read until the peer closes the connection. Raises `TimeoutError` when it does not."""
+        while self.frames():
+            pass
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+TOKEN = "0123456789abcdef"
+AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
+HEARTBEAT = "/backstay.v1.Control/Heartbeat"
+JOIN = "/backstay.v1.Control/Join"
+SECONDS = 60.0
+MIB = 1 << 20
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Training:
+    """A job of two shards without parameters: each update needs the coordinator's link to shard 1, both ways."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        rules = Rules(mode="Sync", shards=2, steps=10**9)
+        quiet = SimpleNamespace(**dict.fromkeys(("staged", "counted", "updated", "finished"), lambda *_: None))
+        self.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), quiet, quiet)  # type: ignore[arg-type]
+        self.shard, self.incarnation, self.agreement = 0, 1, AGREEMENT
+        self.server = ControlServer(self, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=timeouts)  # type: ignore[arg-type]
+        self.driving.start()
+        self.version = 0
+        self.driving.attach(0, self._sink(0), 0, 0)
+        peer = Peer(role="parameter-server", index=1)
+        self.link = Link(f"127.0.0.1:{self.server.port}", TOKEN, peer, AGREEMENT, self._sink(1), "Sync")
+        self.link.start()
+        self.client = ControlClient([f"127.0.0.1:{self.server.port}"], TOKEN, Peer(role="worker"))
+
+    def beat(self, _: object) -> HeartbeatReply:
+        return HeartbeatReply(term=1)
+
+    def fence(self, _: object) -> None: ...
+
+    def _sink(self, shard: int) -> object:
+        def on_rollback(_: object) -> None:
+            if shard == 1:
+                self.link.started(1, 0)
+            self._stage(shard, 0)
+
+        def on_commit(commit: Commit) -> None:
+            if shard == 1:
+                self.version = commit.version + 1
+            self._report(shard).applied(shard, commit.version + 1)
+            self._stage(shard, commit.version + 1)
+
+        ignore = lambda _: None  # noqa: E731
+        names = ("on_reject", "on_norm_request", "on_save", "on_done")
+        return SimpleNamespace(on_commit=on_commit, on_rollback=on_rollback, **dict.fromkeys(names, ignore))
+
+    def _report(self, shard: int) -> Driving | Link:
+        return self.driving if shard == 0 else self.link
+
+    def _stage(self, shard: int, version: int) -> None:
+        gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
+        self._report(shard).staged(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
+
+    def goes_on(self) -> None:
+        """Updates are made from now on, and heartbeats are answered."""
+        start = self.version
+        until(lambda: self.version > start + 10)
+        self.client.beat(0, 1, 1, 0, TRAINING, 0.0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.link.close()
+        self.driving.close()
+        self.server.close()
+
+
+@pytest.fixture
+def strangers() -> Iterator[list[Connection]]:
+    """Connections that are closed in the end."""
+    made: list[Connection] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def training() -> Iterator[Callable[..., Training]]:
+    made: list[Training] = []
+
+    def make(**timeouts: float) -> Training:
+        made.append(Training(Timeouts(**timeouts)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_o7_calls_without_a_token_are_refused_by_their_headers(
+    training: Callable[..., Training], strangers: list[Connection], caplog: pytest.LogCaptureFixture
+) -> None:
+    """T8: 40 calls that never send a message hold nothing."""
+    job = training(message=3600.0, unproven=3600.0)
+    job.goes_on()
+    with caplog.at_level(logging.WARNING):
+        for first in range(0, 40, 10):
+            strangers.append(Connection(job.server.port))
+            streams = {2 * number + 1 for number in range(10)}
+            for stream in sorted(streams):
+                strangers[-1].call(stream, HEARTBEAT, None if first % 20 else "another token")
+            assert strangers[-1].answered(streams) == streams
+        job.goes_on()
+    said = [record.getMessage() for record in caplog.records if "without this job's token" in record.getMessage()]
+    assert len(said) == 1
+    assert "the control port" in said[0]
+    assert "127.0.0.1" in said[0]
+
+
+def test_t8_calls_with_the_token_that_never_send_a_message_hold_no_thread(
+    training: Callable[..., Training], strangers: list[Connection]
+) -> None:
+    job = training(message=3600.0)
+    job.goes_on()
+    threads = threading.active_count()
+    streams = {2 * number + 1 for number in range(40)}
+    strangers.append(Connection(job.server.port))
+    for stream in sorted(streams):
+        strangers[-1].call(stream, HEARTBEAT, TOKEN)
+    job.goes_on()
+    assert threading.active_count() <= threads
+
+
+def test_t8_a_call_whose_message_does_not_come_ends(
+    training: Callable[..., Training], strangers: list[Connection]
+) -> None:
+    job = training(message=0.05)
+    strangers.append(Connection(job.server.port))
+    strangers[-1].call(1, HEARTBEAT, TOKEN)
+    assert strangers[-1].answered({1}) == {1}
+    # Half a message: its length, and not all of the bytes.
+    strangers[-1].call(3, HEARTBEAT, TOKEN)
+    strangers[-1].send(frame(DATA, 0, 3, b"\0" + struct.pack(">I", 100) + b"half"))
+    assert strangers[-1].answered({3}) == {3}
+    job.goes_on()
+
+
+@pytest.mark.parametrize("method", [HEARTBEAT, "/backstay.v1.Control/Coordinate", "/backstay.v1.Control/None"])
+def test_o7_large_messages_without_a_token_do_not_grow_a_server(
+    training: Callable[..., Training], strangers: list[Connection], method: str
+) -> None:
+    """40 messages of 15 MB: they are sent without regard to HTTP/2's windows, as far as the server lets them."""
+    job = training(unproven=3600.0)
+    job.goes_on()
+    before = memory()
+    message = b"\0" + struct.pack(">I", 15 * MIB) + bytes(15 * MIB)
+    chunk = 16 << 10
+    for _ in range(40):
+        strangers.append(Connection(job.server.port))
+        strangers[-1].call(1, method)
+        strangers[-1].socket.settimeout(0.05)
+        with contextlib.suppress(OSError):
+            for at in range(0, len(message), chunk):
+                strangers[-1].socket.sendall(frame(DATA, 0, 1, message[at : at + chunk]))
+    job.goes_on()
+    assert memory() - before < 100 * MIB
+
+
+def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Callable[..., Training]) -> None:
+    job = training()
+    with grpc.insecure_channel(f"127.0.0.1:{job.server.port}") as channel:
+        raw = channel.unary_unary(HEARTBEAT)
+        with pytest.raises(grpc.RpcError) as refused:
+            raw(bytes(MAX_MESSAGE_BYTES + 1), metadata=bearer(TOKEN), timeout=SECONDS)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    job.goes_on()
+
+
+def test_t8_a_stranger_that_goes_on_calling_is_cut_off(
+    training: Callable[..., Training], strangers: list[Connection]
+) -> None:
+    job = training()
+    strangers.append(Connection(job.server.port))
+    for number in range(4 * MAX_REFUSED):
+        strangers[-1].call(2 * number + 1, HEARTBEAT)
+    assert strangers[-1].closed()
+    job.goes_on()
+
+
+def test_t8_idle_connections_are_closed(training: Callable[..., Training], strangers: list[Connection]) -> None:
+    """300 of them, half of which do not even begin to speak HTTP/2."""
+    job = training(unproven=1.0)
+    job.goes_on()
+    strangers.extend(Connection(job.server.port, silent=number % 2 == 0) for number in range(300))
+    job.goes_on()
+    assert all(stranger.closed() for stranger in strangers)
+    job.goes_on()
+
+
+def test_t8_a_call_whose_headers_never_end_is_closed(
+    training: Callable[..., Training], strangers: list[Connection]
+) -> None:
+    """A slow loris: it begins a call, and keeps HTTP/2 alive, but the headers never end."""
+    job = training(unproven=1.0)
+    strangers.append(Connection(job.server.port))
+    headers = grpc_headers(HEARTBEAT)
+    strangers[-1].send(frame(HEADERS, 0, 1, headers[:20]))
+    assert strangers[-1].closed()
+    strangers.append(Connection(job.server.port))
+    strangers[-1].send(frame(HEADERS, END_HEADERS, 1, headers)[:12])  # not even one frame
+    assert strangers[-1].closed()
+    job.goes_on()
+
+
+# ---- The data port ----
+
+
+class Exchange:
+    """A data port whose streams answer each frame with itself, and a worker that uses one."""
+
+    def __init__(self, **timeouts: float) -> None:
+        def echo(hello: Hello, stream: object) -> None:
+            while (item := stream.read()) is not None:  # type: ignore[attr-defined]
+                stream.write(*item)  # type: ignore[attr-defined]
+
+        self.listener = Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
+        self.port = self.listener.bound
+        self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
+
+    def goes_on(self) -> None:
+        body = np.arange(100_000, dtype=np.uint8)
+        self._stream.write(Frame(pull=Pull(min_version=7)), body)
+        frame, got = self._stream.read()
+        assert frame.pull.min_version == 7
+        assert got is not None
+        np.testing.assert_array_equal(got, body)
+
+    def close(self) -> None:
+        self._stream.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def exchange() -> Iterator[Callable[..., Exchange]]:
+    made: list[Exchange] = []
+
+    def make(**timeouts: float) -> Exchange:
+        made.append(Exchange(**timeouts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+FLIGHT = "/arrow.flight.protocol.FlightService/"
+
+
+@pytest.mark.parametrize("method", ["DoExchange", "DoPut", "Handshake"])
+def test_o7_data_streams_without_a_token_are_refused_by_their_headers(
+    exchange: Callable[..., Exchange], strangers: list[Connection], method: str
+) -> None:
+    data = exchange(unproven=3600.0)
+    data.goes_on()
+    streams = {2 * number + 1 for number in range(40)}
+    strangers.append(Connection(data.port))
+    for stream in sorted(streams):
+        strangers[-1].call(stream, FLIGHT + method)
+    assert strangers[-1].answered(streams) == streams
+    data.goes_on()
+
+
+@pytest.mark.parametrize("method", ["GetFlightInfo", "GetSchema", "DoAction", "DoGet", "ListFlights", "DoExchange"])
+def test_o7_large_messages_without_a_token_do_not_grow_the_data_port(
+    exchange: Callable[..., Exchange], strangers: list[Connection], method: str
+) -> None:
+    """gRPC receives the one message of such a method before Flight sees the call: the connection is closed instead."""
+    data = exchange(unproven=3600.0)
+    data.goes_on()
+    before, peak = memory(), 0
+    stranger = Connection(data.port)
+    strangers.append(stranger)
+    stranger.call(1, FLIGHT + method)
+    size, chunk = 1 << 30, 16 << 10
+    # The windows of HTTP/2 grow with the message, as far as the server reads it.
+    windows, initial, sent, open_ = [65535, 65535], 65535, 0, True
+    payload = b"\0" + struct.pack(">I", size) + bytes(chunk - 5)
+    while open_ and sent < size:
+        if min(windows) - sent >= chunk:
+            open_ = stranger.send(frame(DATA, 0, 1, payload))
+            payload, sent = bytes(chunk), sent + chunk
+            peak = max(peak, memory()) if sent % MIB == 0 else peak
+            continue
+        came = stranger.frames()
+        open_ = bool(came)
+        for kind, flags, stream, body in came:
+            if kind == 8:  # WINDOW_UPDATE
+                windows[int(stream != 0)] += int.from_bytes(body, "big")
+            elif kind == 4 and not flags:  # SETTINGS
+                for at in range(0, len(body), 6):
+                    if int.from_bytes(body[at : at + 2], "big") == 4:  # INITIAL_WINDOW_SIZE
+                        value = int.from_bytes(body[at + 2 : at + 6], "big")
+                        windows[1] += value - initial
+                        initial = value
+            elif kind in (1, 3):  # HEADERS, RST_STREAM: refused
+                open_ = False
+    assert sent < size
+    data.goes_on()
+    assert peak - before < 512 * MIB
+
+
+def test_t8_idle_connections_to_the_data_port_are_closed(
+    exchange: Callable[..., Exchange], strangers: list[Connection], caplog: pytest.LogCaptureFixture
+) -> None:
+    data = exchange(unproven=1.0)
+    data.goes_on()
+    with caplog.at_level(logging.WARNING):
+        strangers.extend(Connection(data.port, silent=number % 2 == 0) for number in range(300))
+        data.goes_on()
+        assert all(stranger.closed() for stranger in strangers)
+        data.goes_on()
+    assert any("the data port" in record.getMessage() for record in caplog.records)
+
+
+# ---- The guard itself ----
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listening:
+        yield listening
+
+
+def test_a_connection_with_a_valid_call_is_never_closed(listener: socket.socket) -> None:
+    """T8: also when the guard has looked away for long, as a process that was stopped does."""
+    port = listener.getsockname()[1]
+    sockets, guard = Sockets(), ConnectionGuard(port, "the port", grace=2 * SCAN_SECONDS)
+    good, bad = Connection(port, silent=True), Connection(port, silent=True)
+    ends = [listener.accept()[0] for _ in range(2)]
+    sockets.scan([guard])
+    guard.prove(f"ipv4:127.0.0.1:{good.socket.getsockname()[1]}")
+    sockets.scan([guard])
+    assert bad.closed()
+    for _ in range(10):
+        sockets.scan([guard])
+    ends[0].sendall(b"x")
+    assert good.socket.recv(1) == b"x"
+    # The address of a connection that ended proves nothing for the next connection from there.
+    good.close()
+    ends[0].close()
+    sockets.scan([guard])
+    assert not guard._proven
+    assert not guard._names
+    for each in (bad, *ends):
+        each.close()
+
+
+def test_hosts_with_few_connections_do_not_pay_for_one_with_many(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    sockets, guard = Sockets(), ConnectionGuard(port, "the port", grace=3600.0)
+    many = [Connection(port, silent=True) for _ in range(MAX_UNPROVEN)]
+    ends = [listener.accept()[0] for _ in range(MAX_UNPROVEN)]
+    for _ in range(100):
+        sockets.scan([guard])
+    ends[0].sendall(b"x")
+    assert many[0].socket.recv(1) == b"x"  # as many as are allowed
+    many.append(Connection(port, silent=True))
+    ends.append(listener.accept()[0])
+    sockets.scan([guard])
+    assert all(each.closed() for each in many[:-1])
+    for each in (*many, *ends):
+        each.close()
+
+
+def test_warnings_are_said_at_once_and_then_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    warnings = Warnings("the port", clock=lambda: now)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            warnings.add("10.0.0.7", "it was rude")
+            now += 0.5
+        warnings.add("10.0.0.8", "it was rude")
+        now += 60
+        warnings.add("10.0.0.7", "it was rude")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "the port: it was rude, from 10.0.0.7 (1 times)",
+        "the port: it was rude, from 10.0.0.8 (1 times)",
+        "the port: it was rude, from 10.0.0.7 (100 times)",
+    ]
+
+
+def test_warnings_about_many_hosts_take_a_bounded_memory() -> None:
+    """O7."""
+    warnings = Warnings("the port", clock=lambda: 0.0)
+    for number in range(5_000):
+        warnings.add(f"10.0.{number >> 8}.{number & 255}", "it was rude")
+    assert len(warnings._said) < 2_000
+    assert len(warnings._since) < 2_000
