@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,21 +20,11 @@ import grpc.aio
 from backstay_operator.metrics import Metrics
 from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
+from backstay_rpc.channels import open_aio_channel
 from backstay_spec import contract
 from backstay_spec.observed import Progress, Stalled, TermStart
 
 log = logging.getLogger(__name__)
-
-CHANNEL_OPTIONS: Final = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.max_receive_message_length", 4 << 20),
-    # With them a server that is going away can take all of the operator's memory: tests/runtime/test_going_away.py.
-    ("grpc.enable_retries", 0),
-    # Channels to one address must not share a connection: another incarnation may have taken the address.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 @dataclass(frozen=True)
@@ -286,7 +276,7 @@ class Poller:
     async def _call(self, lines: dict[str, _Line], todo: Round, server: Server) -> control_pb2.ProgressReply | None:
         line = lines.get(server.pod_uid)
         if line is None:
-            channel = grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
+            channel = open_aio_channel(server.address)
             stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
             line = lines[server.pod_uid] = _Line(channel, stub, self._now())
         async with self._slots:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from backstay._coordination import COMPILE_SECONDS, SILENT_SECONDS, Liveness, Rate
+from backstay._coordination import Liveness, Rate
+from backstay._timeouts import Timeouts
 from backstay_rpc.control_pb2 import COMPILING, TRAINING, WAITING, Peer
+
+TIMES = Timeouts()
 
 
 def worker(rank: int, incarnation: int = 0) -> Peer:
@@ -46,19 +49,19 @@ def test_twenty_of_its_own_medians_are_waited_for() -> None:
 def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_anew() -> None:
     live = Liveness("Sync")
     live.joined(0, worker(0))
-    assert ranks(live.stalled(SILENT_SECONDS - 1, 300, 1)) == []
-    assert ranks(live.stalled(SILENT_SECONDS, 300, 1)) == [0]
-    assert [peer.index for peer in live.lost(SILENT_SECONDS)] == [0]
-    live.joined(SILENT_SECONDS, worker(0, 1))
-    live.beat(SILENT_SECONDS, worker(0, 0), TRAINING, 0)  # the old one does not count any more
-    assert live.stalled(SILENT_SECONDS, 300, 1) == []
-    assert live.live(SILENT_SECONDS, "worker") == {0: 1}
-    for now in range(12, int(COMPILE_SECONDS) + 20, 5):
+    assert ranks(live.stalled(TIMES.silent - 1, 300, 1)) == []
+    assert ranks(live.stalled(TIMES.silent, 300, 1)) == [0]
+    assert [peer.index for peer in live.lost(TIMES.silent)] == [0]
+    live.joined(TIMES.silent, worker(0, 1))
+    live.beat(TIMES.silent, worker(0, 0), TRAINING, 0)  # the old one does not count any more
+    assert live.stalled(TIMES.silent, 300, 1) == []
+    assert live.live(TIMES.silent, "worker") == {0: 1}
+    for now in range(12, int(TIMES.compile) + 20, 5):
         live.beat(now, worker(0, 1), COMPILING, 0)
-    assert ranks(live.stalled(COMPILE_SECONDS, 300, 1)) == []
-    assert ranks(live.stalled(COMPILE_SECONDS + 12, 300, 1)) == [0]
+    assert ranks(live.stalled(TIMES.compile, 300, 1)) == []
+    assert ranks(live.stalled(TIMES.compile + 12, 300, 1)) == [0]
     # What it took is not held against the first gradient.
-    now = COMPILE_SECONDS + 20
+    now = TIMES.compile + 20
     live.beat(now, worker(0, 1), TRAINING, 0)
     assert live.stalled(now + 5, 300, 1) == []
     live.left(worker(0, 1))

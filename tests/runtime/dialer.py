@@ -15,8 +15,7 @@ import grpc
 
 from backstay._wire.flight import ClientStream
 from backstay.errors import PeerLost
-from backstay_operator import progress
-from backstay_rpc.channels import open_channel
+from backstay_rpc.channels import open_aio_channel, open_channel
 from backstay_rpc.control_pb2 import Hello, ProgressRequest, ShardMessage
 from backstay_rpc.control_pb2_grpc import ControlStub
 
@@ -47,7 +46,7 @@ def data(address: str) -> None:
 
 def operator(address: str) -> None:
     async def ask() -> None:
-        async with grpc.aio.insecure_channel(address, options=progress.CHANNEL_OPTIONS) as channel:
+        async with open_aio_channel(address) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await ControlStub(channel).Progress(ProgressRequest(), timeout=5)  # type: ignore[no-untyped-call]
 

@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Peers, _driving
+from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._roles._metrics import HttpPort, Metrics
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_rpc import bearer
+from backstay_rpc.channels import open_channel
 from backstay_rpc.control_pb2 import (
     COMPILING,
     CoordinatorMessage,
@@ -185,7 +186,7 @@ def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
 def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
     """O7: every method of the service, whatever is sent."""
     for metadata in ((), bearer("wrong"), bearer(TOKEN + "x"), (("authorization", TOKEN),), 2 * bearer(TOKEN)):
-        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        with open_channel(f"127.0.0.1:{server.port}") as channel:  # a connection of its own
             stub = ControlStub(channel)
             for name, method in vars(stub).items():
                 request = iter([ShardMessage()]) if name == "Coordinate" else ProgressRequest()
@@ -422,11 +423,8 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
 
 
 @pytest.mark.parametrize("patience", [600.0, 0.0])
-def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch, patience: float
-) -> None:
-    monkeypatch.setattr(_driving, "RESTORE_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(_driving, "RESTORING_SECONDS", patience)
+def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(patience: float) -> None:
+    timeouts = Timeouts(restore_again=0.0, restoring=patience)
 
     class Errs(FakeStorage):
         left = 3
@@ -437,7 +435,7 @@ def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
                 raise StorageError("away")
             return super().newest(above_term)
 
-    rules = Rules(mode="Sync", shards=1, steps=100)
+    rules = Rules(mode="Sync", shards=1, steps=100, timeouts=timeouts)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Errs(), Silence())
     driving.start()
     sink = Recorder()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from backstay._shard import ShardRuntime
+from backstay._timeouts import Timeouts
 from backstay._wire.client import ShardedClient, connect
 from backstay._wire.memory import aligned_empty
 from backstay._wire.server import DataServer
@@ -234,6 +235,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
         mode: str = "Sync",
         start: bool = True,
         serve: bool = False,
+        timeouts: Timeouts | None = None,
     ) -> Shard:
         layout = Layout(number, tuple(Block(size) for size in sizes))
         recorder = Recorder()
@@ -245,6 +247,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             incarnation=1,
             mode=mode,
             on_checkpoint=lambda snapshot, term, version: saved.append((snapshot, term, version)),
+            timeouts=timeouts,
         )
         shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
 

@@ -14,6 +14,7 @@ import pytest
 
 from backstay._shard import _replication
 from backstay._shard._replication import HELD, Prepared, Replica, Replication
+from backstay._timeouts import Timeouts
 from backstay._wire.frames import kind_of
 from backstay_rpc.control_pb2 import Contribution, Frame, GradientId, Hello, NormRequest, Peer, ReplicaState
 
@@ -109,7 +110,7 @@ def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_
 
     def wait_for(what: Callable[[], bool], seconds: float | None = None) -> bool:
         """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""
-        if seconds != _replication.HELD_SECONDS:
+        if seconds != Timeouts().held:
             return real(what, seconds)
         waits.append(seconds)
         if len(waits) > 4:

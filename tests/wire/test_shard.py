@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backstay._shard import ShardRuntime
+from backstay._timeouts import Timeouts
 from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Reject, Save
 
@@ -316,10 +317,9 @@ def test_a_failed_job_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Ma
     assert not shard.coordination.of("failed")
 
 
-def test_nobody_waits_for_a_peer_that_is_gone(make_shard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_peer_that_is_gone(make_shard: Make) -> None:
     """T8."""
-    monkeypatch.setattr("backstay._shard._runtime._ALIVE_SECONDS", 0.01)
-    assert make_shard((4,)).runtime.answer(None, 99, lambda: False) is None
+    assert make_shard((4,), timeouts=Timeouts(peer_check=0.01)).runtime.answer(None, 99, lambda: False) is None
 
 
 def test_closing_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:

@@ -30,6 +30,22 @@ class Timeouts:
             the two is active, by whether the connection was closed or the standby stopped answering.
         gone: how long a server that was told to stop waits for another one that is not linked.
         last_save: how long a server that was told to stop waits for its checkpoint. Pods have 60 s.
+        stop: how long a worker that was told to stop waits for the gradient that it computes. A preemption's notice may
+            be short.
+        reconnect_pause: between two attempts of a worker or standby to connect again.
+        news: how often an evaluator looks around while no checkpoint is new.
+        peer_check: how often a stream that waits for a version looks whether its peer is still there.
+        replica_beat: the interval of messages to a standby when there is nothing else to send.
+        held: how long a standby may take for one message before its server cuts it off.
+        compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
+        stood_still: after so long without a tick, a server was stopped itself, and its peers' silence says nothing.
+        restoring: how long training waits for checkpoints that cannot be read, before the job fails.
+        restore_again: the pause between two attempts to read them.
+        evaluation: how long a job waits for the evaluation of its last version.
+        succession: how long a coordinator that took over at the end waits for an evaluator to connect. It may have
+            reported to the previous coordinator, and left.
+        storing: how long a job tries to store its last version before it fails.
+        store_again: the longest pause between two of these attempts; the first is 1 s.
         unproven: a connection on which no call carried the token for so long is closed.
     """
 
@@ -50,4 +66,23 @@ class Timeouts:
     standby_silent: float = 30.0
     gone: float = 2.0
     last_save: float = 50.0
+    stop: float = 3.0
+    reconnect_pause: float = 0.1
+    news: float = 1.0
+    peer_check: float = 1.0
+    replica_beat: float = 2.0
+    held: float = 10.0
+    compile: float = 1800.0
+    stood_still: float = 4.0
+    restoring: float = 600.0
+    restore_again: float = 1.0
+    evaluation: float = 600.0
+    succession: float = 30.0
+    storing: float = 600.0
+    store_again: float = 30.0
     unproven: float = 10.0
+
+    @property
+    def end(self) -> float:
+        """How long a worker that has the last version waits for the job to be done."""
+        return self.evaluation + self.storing + 60.0

@@ -37,11 +37,6 @@ __all__ = ["Driving", "Observer", "Storage"]
 
 _LOG = logging.getLogger(__name__)
 
-RESTORING_SECONDS = 600.0
-"""How long training waits for checkpoints that cannot be read, before the job fails."""
-
-RESTORE_AGAIN_SECONDS = 1.0
-
 Clock = Callable[[], float]
 
 
@@ -75,6 +70,7 @@ class Driving:
         self, coordinator: Coordinator, storage: Storage, observer: Observer, *, clock: Clock = time.monotonic
     ) -> None:
         self._coordinator = coordinator
+        self._times = coordinator.rules.timeouts
         self._storage = storage
         self._observer = observer
         self._clock = clock
@@ -327,9 +323,9 @@ class Driving:
         try:
             state, uri = self._storage.newest(self._newest_term())
         except Exception as failure:  # noqa: BLE001
-            if isinstance(failure, StorageError) and now - self._restoring_since < RESTORING_SECONDS:
+            if isinstance(failure, StorageError) and now - self._restoring_since < self._times.restoring:
                 _LOG.warning("training waits for the checkpoints: %s", failure)
-                self._closed.wait(RESTORE_AGAIN_SECONDS)
+                self._closed.wait(self._times.restore_again)
                 self._slow.put(order)
                 return
             why = f"shard {order.shard} was lost and no checkpoint could be read: {failure}"

@@ -7,7 +7,6 @@ The vocabulary is that of `backstay_rpc.control_pb2`.
 
 from __future__ import annotations
 
-from ._conclusion import EVALUATION_SECONDS, STORING_SECONDS
 from ._coordinator import Coordinator
 from ._decisions import (
     CheckpointFailed,
@@ -21,16 +20,12 @@ from ._decisions import (
     Updated,
     WriteManifest,
 )
-from ._liveness import COMPILE_SECONDS, SILENT_SECONDS, Liveness
+from ._liveness import Liveness
 from ._rate import Rate
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
 
 __all__ = [
-    "COMPILE_SECONDS",
-    "EVALUATION_SECONDS",
-    "SILENT_SECONDS",
-    "STORING_SECONDS",
     "CheckpointFailed",
     "Coordinator",
     "CoordinatorState",

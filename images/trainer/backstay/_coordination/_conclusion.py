@@ -15,20 +15,7 @@ from ._pending import Pending
 from ._schedule import Schedule
 from ._state import CoordinatorState, Rules
 
-__all__ = ["EVALUATION_SECONDS", "STORING_SECONDS", "Conclusion", "Ending"]
-
-EVALUATION_SECONDS = 600.0
-"""How long a job waits for the evaluation of its last version."""
-
-SUCCESSION_SECONDS = 30.0
-"""How long a coordinator that took over at the end waits for somebody to come who evaluates: whoever did may have told
-the one before, and left."""
-
-STORING_SECONDS = 600.0
-"""How long a job tries to store its last version before it fails."""
-
-STORE_AGAIN_SECONDS = 30.0
-"""The longest pause between two of these tries; the first is 1 s."""
+__all__ = ["Conclusion", "Ending"]
 
 
 @dataclass
@@ -38,10 +25,15 @@ class Ending:
     began: float
     stored: bool
     evaluated: bool
+    patience: float  # for the evaluation
     store_again_at: float | None = None
     pause: float = 0.5
     error: str = ""
-    patience: float = EVALUATION_SECONDS
+
+    @classmethod
+    def of(cls, now: float, rules: Rules) -> Ending:
+        """The last update was decided now."""
+        return cls(now, not rules.stores, not rules.evaluates, rules.timeouts.evaluation)
 
 
 class Conclusion:
@@ -83,7 +75,7 @@ class Conclusion:
     def evaluates(self) -> None:
         """Somebody is here who evaluates, or has and will tell it again."""
         if self._ending is not None:
-            self._ending.patience = EVALUATION_SECONDS
+            self._ending.patience = self.rules.timeouts.evaluation
 
     def fail(self, reason: str, why: str) -> list[Decision]:
         """The job fails, once."""
@@ -95,10 +87,11 @@ class Conclusion:
     def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
         self.schedule.end(version, whole=False)
         if self._ending is not None and version == self.state.version:
-            self._ending.pause = min(2 * self._ending.pause, STORE_AGAIN_SECONDS)
+            self._ending.pause = min(2 * self._ending.pause, self.rules.timeouts.store_again)
             self._ending.store_again_at = now + self._ending.pause
             self._ending.error = error
-            error = f"{error}; it is the last version: the job fails unless it is stored within {STORING_SECONDS:.0f} s"
+            limit = self.rules.timeouts.storing
+            error = f"{error}; it is the last version: the job fails unless it is stored within {limit:.0f} s"
         return [CheckpointFailed(version, error), *self._end_if_over(now)]
 
     def _end_if_over(self, now: float) -> list[Decision]:
@@ -106,14 +99,14 @@ class Conclusion:
             return []
         if self._ending is None:
             # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
-            self._ending = Ending(now, stored=True, evaluated=True)
+            self._ending = Ending(now, stored=True, evaluated=True, patience=self.rules.timeouts.evaluation)
         ending = self._ending
         out: list[Decision] = []
         if not ending.stored and self._checkpoint_version >= self.state.version:
             ending.stored = True
             ending.began = now
         if not ending.stored:
-            if now - ending.began >= STORING_SECONDS:
+            if now - ending.began >= self.rules.timeouts.storing:
                 why = ending.error or "its shards did not answer in time"
                 return self.fail("CheckpointFailed", f"the last version could not be stored: {why}")
             if ending.store_again_at is not None and now >= ending.store_again_at:

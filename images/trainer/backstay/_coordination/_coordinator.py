@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from . import _async, _sync
-from ._conclusion import STORING_SECONDS, SUCCESSION_SECONDS, Ending
+from ._conclusion import Ending
 from ._decisions import (
     OUTCOME_OF,
     Counted,
@@ -142,7 +142,7 @@ class Coordinator(Succession):
                 new._used[identity(contribution.id)] = last.version
         if new.over:
             new._ending = Ending(
-                now, stored=not rules.stores, evaluated=not rules.evaluates, patience=SUCCESSION_SECONDS
+                now, stored=not rules.stores, evaluated=not rules.evaluates, patience=rules.timeouts.succession
             )
         return new
 
@@ -357,8 +357,9 @@ class Coordinator(Succession):
     def tick(self, now: float) -> list[Decision]:
         """Deadlines: call it once a second or so (T8)."""
         out: list[Decision] = []
-        for version in self.schedule.overdue(now, STORING_SECONDS):
-            out += self._checkpoint_failed(now, version, f"not stored within {STORING_SECONDS:.0f} s")
+        limit = self.rules.timeouts.storing
+        for version in self.schedule.overdue(now, limit):
+            out += self._checkpoint_failed(now, version, f"not stored within {limit:.0f} s")
         return [*out, *self._end_if_over(now)]
 
     # ---- Decisions ----
@@ -481,7 +482,12 @@ class Coordinator(Succession):
                 f"{state.non_finite_run} updates in a row (update.maxNonFinite is {self.rules.max_non_finite})",
             )
         if final:
-            self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+            self._ending = Ending(
+                now,
+                stored=not self.rules.stores,
+                evaluated=not self.rules.evaluates,
+                patience=self.rules.timeouts.evaluation,
+            )
             out += self._end_if_over(now)
         return out
 

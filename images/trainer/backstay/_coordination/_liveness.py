@@ -11,18 +11,10 @@ from statistics import median
 
 from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled, Straggler
 
+from .._timeouts import Timeouts
 from ._state import Mode
 
-__all__ = ["COMPILE_SECONDS", "SILENT_SECONDS", "Liveness"]
-
-SILENT_SECONDS = 10.0
-"""A peer without a heartbeat for so long is lost."""
-
-COMPILE_SECONDS = 1800.0
-"""A worker that starts or compiles for longer than this (and `stallSeconds`) is stalled."""
-
-STOOD_STILL_SECONDS = 4.0
-"""After so long without a `tick` this process stood still itself, and could not have heard anybody."""
+__all__ = ["Liveness"]
 
 _PREPARING = {STARTING, COMPILING}
 _SAMPLES = 16
@@ -46,8 +38,9 @@ class _Member:
 class Liveness:
     """The peers of one server, by role and index; the newest incarnation of each."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, timeouts: Timeouts | None = None) -> None:
         self._mode = mode
+        self._times = timeouts or Timeouts()
         self._members: dict[tuple[str, int], _Member] = {}
         self._version = 0
         self._version_since = 0.0
@@ -59,7 +52,7 @@ class Liveness:
         self._ticked = now
 
     def _wake(self, now: float) -> None:
-        if self._ticked is None or (still := now - self._ticked) < STOOD_STILL_SECONDS:
+        if self._ticked is None or (still := now - self._ticked) < self._times.stood_still:
             return
         self._ticked = now
         self._version_since += still
@@ -137,7 +130,7 @@ class Liveness:
             for (role, index), member in self._members.items()
             if role == "worker"
             and index < world
-            and now - member.beat < SILENT_SECONDS
+            and now - member.beat < self._times.silent
             and len(member.step_seconds) >= 3
         }
         found = []
@@ -150,7 +143,7 @@ class Liveness:
     def lost(self, now: float) -> list[Peer]:
         """Peers that did not leave and have been silent."""
         self._wake(now)
-        return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= SILENT_SECONDS]
+        return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= self._times.silent]
 
     def live(self, now: float, role: str) -> dict[int, int]:
         """Those of a role that live: their indices, with their incarnations."""
@@ -158,7 +151,7 @@ class Liveness:
         return {
             index: member.peer.incarnation
             for (member_role, index), member in self._members.items()
-            if member_role == role and now - member.beat < SILENT_SECONDS
+            if member_role == role and now - member.beat < self._times.silent
         }
 
     def _member(self, peer: Peer) -> _Member | None:
@@ -174,10 +167,10 @@ class Liveness:
         return max(member.joined, self._version_since)
 
     def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
-        if now - member.beat >= SILENT_SECONDS:
+        if now - member.beat >= self._times.silent:
             return f"no heartbeat for {now - member.beat:.0f} s"
         if member.activity in _PREPARING:
-            limit, since, what = max(stall_seconds, COMPILE_SECONDS), member.activity_since, "starting or compiling"
+            limit, since, what = max(stall_seconds, self._times.compile), member.activity_since, "starting or compiling"
         else:
             own = median(member.periods) if member.periods else 0.0
             owing = self._owing_since(member)

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit
 
+from .._timeouts import Timeouts
+
 Mode: TypeAlias = Literal["Sync", "Async"]
 
 __all__ = ["CoordinatorState", "Rules", "World", "after"]
@@ -26,6 +28,7 @@ class Rules:
         stores: the last version is written as a checkpoint before the job is done.
         evaluates: the job waits for an evaluation of the last version.
         replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
+        timeouts: the coordinator's deadlines.
     """
 
     mode: Mode
@@ -39,6 +42,7 @@ class Rules:
     stores: bool = False
     evaluates: bool = False
     replicates: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 @dataclass(frozen=True)

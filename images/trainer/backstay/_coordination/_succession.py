@@ -91,7 +91,12 @@ class Succession(Conclusion):
             self.schedule.begin(now, commit.term, self.state.version, self.state.copy().to_json())
         self._commits.append(commit)
         if commit.final:
-            self._ending = Ending(now, stored=not self.rules.stores, evaluated=not self.rules.evaluates)
+            self._ending = Ending(
+                now,
+                stored=not self.rules.stores,
+                evaluated=not self.rules.evaluates,
+                patience=self.rules.timeouts.evaluation,
+            )
         told = [Updated(commit, self._infos, adopted=True)] if self._infos else []
         return [Send(None, commit), *told]
 

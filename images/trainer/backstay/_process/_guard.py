@@ -189,8 +189,8 @@ class ConnectionGuard:
             if self._refused[address] < MAX_REFUSED:
                 return
             del self._refused[address]
+        self.warnings.add(address[0], f"a connection is closed after {MAX_REFUSED} calls without the token")
         shut_down(self.port, address.__eq__)
-        self.warnings.add(address[0], f"a connection was closed after {MAX_REFUSED} calls without the token")
 
     # ---- Called by `Sockets`, one at a time ----
 

@@ -21,8 +21,6 @@ __all__ = ["Evaluator"]
 
 _LOG = logging.getLogger(__name__)
 
-_NEWS_SECONDS = 1.0
-
 
 class Evaluator:
     """Asks shard 0 for the newest checkpoint and tells it what `evaluate` returned."""
@@ -73,7 +71,7 @@ class Evaluator:
         while True:
             news = self._heart.wait(
                 lambda news: news.done or bool(news.failed) or (news.checkpoint, news.checkpoint_step) != seen,  # noqa: B023
-                _NEWS_SECONDS,
+                self._env.timeouts.news,
             )
             raise_end(self._heart, news, self._stop)
             newest = (news.checkpoint, news.checkpoint_step)

@@ -102,6 +102,7 @@ def _rules(environment: Environment, script: Script, *, stores: bool) -> Rules:
         stores=stores,
         evaluates=script.evaluate is not None,
         replicates=config.standbys > 0,
+        timeouts=environment.timeouts,
     )
 
 

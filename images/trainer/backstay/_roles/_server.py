@@ -75,7 +75,7 @@ class Server:
             role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
         )
         self._lock = threading.Lock()
-        self._liveness = Liveness(config.mode)
+        self._liveness = Liveness(config.mode, environment.timeouts)
         self._peers = Peers() if inherited is None else inherited.peers
         self._asking = False  # whether its standby was promoted
         self._told_active = 0.0  # when the operator last said that this incarnation serves
@@ -145,6 +145,7 @@ class Server:
                 admitted=self._admit_replica,
                 let_go=self._let_go,
                 coordinator=self._driving.describe if self._driving is not None else lambda _: True,
+                timeouts=environment.timeouts,
             )
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
@@ -154,6 +155,7 @@ class Server:
             mode=config.mode,
             on_checkpoint=self._writer,
             replication=self._replication,
+            timeouts=environment.timeouts,
         )
         if inherited is None:
             self._http = HttpPort(metrics, lambda: self._ready, bind=environment.bind, port=environment.metrics_port)

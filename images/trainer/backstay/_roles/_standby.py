@@ -32,8 +32,6 @@ __all__ = ["Inherited", "Standby"]
 
 _LOG = logging.getLogger(__name__)
 
-_BACK_OFF_SECONDS = 0.1
-
 
 @dataclass
 class Inherited:
@@ -120,7 +118,7 @@ class Standby:
                     if refusal.code in {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}:
                         raise
                     _LOG.debug("the active server refuses: %s", refusal)
-                self._wake.wait(_BACK_OFF_SECONDS)
+                self._wake.wait(self._env.timeouts.reconnect_pause)
         except BaseException as error:  # noqa: BLE001  # `run` raises it
             if not self._promoted:
                 self._error = error

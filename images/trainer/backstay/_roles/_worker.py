@@ -26,7 +26,7 @@ from backstay_rpc.control_pb2 import (
 from .. import _faults
 from .._compute._gradient import Gradient, GradientFn
 from .._control import ControlClient, Heartbeats, News
-from .._coordination import EVALUATION_SECONDS, STORING_SECONDS, Rate
+from .._coordination import Rate
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
 from .._process._environment import Environment
@@ -44,11 +44,6 @@ __all__ = ["Stopped", "Worker", "raise_end"]
 
 _LOG = logging.getLogger(__name__)
 
-_BACK_OFF_SECONDS = 0.1
-_STOP_SECONDS = 3.0
-"""How long a worker that was told to stop waits for what it is computing: a preemption's notice may be short."""
-
-_END_SECONDS = EVALUATION_SECONDS + STORING_SECONDS + 60.0
 # Refusals that a new join mends: the server was replaced, restarted its history, or still holds an older attempt.
 _MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL", "ABORTED"}
 
@@ -126,7 +121,7 @@ class Worker:
     def _leave(self) -> None:
         """SIGTERM: drop the gradient in hand, and go although the script may still be computing it."""
         self._silent(0, "this pod was told to stop")
-        if not self._gone.wait(_STOP_SECONDS):
+        if not self._gone.wait(self._env.timeouts.stop):
             self._control.leave("told to stop")
             end_process(SIGTERM_EXIT)
 
@@ -289,7 +284,7 @@ class Worker:
             raise error
         if isinstance(error, Refused) and error.code not in _MENDED:
             raise error
-        self._stop.asked.wait(_BACK_OFF_SECONDS)
+        self._stop.asked.wait(self._env.timeouts.reconnect_pause)
 
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._compiled else COMPILING
@@ -351,7 +346,7 @@ class Worker:
         if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
             metrics = self._evaluate(tree, pulled.version)
         self._heart.hurry(0.1)
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + self._env.timeouts.end
         while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
             raise_end(self._heart, news, self._stop)
             if self._moved:

@@ -28,6 +28,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
+from .._timeouts import Timeouts
 from .._wire import frames
 from .._wire.frames import CHUNK_BYTES, kind_of
 from .._wire.seam import Engine, FrameStream, Refusal
@@ -36,10 +37,6 @@ from ..errors import PeerLost
 __all__ = ["Prepared", "Replica", "Replication"]
 
 _LOG = logging.getLogger(__name__)
-
-BEAT_SECONDS: Final = 2.0
-HELD_SECONDS: Final = 10.0
-"""How long a standby may take for one thing before it is cut off."""
 
 BACKLOG: Final = 8
 """How far behind a standby may be while it is filled; then training waits for it."""
@@ -126,8 +123,9 @@ Item = Callable[[], Iterator[tuple[Frame, np.ndarray | None]]]
 class Replica:
     """One standby's stream. Things are sent one at a time, and the next when the one before is held."""
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, timeouts: Timeouts) -> None:
         self.incarnation = incarnation
+        self._times = timeouts
         self.in_sync = False
         self._queue: deque[Item] = deque()
         self._put = self._held = self._sent = 0  # in things, in things, in frames
@@ -154,10 +152,10 @@ class Replica:
                 # A state may take long to send: while it moves, the standby lives.
                 if not self._changed.wait_for(
                     lambda: self.ended_at is not None or (self._held, self._sent) != before,  # noqa: B023
-                    HELD_SECONDS,
+                    self._times.held,
                 ):
                     _LOG.warning(
-                        "the standby (incarnation %d) did not answer for %.0f s", self.incarnation, HELD_SECONDS
+                        "the standby (incarnation %d) did not answer for %.0f s", self.incarnation, self._times.held
                     )
                     self.end()
 
@@ -175,7 +173,7 @@ class Replica:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self.ended_at is not None, BEAT_SECONDS)
+                    self._changed.wait_for(lambda: self._queue or self.ended_at is not None, self._times.replica_beat)
                     if self.ended_at is not None:
                         return
                     item = self._queue.popleft() if self._queue else None
@@ -224,6 +222,7 @@ class Replication:
         admitted: Callable[[], None],
         let_go: Callable[[float, bool], None],
         coordinator: Callable[[ReplicaState], bool],
+        timeouts: Timeouts | None = None,
     ) -> None:
         """
         Args:
@@ -233,8 +232,10 @@ class Replication:
             let_go: ``let_go(when, closed)``: the standby was lost then. Returns when it is certain that it was not
                 promoted; raises when it was.
             coordinator: adds what shard 0's standby must know of the coordinator; False: that has left this state.
+            timeouts: None for the usual ones.
         """
         self._digest, self._incarnation = digest, incarnation
+        self._times = timeouts or Timeouts()
         self._admitted, self._let_go, self._coordinator = admitted, let_go, coordinator
         self._lock = threading.Lock()
         self._joining: Replica | None = None
@@ -258,7 +259,7 @@ class Replication:
         if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
             stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "another incarnation, or another partition")))
             return
-        replica = Replica(hello.peer.incarnation)
+        replica = Replica(hello.peer.incarnation, self._times)
         with self._lock:
             if self._stopped:
                 return

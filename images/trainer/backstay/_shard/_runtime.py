@@ -31,6 +31,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from .._coordination.seam import Coordination
+from .._timeouts import Timeouts
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import (
     Answer,
@@ -52,9 +53,6 @@ __all__ = ["ShardRuntime"]
 
 _LOG = logging.getLogger(__name__)
 
-_ALIVE_SECONDS: Final = 1.0
-"""How often a waiting stream looks whether its peer is still there."""
-
 _LATE = RejectReason.LATE
 _NONE = RejectReason.REJECT_UNSPECIFIED
 # Sync: what comes too late, or twice, is answered with the version that it should have been part of.
@@ -74,6 +72,7 @@ class ShardRuntime:
         mode: Mode,
         on_checkpoint: CheckpointHook | None = None,
         replication: Replication | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
 
@@ -85,7 +84,9 @@ class ShardRuntime:
             mode: of the job.
             on_checkpoint: see `CheckpointHook`.
             replication: to this shard's standby; None when the job has none.
+            timeouts: None for the usual ones.
         """
+        self._times = timeouts or Timeouts()
         self._replication = replication
         self._layout = layout
         self._shard = layout.shard
@@ -263,7 +264,7 @@ class ShardRuntime:
                     published = waiter.published or self._published
                     if published is not None and self._answers(published, gradient, min_version):
                         break
-                    if not self._changed.wait(_ALIVE_SECONDS) and not alive():
+                    if not self._changed.wait(self._times.peer_check) and not alive():
                         return None
             finally:
                 self._waiting.discard(waiter)
