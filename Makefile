@@ -57,6 +57,7 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minu
 	$(BIN)/python bench/recovery.py --standbys $(STANDBYS)
 	$(BIN)/python bench/chaos.py --goodput --seconds 60 --standbys $(STANDBYS)
 	$(BIN)/python bench/jobs.py
+	$(BIN)/python bench/start.py
 
 chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet runs; what became of it; half an hour
 	$(BIN)/python bench/moments.py

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 from backstay_cli.kube import JOBS, Api, ApiError
+from backstay_cli.preload import preload
 from backstay_cli.session import start_session
 from backstay_spec import contract
 
@@ -78,7 +79,7 @@ async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
         folder = (
             Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
         )
-        async with start_session(folder) as session:
+        async with start_session(folder, preload=preload()) as session:
             made = Cluster(folder, session.kubeconfig, session.api)
             try:
                 yield made

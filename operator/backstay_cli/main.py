@@ -90,6 +90,10 @@ def run(
             "gets this environment anyway, but for BACKSTAY_*, KUBERNETES_* and CUDA_VISIBLE_DEVICES.",
         ),
     ] = None,
+    preload: Annotated[
+        bool,
+        typer.Option(help="Fork pods from a process that has imported JAX; --no-preload starts each from scratch."),
+    ] = True,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the TrainingJob and do not run it.")] = False,
     output: Annotated[str, typer.Option(help="text, or json: one object on stdout at the end.")] = "text",
     data_dir: Annotated[
@@ -139,7 +143,7 @@ def run(
     except BadInput as error:
         _refuse(str(error))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
-    raise typer.Exit(run_job(job, folder, as_json=output == "json", user_environment=is_script))
+    raise typer.Exit(run_job(job, folder, as_json=output == "json", user_environment=is_script, preloaded=preload))
 
 
 @app.command()
@@ -147,13 +151,17 @@ def up(
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/up-<time>]")
     ] = None,
+    preload: Annotated[
+        bool,
+        typer.Option(help="Fork pods from a process that has imported JAX; --no-preload starts each from scratch."),
+    ] = True,
 ) -> None:
     """Keep an embedded cluster with the operator running, for kubectl."""
     from backstay_cli.run import new_folder
     from backstay_cli.run import up as keep_up
 
     folder = new_folder("up") if data_dir is None else data_dir.resolve()
-    raise typer.Exit(keep_up(folder, lambda line: print(line, flush=True)))
+    raise typer.Exit(keep_up(folder, lambda line: print(line, flush=True), preloaded=preload))
 
 
 @app.command()

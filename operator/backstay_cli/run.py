@@ -21,6 +21,7 @@ from backstay_cli import report
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import claims_of
 from backstay_cli.kube import JOBS, ApiError
+from backstay_cli.preload import preload
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
 from backstay_spec import contract
@@ -51,7 +52,13 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def run_job(
-    job: dict[str, Any], folder: Path, *, as_json: bool, live: bool | None = None, user_environment: bool = False
+    job: dict[str, Any],
+    folder: Path,
+    *,
+    as_json: bool,
+    live: bool | None = None,
+    user_environment: bool = False,
+    preloaded: bool = True,
 ) -> int:
     """Run one job to its end and say what was seen.
 
@@ -61,6 +68,7 @@ def run_job(
         as_json: one object on stdout at the end, everything else on stderr.
         live: redraw in place; by default when stdout is a terminal.
         user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
+        preloaded: pods are forked from a process that has imported JAX and what the script imports.
 
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
@@ -75,7 +83,9 @@ def run_job(
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
     started = time.monotonic()
     try:
-        view = asyncio.run(_interruptible(_run(job, folder, display, user_environment)))
+        view = asyncio.run(
+            _interruptible(_run(job, folder, display, user_environment, preload(job) if preloaded else None))
+        )
     except asyncio.CancelledError:
         say(f"stopped; nothing is left running. Logs of every pod in {report.shortened(str(folder / _LOGS))}")
         return INTERRUPTED
@@ -102,14 +112,18 @@ async def _interruptible(work: Any) -> Any:
     return await task
 
 
-async def _run(job: dict[str, Any], folder: Path, display: Display, user_environment: bool) -> JobView:
+async def _run(
+    job: dict[str, Any], folder: Path, display: Display, user_environment: bool, modules: str | None
+) -> JobView:
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     with display:
 
         def say(stage: str) -> None:
             display.show(JobView(name=name, namespace=namespace, stage=stage))
 
-        async with start_session(folder, say, restarts=RESTARTS, user_environment=user_environment) as session:
+        async with start_session(
+            folder, say, restarts=RESTARTS, user_environment=user_environment, preload=modules
+        ) as session:
             await _create(session, job)
             return await _follow(session, namespace, name, display)
 
@@ -158,11 +172,11 @@ async def _follow(session: Session, namespace: str, name: str, display: Display)
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def up(folder: Path, say: Callable[[str], None]) -> int:
+def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> int:
     """Keep an embedded cluster running until it is interrupted, and say how to point kubectl at it."""
 
     async def serve() -> None:
-        async with start_session(folder, restarts=RESTARTS) as session:
+        async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:
             say("The embedded cluster is up, the operator is running. Point kubectl at it:\n")
             say(f"  export KUBECONFIG={session.kubeconfig}\n")
             say("then for example: kubectl apply -f job.yaml; kubectl get trainingjobs -w")

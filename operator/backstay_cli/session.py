@@ -54,6 +54,7 @@ async def start_session(
     *,
     restarts: int = 0,
     user_environment: bool = False,
+    preload: str | None = None,
 ) -> AsyncIterator[Session]:
     """Start the cluster and the operator, and apply the CRD.
 
@@ -62,6 +63,7 @@ async def start_session(
         say: is told what is being started.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
         user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
+        preload: what the cluster imports once for all pods, as `backstay_cli.preload` has it; nothing when None.
 
     Raises:
         SessionError: one of them did not start within a minute.
@@ -85,6 +87,7 @@ async def start_session(
                 str(kubeconfig),
                 "--die-with-parent",
                 *(["--user-environment"] if user_environment else []),
+                *([] if preload is None else ["--preload", preload]),
             )
         )
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")

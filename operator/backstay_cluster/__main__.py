@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from backstay_cluster.cluster import EmbeddedCluster
 from backstay_cluster.kubelet.node import user_environment
+from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.net import NetworkError
 from backstay_cluster.realserver import AssetsError
 
@@ -37,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
         help="give containers this process' environment, without what belongs to Backstay, Kubernetes or the shell",
     )
     made.add_argument("--no-kubelet", action="store_true", help="the API server only: pods stay Pending")
+    made.add_argument(
+        "--preload",
+        type=Preload.of_json,
+        metavar="JSON",
+        help='modules imported once for all containers that run Python scripts: {"modules": ["numpy"]}',
+    )
     made.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return made
 
@@ -54,6 +61,7 @@ async def run(args: argparse.Namespace) -> None:
         kubeconfig_path=args.kubeconfig,
         kubelet=not args.no_kubelet,
         base_env=user_environment() if args.user_environment else None,
+        preload=args.preload,
     )
     starting = asyncio.ensure_future(cluster.start())
     stopped = asyncio.ensure_future(stop.wait())

@@ -30,6 +30,8 @@ from backstay_cluster.gc import GarbageCollector
 from backstay_cluster.kubelet.api import ApiClient, until_answered
 from backstay_cluster.kubelet.kubelet import Kubelet
 from backstay_cluster.kubelet.node import python_environment
+from backstay_cluster.kubelet.preload import Preload
+from backstay_cluster.kubelet.runtime import ProcessRuntime
 from backstay_cluster.net import LoopbackBlock, claim_block
 from backstay_cluster.realserver import RealServer, assets, new_token
 
@@ -83,6 +85,7 @@ class EmbeddedCluster:
         extra_env: environment of every container besides `BACKSTAY_BIND`; `$(POD_IP)` is the pod's address.
         base_env: what an image would give; this Python environment's when None.
         environ: where `KUBEBUILDER_ASSETS` is looked up.
+        preload: what is imported once for all containers that run Python scripts; nothing when None.
         stop_grace: seconds between SIGTERM and SIGKILL for containers that run when the cluster stops.
 
     Attributes:
@@ -105,6 +108,7 @@ class EmbeddedCluster:
         extra_env: Mapping[str, str] | None = None,
         base_env: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
+        preload: Preload | None = None,
         stop_grace: float = 1.0,
     ) -> None:
         self._temporary = data_dir is None
@@ -121,7 +125,12 @@ class EmbeddedCluster:
         self._with_kubelet = kubelet
         self._gpus = gpus
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
-        self._base_env = base_env
+        self._base_env = {
+            COMPILED_ENV: str(self.data_dir / COMPILED),
+            **(python_environment() if base_env is None else base_env),
+        }
+        self._preload = preload
+        self._runtime: ProcessRuntime | None = None
         self._stop_grace = stop_grace
         self._block: LoopbackBlock | None = None
         self._server: ApiServer | RealServer | None = None
@@ -157,6 +166,11 @@ class EmbeddedCluster:
 
     async def _start(self) -> None:
         self._block = claim_block()
+        if self._with_kubelet:
+            # First of all: its imports take longer than everything else here.
+            keep_open = (self._block.claim.fileno(),)
+            self._runtime = ProcessRuntime(keep_open, preload=self._preload, base_env=self._base_env)
+            self._runtime.open()
         folder = assets(self._environ)
         ca: bytes | None = None
         kubelet_tls: ssl.SSLContext | None = None
@@ -184,7 +198,7 @@ class EmbeddedCluster:
             self._collector = asyncio.create_task(GarbageCollector(self._client).run())
         self.ca = None if ca is None else ca.decode()
         write_private(self.kubeconfig, kubeconfig(self.url, self.token, ca))
-        if self._with_kubelet:
+        if self._runtime is not None:
             self.node = Kubelet(
                 self._client,
                 self.data_dir,
@@ -192,12 +206,9 @@ class EmbeddedCluster:
                 token=self.token,
                 tls=kubelet_tls,
                 extra_env=self._extra_env,
-                base_env={
-                    COMPILED_ENV: str(self.data_dir / COMPILED),
-                    **(python_environment() if self._base_env is None else self._base_env),
-                },
+                base_env=self._base_env,
                 gpus=self._gpus,
-                keep_open=(self._block.claim.fileno(),),
+                runtime=self._runtime,
             )
             await self.node.start()
 
@@ -210,6 +221,9 @@ class EmbeddedCluster:
         if self.node is not None:
             await self.node.stop(self._stop_grace)
             self.node = None
+        if self._runtime is not None:
+            await self._runtime.close()
+            self._runtime = None
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -252,6 +266,7 @@ class ClusterProcess:
         log_file: where its own log goes; this process' stderr when None.
         kubelet: as for `EmbeddedCluster`.
         environ: the process' environment.
+        preload: as for `EmbeddedCluster`.
 
     Attributes:
         url: of the API server.
@@ -270,10 +285,12 @@ class ClusterProcess:
         log_file: Path | str | None = None,
         kubelet: bool = True,
         environ: Mapping[str, str] | None = None,
+        preload: Preload | None = None,
     ) -> None:
         self._args = [] if data_dir is None else ["--data-dir", str(data_dir)]
         self._args += [] if kubeconfig_path is None else ["--kubeconfig", str(kubeconfig_path)]
         self._args += [] if kubelet else ["--no-kubelet"]
+        self._args += [] if preload is None else ["--preload", preload.to_json()]
         self._log_file = log_file
         self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None

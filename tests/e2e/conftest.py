@@ -24,6 +24,7 @@ import aiohttp
 import pytest
 
 from backstay_cli.kube import JOBS, Api, ApiError
+from backstay_cli.preload import preload
 from backstay_cli.session import start_session
 from backstay_spec import contract
 
@@ -48,7 +49,7 @@ class Cluster:
         self._thread.start()
 
         async def begin() -> None:
-            session = await self._stack.enter_async_context(start_session(self.folder))
+            session = await self._stack.enter_async_context(start_session(self.folder, preload=preload()))
             self.api, self.kubeconfig = session.api, session.kubeconfig
 
         self.run(begin(), 90)

@@ -16,12 +16,15 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from backstay_cluster.kubelet.preload import Preload
+
 logger = logging.getLogger(__name__)
 SPAWNER = Path(__file__).with_name("spawner.py")
+FORKSERVER = Path(__file__).with_name("forkserver.py")
 
 
 class StartError(Exception):
@@ -63,11 +66,22 @@ class ProcessRuntime:
     Args:
         keep_open: descriptors that live as long as any process: the claim of the cluster's addresses.
         on_lost: called when the spawner itself died; all processes have ended then, the next start brings a new one.
+        preload: what is imported once for all containers that run Python scripts; nothing when None.
+        base_env: the environment that these modules are imported with: what every container has.
     """
 
-    def __init__(self, keep_open: Sequence[int] = (), on_lost: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        keep_open: Sequence[int] = (),
+        on_lost: Callable[[], None] | None = None,
+        *,
+        preload: Preload | None = None,
+        base_env: Mapping[str, str] | None = None,
+    ) -> None:
         self._keep_open = tuple(keep_open)
         self._on_lost = on_lost
+        self._preload = preload
+        self._base_env = dict(base_env or {})
         self._sock: socket.socket | None = None
         self._spawner: subprocess.Popen[bytes] | None = None
         self._starting: dict[str, asyncio.Future[Process]] = {}
@@ -90,6 +104,11 @@ class ProcessRuntime:
         ours.setblocking(False)
         self._sock = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
+        if self._preload is not None:
+            # Not resolved: in a virtual environment the interpreter is a link.
+            argv = [sys.executable, str(FORKSERVER)]
+            environ = {**self._base_env, **self._preload.started_with}
+            self._send_file({"op": "preload"}, {"argv": argv, "env": environ, "preload": asdict(self._preload)})
 
     @property
     def pid(self) -> int | None:
@@ -99,16 +118,9 @@ class ProcessRuntime:
     async def start(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> Process:
         """See `Runtime.start`."""
         self.open()
-        spec = os.memfd_create("container")
-        try:
-            data = json.dumps({"argv": list(argv), "env": dict(env), "cwd": cwd}).encode()
-            with os.fdopen(os.dup(spec), "wb") as file:
-                file.write(data)
-            future: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
-            self._starting[container] = future
-            self._send({"op": "start", "id": container}, [spec, out])
-        finally:
-            os.close(spec)
+        future: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+        self._starting[container] = future
+        self._send_file({"op": "start", "id": container}, {"argv": list(argv), "env": dict(env), "cwd": cwd}, out)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -131,6 +143,16 @@ class ProcessRuntime:
         self._lost()
         if spawner is not None:
             await asyncio.to_thread(spawner.wait)
+
+    def _send_file(self, message: dict[str, Any], content: dict[str, Any], *fds: int) -> None:
+        """Send a message with its longer part as a memory file, and descriptors."""
+        memory = os.memfd_create("message")
+        try:
+            with os.fdopen(os.dup(memory), "wb") as file:
+                file.write(json.dumps(content).encode())
+            self._send(message, [memory, *fds])
+        finally:
+            os.close(memory)
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
         # Descriptors are duplicated: the caller closes its own at once, sending may have to wait.

@@ -10,6 +10,10 @@ It is run as a file by ``python -I -S`` and imports the standard library only. O
 ``{"op": "start", "id"}`` with two descriptors (a memory file holding ``{"argv", "env", "cwd"}``; what becomes stdout
 and stderr) and ``{"op": "kill", "id", "signal", "group"}``, and answers ``{"op": "started", "id", "pid"}``,
 ``{"op": "failed", "id", "errno", "what"}`` and ``{"op": "exited", "id", "status"}`` (a wait status).
+
+``{"op": "preload"}`` with one descriptor (a memory file holding ``{"argv", "env", "preload"}``) starts a `forkserver`.
+From then on the forkserver forks the containers that run Python; this program executes them itself whenever the
+forkserver is dead, unfit or slow to answer.
 """
 
 from __future__ import annotations
@@ -29,10 +33,114 @@ from pathlib import Path
 from typing import Any
 
 MARK = "KUBELET_CONTAINER_ID"
+PLACEHOLDER = "0" * 32
+"""The mark of a process that is not a container yet; as long as a container's id."""
+ROOM = "KUBELET_ROOM"
+"""Takes up the space in which a forked container shows its own arguments and environment."""
+ARGUMENT_ROOM, ENVIRONMENT_ROOM = 4 << 10, 96 << 10
+IMPORT_SECONDS = 20.0
+"""How long a container waits for the forkserver's imports: an executed one would have to import the same."""
+ANSWER_SECONDS = 5.0
+FAILURES = 3
+"""A forkserver that was lost so often, without a container in between, is not started again."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Request:
+    """A container that the forkserver is to fork.
+
+    Attributes:
+        channel: to the new process; None until the forkserver was asked.
+        pid: of the new process; 0 until it has reported.
+        deadline: on the monotonic clock; the spawner executes the container itself then.
+    """
+
+    def __init__(self, container: str, spec_fd: int, out_fd: int, deadline: float) -> None:
+        self.container = container
+        self.fds = (os.dup(spec_fd), os.dup(out_fd))
+        self.channel: socket.socket | None = None
+        self.pid = 0
+        self.deadline = deadline
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        if self.channel is not None:
+            self.channel.close()
+
+
+class Forkserver:
+    """The spawner's view of the forkserver process.
+
+    Attributes:
+        pid: 0 while none runs.
+        ready: whether it has imported the modules.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.pid = 0
+        self.sock: socket.socket | None = None
+        self.ready = False
+        self.failures = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, or imports."""
+        return self.sock is not None
+
+    def start(self) -> None:
+        """Fork and execute it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        preload = os.memfd_create("preload")
+        os.write(preload, json.dumps(self.spec["preload"]).encode())
+        pid = os.fork()
+        if pid == 0:
+            try:
+                become_leader(os.getppid())
+                reset_signals()
+                redirect(2 if not os.isatty(2) else os.open(os.devnull, os.O_WRONLY))
+                theirs.set_inheritable(True)
+                environ = {**self.spec["env"], MARK: PLACEHOLDER, ROOM: "-" * ENVIRONMENT_ROOM}
+                argv = [*self.spec["argv"], str(theirs.fileno()), "-" * ARGUMENT_ROOM]
+                os.execve(argv[0], argv, environ)  # noqa: S606
+            finally:
+                os._exit(127)
+        theirs.close()
+        try:
+            socket.send_fds(ours, [b"preload"], [preload])
+        except OSError:
+            pass  # it has ended already, which its socket will show
+        finally:
+            os.close(preload)
+        self.pid, self.sock, self.ready = pid, ours, False
+
+    def ask(self, request: Request) -> bool:
+        """Send a request; False when the forkserver cannot take it."""
+        assert self.sock is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                fds = [*request.fds, theirs.fileno()]
+                socket.send_fds(self.sock, [request.container.encode()], fds, socket.MSG_DONTWAIT)
+            except OSError:
+                ours.close()
+                return False
+        request.channel, request.deadline = ours, time.monotonic() + ANSWER_SECONDS
+        return True
+
+    def lose(self) -> None:
+        """Kill it, and count that."""
+        if self.sock is not None:
+            self.sock.close()
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid, self.sock, self.ready = 0, None, False
+        self.failures += 1
 
 
 class Spawner:
@@ -43,10 +151,13 @@ class Spawner:
         self.parent = parent
         self.pids: dict[str, int] = {}  # container id -> pid of its main process
         self.ids: dict[int, str] = {}
+        self.forkserver: Forkserver | None = None
+        self.requests: dict[str, Request] = {}
 
     def run(self) -> None:
         """Serve until the kubelet is gone, then end every process below."""
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.sock.set_inheritable(False)
         wake_r, wake_w = os.pipe()
         os.set_blocking(wake_r, False)
         os.set_blocking(wake_w, False)
@@ -54,16 +165,12 @@ class Spawner:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        poll = select.poll()
-        poll.register(wake_r, select.POLLIN)
-        poll.register(self.sock, select.POLLIN)
         parent_fd = -1
         with contextlib.suppress(OSError):
             parent_fd = os.pidfd_open(self.parent)
-            poll.register(parent_fd, select.POLLIN)
         try:
             while os.getppid() == self.parent:
-                ready = {fd for fd, _ in poll.poll()}
+                ready = self.wait([fd for fd in (wake_r, self.sock.fileno(), parent_fd) if fd >= 0])
                 if wake_r in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_r, 4096)
@@ -72,30 +179,49 @@ class Spawner:
                     return
                 if self.sock.fileno() in ready and not self.serve_one():
                     return
+                self.attend_forkserver()
         finally:
             self.end_all()
+
+    def wait(self, fds: list[int]) -> set[int]:
+        """Wait until a descriptor of ours or of a request is readable, or a deadline is over."""
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        if self.forkserver is not None and self.forkserver.sock is not None:
+            poll.register(self.forkserver.sock, select.POLLIN)
+        deadlines = []
+        for request in self.requests.values():
+            if request.channel is not None:
+                poll.register(request.channel, select.POLLIN)
+            if not request.pid:
+                deadlines.append(request.deadline)
+        timeout = None if not deadlines else max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
+        return {fd for fd, _ in poll.poll(timeout)}
 
     def serve_one(self) -> bool:
         """Handle one request; False when the kubelet closed the socket."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, 65536, 4)
+            data, fds = receive(self.sock)
         except ConnectionError:
             return False
         if not data:
             return False
         request = json.loads(data)
-        if request["op"] == "start":
-            spec_fd, out_fd = fds
-            try:
-                self.start(request["id"], spec_fd, out_fd)
-            finally:
-                os.close(spec_fd)
-                os.close(out_fd)
-        elif request["op"] == "kill":
-            pid = self.pids.get(request["id"])
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    (os.killpg if request["group"] else os.kill)(pid, request["signal"])
+        try:
+            if request["op"] == "start":
+                self.start(request["id"], *fds)
+            elif request["op"] == "preload":
+                self.forkserver = Forkserver(read_json(fds[0]))
+                self.forkserver.start()
+            elif request["op"] == "kill":
+                pid = self.pids.get(request["id"])
+                if pid is not None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        (os.killpg if request["group"] else os.kill)(pid, request["signal"])
+        finally:
+            for fd in fds:
+                os.close(fd)
         return True
 
     def say(self, message: dict[str, Any]) -> None:
@@ -103,9 +229,18 @@ class Spawner:
             self.sock.sendall(json.dumps(message).encode())
 
     def start(self, container: str, spec_fd: int, out_fd: int) -> None:
-        with os.fdopen(os.dup(spec_fd), "rb") as file:
-            file.seek(0)
-            spec = json.load(file)
+        spec = read_json(spec_fd)
+        if self.forkserver is not None and self.forkserver.usable and runs_python(spec["argv"]):
+            # The deadline is another one as soon as the forkserver is asked.
+            request = Request(container, spec_fd, out_fd, time.monotonic() + IMPORT_SECONDS)
+            self.requests[container] = request
+            if self.forkserver.ready and not self.forkserver.ask(request):
+                self.lose_forkserver("it takes no request")
+            return
+        self.execute(container, spec, out_fd)
+
+    def execute(self, container: str, spec: dict[str, Any], out_fd: int) -> None:
+        """Start a container from this process."""
         err_r, err_w = os.pipe()  # closed by a successful exec, else carries why not
         pid = os.fork()
         if pid == 0:
@@ -118,27 +253,20 @@ class Spawner:
             number, what = struct.unpack("<i", failure[:4])[0], failure[4:].decode()
             self.say({"op": "failed", "id": container, "errno": number, "what": what})
             return
+        self.own(container, pid)
+        self.say({"op": "started", "id": container, "pid": pid})
+
+    def own(self, container: str, pid: int) -> None:
         self.pids[container] = pid
         self.ids[pid] = container
-        self.say({"op": "started", "id": container, "pid": pid})
 
     def become(self, container: str, spec: dict[str, Any], out_fd: int, err_fd: int) -> None:
         """In the child: turn into the container's command. Never returns."""
         what = "start"
         try:
-            spawner = os.getppid()
-            os.setsid()
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != spawner:
-                os._exit(137)
-            signal.set_wakeup_fd(-1)
-            for number in RESET_SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            null = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(null, 0)
-            os.dup2(out_fd, 1)
-            os.dup2(out_fd, 2)
-            os.umask(0o022)
+            become_leader(os.getppid())
+            reset_signals()
+            redirect(out_fd)
             what = "chdir"
             os.chdir(spec["cwd"])
             what = "exec"
@@ -151,6 +279,90 @@ class Spawner:
         finally:
             os._exit(127)
 
+    # --- containers that the forkserver forks
+
+    def attend_forkserver(self) -> None:
+        """Read what the forkserver and the new processes sent; execute what has waited too long."""
+        server = self.forkserver
+        if server is not None and server.sock is not None and readable(server.sock):
+            try:
+                data = server.sock.recv(4096)
+            except ConnectionError:
+                data = b""
+            self.hear_forkserver(server, json.loads(data) if data else {"op": "ended"})
+        for request in list(self.requests.values()):
+            if request.channel is not None and readable(request.channel):
+                self.settle(request)
+        now = time.monotonic()
+        if any(not request.pid and request.deadline <= now for request in self.requests.values()):
+            self.lose_forkserver("it does not answer")
+
+    def hear_forkserver(self, server: Forkserver, message: dict[str, Any]) -> None:
+        if message["op"] == "ready":
+            server.ready = True
+            for request in list(self.requests.values()):
+                if request.channel is None and not server.ask(request):
+                    self.lose_forkserver("it takes no request")
+                    return
+        elif message["op"] == "unfit":
+            modules = server.spec["preload"]["modules"]
+            server.spec["preload"]["modules"] = [name for name in modules if name != message["module"]]
+            server.lose()
+            server.failures -= 1  # each time there is one module less
+            server.start()
+        elif message["op"] == "ended":
+            self.lose_forkserver("it has ended")
+
+    def settle(self, request: Request) -> None:
+        """Handle what a new process sent: its id, why it cannot start, or by the end of the channel that it runs."""
+        assert request.channel is not None
+        data = b""
+        with contextlib.suppress(ConnectionError, BlockingIOError):
+            data = request.channel.recv(4096, socket.MSG_DONTWAIT)
+        message = json.loads(data) if data else {}
+        if "pid" in message and is_child(message["pid"]):
+            request.pid = message["pid"]
+            self.own(request.container, request.pid)
+            if self.forkserver is not None:
+                self.forkserver.failures = 0
+            with contextlib.suppress(OSError):
+                request.channel.sendall(b"go")
+            return
+        if "note" in message:
+            print(message["note"], file=sys.stderr, flush=True)
+            return
+        del self.requests[request.container]
+        if "errno" in message:
+            self.pids.pop(request.container, None)
+            self.ids.pop(request.pid, None)
+            self.say({"op": "failed", "id": request.container, **message})
+        elif request.pid:
+            self.say({"op": "started", "id": request.container, "pid": request.pid})
+        else:  # it died before it could report
+            self.execute(request.container, read_json(request.fds[0]), request.fds[1])
+        request.close()
+
+    def lose_forkserver(self, why: str) -> None:
+        """Start another one, unless it was lost too often, and execute what waits for this one."""
+        server = self.forkserver
+        assert server is not None
+        server.lose()
+        if server.failures < FAILURES:
+            print(f"the forkserver is started again: {why}", file=sys.stderr, flush=True)
+            server.start()
+        else:
+            print(f"no forkserver any more: {why}", file=sys.stderr, flush=True)
+        for request in list(self.requests.values()):
+            # One that has reported is not the forkserver's any more.
+            if request.channel is not None and not request.pid and readable(request.channel):
+                self.settle(request)
+            if not request.pid and self.requests.pop(request.container, None) is not None:
+                # The new process, if there is one, ends when it finds the channel closed.
+                self.execute(request.container, read_json(request.fds[0]), request.fds[1])
+                request.close()
+
+    # --- ends
+
     def reap(self) -> None:
         """Collect the ended; a container ends with its main process, so what that left behind is killed."""
         while True:
@@ -162,6 +374,11 @@ class Spawner:
             if ended is None:
                 break
             pid = ended.si_pid
+            if self.forkserver is not None and pid == self.forkserver.pid:
+                self.forkserver.pid = 0  # the end of its socket does the rest
+            request = self.requests.get(self.ids.get(pid, ""))
+            if request is not None:  # what it sent at last comes first
+                self.settle(request)
             container = self.ids.pop(pid, None)
             if container is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -180,8 +397,13 @@ class Spawner:
             mark = f"{MARK}=".encode()
             with contextlib.suppress(OSError):
                 for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    if entry.startswith(mark) and entry[len(mark) :].decode() not in self.pids:
+                    container = entry[len(mark) :].decode()
+                    if entry.startswith(mark) and not self.lives(container):
                         os.kill(pid, signal.SIGKILL)
+
+    def lives(self, container: str) -> bool:
+        """Whether a process with this mark has a container, or is about to become one."""
+        return container == PLACEHOLDER or container in self.pids or container in self.requests
 
     def end_all(self) -> None:
         """Kill layer by layer: whoever loses its parent becomes our child and is met in the next round."""
@@ -197,6 +419,70 @@ class Spawner:
             except ChildProcessError:
                 return
             self.ids.pop(pid, None)
+
+
+def become_leader(parent: int) -> None:
+    """In a new process: lead a session, and end with `parent`, which is waited for to become the parent."""
+    os.setsid()
+    deadline = time.monotonic() + 1.0
+    while os.getppid() != parent and time.monotonic() < deadline:
+        os.sched_yield()  # the process in between is about to end
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(137)
+
+
+def reset_signals() -> None:
+    """In a new process: what the spawner handles or ignores is at its default again."""
+    signal.set_wakeup_fd(-1)
+    for number in RESET_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def redirect(out_fd: int) -> None:
+    """Standard input is empty, output and errors go to one place; the umask is the usual one."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(out_fd, 1)
+    os.dup2(out_fd, 2)
+    os.close(null)
+    os.umask(0o022)
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and the descriptors that came with it, which no container inherits."""
+    data, fds, _, _ = socket.recv_fds(sock, 65536, 4)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return data, fds
+
+
+def readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def is_child(pid: int) -> bool:
+    """Whether a process is a child of this one, running or not reaped yet."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def read_json(fd: int) -> Any:
+    """What a memory file holds; the descriptor stays open."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        return json.load(file)
+
+
+def runs_python(argv: list[str]) -> bool:
+    """Whether a forkserver may be able to run this; it looks more closely."""
+    plain = len(argv) > 1 and (argv[1] == "-m" or argv[1].endswith(".py"))
+    return plain and os.path.basename(argv[0]).startswith("python")  # noqa: PTH119
 
 
 def children(pid: int) -> list[int]:

@@ -1,0 +1,83 @@
+"""From `backstay run` to the first update, with pods forked from a process that has imported JAX, and without.
+
+Both are measured in turns. Besides the time on the clock, which depends on what else the machine does, it prints the
+processor time that the whole process tree took until then: divided by the number of cores it is a lower bound of the
+time on a quiet machine.
+
+    python bench/start.py [--runs 3] [--job examples/digits/job.yaml]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+STEP = re.compile(r"^.*parameter-server-0: step \d+/", re.MULTILINE)
+SECONDS = 300.0
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--job", type=Path, default=REPO / "examples/digits/job.yaml")
+    args = parser.parse_args()
+    found: dict[str, list[tuple[float, float]]] = {"--preload": [], "--no-preload": []}
+    for _ in range(args.runs):
+        for option, results in found.items():
+            results.append(first_update(args.job, option))
+            wall, processor = results[-1]
+            print(f"{option:<14} {wall:6.2f} s, {processor:6.2f} s of processor time", file=sys.stderr, flush=True)
+    print(f"first update of {args.job.name} ({args.runs} runs, medians; {os.cpu_count()} cores)")
+    for option, results in found.items():
+        wall, processor = (statistics.median(column) for column in zip(*results, strict=True))
+        print(f"{option:<14} {wall:6.2f} s, {processor:6.2f} s of processor time")
+    pairs = list(zip(*found.values(), strict=True))
+    ratios = [statistics.median(new[i] / old[i] for new, old in pairs) for i in range(2)]
+    print(f"ratio of pairs {ratios[0]:6.2f}   {ratios[1]:6.2f}")
+
+
+def first_update(job: Path, option: str) -> tuple[float, float]:
+    """Seconds on the clock, and of processor time, until server 0 has made an update.
+
+    Raises:
+        SystemExit: there was none.
+    """
+    with tempfile.TemporaryDirectory(prefix="backstay-start-") as folder:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "backstay_cli.main", "run", option, "--data-dir", folder, str(job)]
+        with (Path(folder) / "command.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while not any(
+                STEP.search(path.read_text(errors="replace")) for path in Path(folder).glob("pods/*/*/*.log")
+            ):
+                if process.poll() is not None or time.monotonic() - began > SECONDS:
+                    raise SystemExit((Path(folder) / "command.log").read_text())
+                time.sleep(0.02)
+            wall = time.monotonic() - began
+            return wall, processor_seconds(process.pid)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process, its descendants and those that they have waited for."""
+    root = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:4]) for each in [root, *root.children(recursive=True)])
+
+
+if __name__ == "__main__":
+    main()

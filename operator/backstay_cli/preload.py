@@ -1,0 +1,134 @@
+"""What the embedded cluster imports once for all pods: the trainer's dependencies, and those of the user's script.
+
+The modules are named and not imported here: the command starts the trainer as a program.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Final
+
+from backstay_spec.manifests_pod import ALLOCATOR
+
+# In the order of their import. A name that is not installed is skipped.
+TRAINER: Final = (
+    "numpy",
+    "jax",
+    "jax.numpy",
+    "optax",
+    "ml_dtypes",
+    "safetensors",
+    "pyarrow.flight",
+    "grpc",
+    "fsspec",
+    "backstay._train",
+    "backstay._roles._worker",
+    "backstay._roles._server",
+    "backstay._roles._standby",
+    "backstay._roles._evaluator",
+    "backstay._roles._local",
+    "backstay._data._dataset",
+)
+# Arrow's allocator, which is not its default one, would start a thread; forked processes have none of the parent's.
+ENVIRON: Final = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# What the C libraries under these modules read, and what fsspec finds by going through the whole environment.
+PREFIXES: Final = (
+    "ABSL_",
+    "ARROW_",
+    "BLIS_",
+    "FSSPEC_",
+    "GOMP_",
+    "GOTO_",
+    "GRPC_",
+    "JAX_",
+    "JE_ARROW_",
+    "KMP_",
+    "LIBTPU_",
+    "MIMALLOC_",
+    "MKL_",
+    "MLIR_",
+    "NPY_",
+    "NUMEXPR_",
+    "OMP_",
+    "OPENBLAS_",
+    "PJRT_",
+    "TF_",
+    "TPU_",
+    "XLA_",
+)
+# Forked processes would draw the same numbers; the standard library's generator seeds itself again.
+AFTER_FORK: Final = ("numpy.random:seed",)
+# Importing these connects to other processes or starts threads.
+NEVER: Final = frozenset({"mpi4py", "horovod", "tensorflow", "torch_xla"})
+
+
+def preload(job: dict[str, Any] | None = None) -> str:
+    """The value of the cluster's option ``--preload``.
+
+    Args:
+        job: a localised TrainingJob, whose script's imports are added; None for jobs to come.
+    """
+    learned = [] if job is None else list(_learned(job))
+    return json.dumps(
+        {
+            "modules": list(dict.fromkeys([*TRAINER, *learned])),
+            "started_with": ALLOCATOR,
+            "environ": ENVIRON,
+            "prefixes": PREFIXES,
+            "after_fork": AFTER_FORK,
+        }
+    )
+
+
+def _learned(job: dict[str, Any]) -> Iterator[str]:
+    spec = job["spec"]
+    words = [*(spec.get("command") or []), *(spec.get("args") or [])]
+    script = next(
+        (Path(spec["workingDir"], word) for word in words if isinstance(word, str) and word[-3:] == ".py"), None
+    )
+    if script is not None:
+        yield from imports_of(script)
+
+
+def imports_of(script: Path) -> list[str]:
+    """Modules of installed distributions that a script imports when it starts, directly or through files beside it.
+
+    A file that cannot be read or parsed adds nothing: its pod will say what is wrong with it.
+    """
+    installed = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    found: dict[str, None] = {}
+    seen: set[Path] = set()
+    todo = [script]
+    while todo:
+        file = todo.pop(0)
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in _imported(file):
+            top = name.partition(".")[0]
+            local = [script.parent / f"{top}.py", script.parent / top / "__init__.py"]
+            if any(path.is_file() for path in local):
+                todo += [path for path in local if path.is_file()]
+            elif top not in NEVER and PathFinder.find_spec(top, installed) is not None:
+                found[name] = None
+    return list(found)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """The names in the import statements that run whenever the file does."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
+            yield statement.module
+            # Each may be a module or something in one; what is not a module is skipped.
+            yield from (f"{statement.module}.{alias.name}" for alias in statement.names if alias.name != "*")

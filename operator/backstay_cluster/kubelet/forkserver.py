@@ -1,0 +1,354 @@
+"""A Python process that has imported modules already, and forks containers that run Python scripts.
+
+Importing JAX and its companions takes seconds of processor time in every container; a fork takes milliseconds. The
+spawner starts this program once. It imports the modules of a `Preload`, makes sure that it has a single thread, no
+child and no open file more than before, and then forks on request. A forked process becomes a container exactly as an
+executed one does; what it cannot imitate (see `forkable`) it executes instead, in the same process.
+
+Each container is forked twice, so that the spawner, a child subreaper, becomes its parent and reaps it. The death of
+this program therefore touches no container. Requests arrive over a sequenced-packet socket: a container's id with
+three descriptors (the command, as for the spawner; the output; a channel). Over the channel the new process sends
+``{"pid"}``, waits for one answer, and closes it when the script begins. ``{"errno", "what"}`` says why it did not, and
+``{"note"}`` why a fresh Python is executed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder: its modules are nobody's top-level modules
+
+import builtins
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import types
+from collections.abc import Iterator, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
+
+from backstay_cluster.kubelet.forkable import Program, Sensitive, program_of, shadowed, unsafe_reason
+from backstay_cluster.kubelet.preload import Preload
+from backstay_cluster.kubelet.spawner import MARK, PLACEHOLDER, ROOM, become_leader, read_json, redirect
+
+STALE_EXIT = 3
+_LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
+_LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_NAME = 15
+
+
+class UnfitError(Exception):
+    """A module cannot be shared by forked processes, or a command cannot run in one."""
+
+
+class ForkServer:
+    """Imports, then forks until the spawner is gone.
+
+    Args:
+        sock: to the spawner.
+        keep: descriptors that containers inherit, besides 0 to 2.
+    """
+
+    def __init__(self, sock: socket.socket, keep: frozenset[int]) -> None:
+        self._sock = sock
+        self._keep = keep
+        self._spawner = os.getppid()
+        self._limits = {number: resource.getrlimit(number) for number in _LIMITS}
+        self._area = _title_area()
+        for name in (MARK, ROOM):
+            os.environ.pop(name, None)
+        given = _given_environment()
+        self._imported_with = {name: value for name, value in os.environ.items() if name in given}
+        # In the C locale the interpreter sets LC_CTYPE for itself; it would do so in a container as well.
+        self._written: dict[str, str | None] = {name: value for name, value in os.environ.items() if name not in given}
+        self._files: dict[str, tuple[int, int, int]] = {}
+        self._tops: frozenset[str] = frozenset()
+        self._sensitive = Sensitive((), ())
+        self._after_fork: tuple[str, ...] = ()
+
+    def load(self, preload: Preload) -> None:
+        """Import the modules.
+
+        Raises:
+            UnfitError: with the name of a module that failed, or that left a thread, a child or an open file behind.
+        """
+        read: set[str] = set()
+        before = dict(os.environ)
+        for name, value in preload.environ.items():
+            os.environ.setdefault(name, value)
+        started = dict(os.environ)
+        with _recorded_lookups(read):
+            for name in preload.modules:
+                try:
+                    importlib.import_module(name)
+                except BaseException as error:
+                    if isinstance(error, ModuleNotFoundError) and error.name == name:
+                        continue
+                    raise UnfitError(name) from error
+                if _descriptors() != {0, 1, 2, self._sock.fileno(), *self._keep} or not _alone():
+                    raise UnfitError(name)
+        after = dict(os.environ)
+        self._written |= {name: after.get(name) for name in {*started, *after} if after.get(name) != started.get(name)}
+        os.environ.clear()
+        os.environ.update(before)
+        self._after_fork = preload.after_fork
+        self._sensitive = Sensitive(read, preload.prefixes)
+        self._tops = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
+        self._files = _module_files()
+        gc.collect()
+        gc.freeze()  # a collection in a forked process must not copy the pages of what was imported
+
+    def serve(self) -> Program:
+        """Fork on request; returns in forked processes only, which then run the program."""
+        _show(self._area, ["backstay: preloaded Python, forks containers"], {MARK: PLACEHOLDER})
+        self._sock.sendall(b'{"op": "ready"}')
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
+            if not data:
+                os._exit(0)
+            if self._stale():
+                os._exit(STALE_EXIT)
+            pid = os.fork()
+            if pid:
+                os.waitpid(pid, 0)
+                for fd in fds:
+                    os.close(fd)
+                continue
+            try:
+                if os.fork():
+                    os._exit(0)
+                return self._become(data.decode(), *fds)
+            except BaseException:  # noqa: BLE001  # a forked process must never serve as well
+                os._exit(127)
+
+    def _stale(self) -> bool:
+        """Whether a file that was imported is another one now: a fresh Python would import that one."""
+        return any(_identity(path) != seen for path, seen in self._files.items())
+
+    def _become(self, container: str, spec_fd: int, out_fd: int, channel_fd: int) -> Program:
+        """In the new process: turn into the container. Returns the program, or executes the command."""
+        channel = socket.socket(fileno=channel_fd)
+        channel.set_inheritable(False)
+        what = "start"
+        try:
+            self._sock.close()
+            become_leader(self._spawner)
+            spec = read_json(spec_fd)
+            argv: list[str] = spec["argv"]
+            environ = {**spec["env"], MARK: container}
+            _show(self._area, argv, environ)
+            _LIBC.prctl(PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)  # noqa: PTH119
+            channel.sendall(json.dumps({"pid": os.getpid()}).encode())
+            if not channel.recv(16):
+                os._exit(0)  # the spawner has started the container without us
+            redirect(out_fd)
+            what = "chdir"
+            os.chdir(spec["cwd"])
+            what = "exec"
+            for number, limits in self._limits.items():
+                if resource.getrlimit(number) != limits:
+                    resource.setrlimit(number, limits)
+            _close_all_but({0, 1, 2, channel.fileno(), *self._keep})
+            try:
+                program = self._program(argv, spec["env"])
+                self._enter(program, environ)
+                channel.close()
+                return program
+            except Exception as error:  # noqa: BLE001  # a fresh Python knows best what to say about a broken script
+                note = f"{argv}: executed, not forked: {error}"
+                channel.sendall(json.dumps({"note": note[:2000]}).encode())
+            _execute(argv, environ)
+        except OSError as error:
+            channel.sendall(json.dumps({"errno": error.errno or errno.EIO, "what": what}).encode())
+        except BaseException as error:  # noqa: BLE001
+            channel.sendall(json.dumps({"errno": errno.EINVAL, "what": f"{what}: {error}"[:200]}).encode())
+        os._exit(127)
+
+    def _program(self, argv: list[str], environ: Mapping[str, str]) -> Program:
+        """What to run here.
+
+        Raises:
+            Exception: a fresh Python has to run it; the message says why.
+        """
+        if differing := self._sensitive.differ(self._imported_with, environ):
+            raise UnfitError(f"its environment differs in {', '.join(differing)}")
+        program = program_of(argv, environ, sys.executable)
+        if program is None:
+            raise UnfitError("it is not a script or a module of this Python")
+        if name := shadowed(program.path0, self._tops):
+            raise UnfitError(f"{program.path0} has {name}, which is also a module that was imported")
+        if reason := unsafe_reason(program, self._sensitive):
+            raise UnfitError(f"it may act on later imports at {reason}")
+        return program
+
+    def _enter(self, program: Program, environ: Mapping[str, str]) -> None:
+        """Give this process the look of a Python that was just started."""
+        os.environ.clear()
+        os.environ.update(environ)
+        for name, value in self._written.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ.setdefault(name, value)
+        sys.executable = program.executable
+        sys.orig_argv = list(program.argv)
+        sys.argv = ["-m", *program.argv[3:]] if program.module else list(program.argv[1:])
+        sys.path.insert(0, program.path0)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "backstay_cluster"]:
+            del sys.modules[name]
+        main = types.ModuleType("__main__")
+        main.__doc__ = None
+        vars(main).update(__builtins__=builtins, __annotations__={})
+        if program.file:
+            vars(main).update(__file__=program.file, __cached__=None)
+            main.__loader__ = SourceFileLoader("__main__", program.file)
+        sys.modules["__main__"] = main
+        process = sys.modules.get("multiprocessing.process")
+        if process is not None:
+            process.current_process().authkey = os.urandom(32)
+        for hook in self._after_fork:
+            module, _, function = hook.partition(":")
+            if module in sys.modules:
+                getattr(sys.modules[module], function)()
+
+
+def _execute(argv: list[str], environ: Mapping[str, str]) -> NoReturn:
+    # Python ignores these two, and its children would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.execvpe(argv[0], argv, environ)  # noqa: S606
+
+
+@contextlib.contextmanager
+def _recorded_lookups(read: set[str]) -> Iterator[None]:
+    """Collect the names of environment variables that are looked up meanwhile."""
+    kind = type(os.environ)
+    lookup = kind.__getitem__
+
+    def recorded(self: Any, name: str) -> str:
+        read.add(name)
+        return lookup(self, name)
+
+    kind.__getitem__ = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__getitem__ = lookup  # type: ignore[method-assign]
+
+
+def _alone() -> bool:
+    """Whether this process has one thread and no children."""
+    tasks = Path("/proc/self/task")
+    if len(list(tasks.iterdir())) > 1:
+        # OpenBLAS ends its threads when a process forks, and starts them again when it next needs them.
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    if len(list(tasks.iterdir())) > 1:
+        return False
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _given_environment() -> set[str]:
+    """The names of the variables that this process was started with."""
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return {os.fsdecode(entry.partition(b"=")[0]) for entry in entries if entry}
+
+
+def _descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with contextlib.suppress(OSError):  # the listing's own
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
+
+
+def _close_all_but(keep: set[int]) -> None:
+    for fd in _descriptors() - keep:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _identity(path: str) -> tuple[int, int, int]:
+    try:
+        seen = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return (0, 0, 0)
+    return (seen.st_mtime_ns, seen.st_size, seen.st_ino)
+
+
+def _module_files() -> dict[str, tuple[int, int, int]]:
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {path: _identity(path) for path in files if isinstance(path, str)}
+
+
+def _title_area() -> tuple[int, int, int, int]:
+    """Where the kernel looks for this process's arguments and environment: two ranges of addresses."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[45]), int(fields[46]), int(fields[47]), int(fields[48])
+
+
+def _show(area: tuple[int, int, int, int], argv: list[str], environ: Mapping[str, str]) -> None:
+    """Let ``ps`` and ``/proc`` show this command line and environment; what is longer than the room is cut off."""
+    arguments = b"".join(os.fsencode(word) + b"\0" for word in argv)
+    # The mark first: the spawner looks for it in what a container leaves behind.
+    names = [MARK, *(name for name in environ if name != MARK)]
+    variables = b"".join(os.fsencode(f"{name}={environ[name]}") + b"\0" for name in names)
+    for start, end, data in ((area[0], area[1], arguments), (area[2], area[3], variables)):
+        room = end - start
+        if len(data) > room:
+            data = data[: room - 1] + b"\0"  # noqa: PLW2901
+        ctypes.memset(start, 0, room)
+        ctypes.memmove(start, data, len(data))
+
+
+def load(server: ForkServer, sock: socket.socket) -> None:
+    """Receive the `Preload` and import it; when a module is unfit, say which one and end."""
+    _, fds, _, _ = socket.recv_fds(sock, 4096, 1)
+    preload = Preload(**read_json(fds[0]))
+    os.close(fds[0])
+    try:
+        server.load(preload)
+    except UnfitError as error:
+        print(f"not preloaded: {error} ({error.__cause__!r})", file=sys.stderr, flush=True)
+        sock.sendall(json.dumps({"op": "unfit", "module": str(error)}).encode())
+        os._exit(1)
+
+
+def prepare() -> Program:
+    """Import, and serve; returns in forked processes."""
+    inherited = _descriptors() - {0, 1, 2}
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    server = ForkServer(sock, frozenset(inherited - {sock.fileno()}))
+    load(server, sock)
+    return server.serve()
+
+
+if __name__ == "__main__":
+    _program = prepare()
+    try:
+        if _program.module:
+            import runpy
+
+            runpy._run_module_as_main(_program.module)  # type: ignore[attr-defined]  # what `python -m` calls
+        else:
+            exec(_program.code, vars(sys.modules["__main__"]))  # type: ignore[arg-type]  # noqa: S102
+    except BaseException as error:
+        error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next
+        raise

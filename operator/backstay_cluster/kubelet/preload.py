@@ -1,0 +1,49 @@
+"""What a cluster's owner wants imported before the first container starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Modules that one process imports once, so that containers that run Python scripts are forked from it.
+
+    Attributes:
+        modules: imported in this order; one that fails, or that leaves a thread behind, is left out.
+        started_with: variables that the process is started with, because most containers have them too and they take
+            effect at the start of a process: those of the memory allocator, say.
+        environ: set while they are imported, and removed afterwards.
+        prefixes: names of environment variables that these modules read at import or that their C libraries read, as
+            prefixes. A container in whose environment one of them differs is started without the preloaded modules.
+        after_fork: `module:function`, called without arguments in each forked process, such as the seeding of a
+            random number generator.
+    """
+
+    modules: tuple[str, ...]
+    started_with: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ()
+    after_fork: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """As `of_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> Self:
+        """Raises `ValueError` when `text` is not a JSON object with these fields."""
+        value = json.loads(text)
+        names = [each.name for each in fields(cls)]
+        if not isinstance(value, dict) or not {"modules"} <= set(value) <= set(names):
+            raise ValueError(f"preload: {text[:200]!r} must be a JSON object with modules, and any of {names}")
+        return cls(
+            modules=tuple(map(str, value["modules"])),
+            started_with={str(name): str(word) for name, word in value.get("started_with", {}).items()},
+            environ={str(name): str(word) for name, word in value.get("environ", {}).items()},
+            prefixes=tuple(map(str, value.get("prefixes", ()))),
+            after_fork=tuple(map(str, value.get("after_fork", ()))),
+        )

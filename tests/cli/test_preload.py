@@ -1,0 +1,132 @@
+"""What `backstay run` has imported before the first pod starts, and that forked pods may begin with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backstay_cli.preload import TRAINER, imports_of, preload
+from backstay_cluster.kubelet.node import python_environment
+from backstay_cluster.kubelet.preload import Preload
+from backstay_cluster.kubelet.runtime import ProcessRuntime
+
+SCRIPT = """
+import json
+import yaml, nearby
+from sklearn.datasets import load_digits
+import package.inner
+import no_such_distribution
+import mpi4py
+from . import relative
+from yaml import *
+try:
+    import pandas
+except ImportError:
+    pandas = None
+if __name__ == "__main__":
+    import rich
+def later():
+    import pygments
+"""
+
+
+def test_imports_of_a_script_are_those_of_installed_distributions(tmp_path):
+    """Not the standard library's, not the user's own, not what connects at import, not what may never run."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "nearby.py").write_text("import rich.text, train\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("import aiohttp\n")
+    (tmp_path / "yaml.py").write_text("import typer\n")  # the user's own, which hides the installed one
+    assert sorted(imports_of(tmp_path / "train.py")) == [
+        "aiohttp",
+        "rich.text",
+        "sklearn.datasets",
+        "sklearn.datasets.load_digits",
+        "typer",
+    ]
+
+
+@pytest.mark.parametrize("text", ["def (", "\0", None])
+def test_a_script_that_cannot_be_read_adds_nothing(tmp_path, text):
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    job = {"spec": {"command": ["python", "train.py"], "workingDir": str(tmp_path)}}
+    assert preload(job) == preload()
+    assert preload({"spec": {"command": ["sh", "-c", "x"], "workingDir": "/"}}) == preload()
+
+
+# `sys.modules` is asked for in a roundabout way: a script that reads it is not forked.
+LOOKS = """
+import os, sys
+loaded = vars(sys)["modules"]
+before = set(loaded)
+threads = len(os.listdir("/proc/self/task"))
+import threading
+import jax, numpy
+from jax._src import xla_bridge
+print(threads, threading.active_count(), xla_bridge.backends_are_initialized(), sep=",", end=" ")
+print(numpy.random.random(), end=" ")
+import backstay
+import backstay._roles._worker, backstay._roles._server, backstay._roles._standby, backstay._roles._evaluator
+backstay.train, backstay.from_dataset
+print(",".join(sorted(set(loaded) - before)) or "-")
+import jax.numpy as jnp, pyarrow as pa, pyarrow.flight, grpc
+assert float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64)))) == 64.0**3
+assert numpy.linalg.norm(numpy.ones((300, 300)) @ numpy.ones((300, 300))) > 0
+server = pyarrow.flight.FlightServerBase("grpc://127.0.0.1:0")
+client = pyarrow.flight.connect(f"grpc://127.0.0.1:{server.port}")
+try:
+    list(client.list_flights())
+except NotImplementedError:
+    print("answered", end=" ")
+client.close(); server.shutdown()
+from concurrent import futures
+server = grpc.server(futures.ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    try:
+        channel.unary_unary("/no/method")(b"", timeout=60)
+    except grpc.RpcError as error:
+        print(error.code().name)
+server.stop(None)
+"""
+
+
+async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
+    """Nothing that it imports is left to import; no thread, backend or random number is shared; JAX, BLAS, Arrow Flight
+    and gRPC work after the fork, in two processes."""
+    (tmp_path / "looks.py").write_text(LOOKS)
+    environ = python_environment()
+    wanted = Preload(**json.loads(preload()))
+    runtime = ProcessRuntime(preload=wanted, base_env=environ)
+    outputs = []
+    try:
+        for number in range(2):
+            file = tmp_path / f"{number}.log"
+            with file.open("wb") as log:
+                process = await runtime.start(
+                    f"{number:032x}",
+                    ["python", "looks.py"],
+                    {**environ, **wanted.started_with, "BACKSTAY_ROLE": "worker", "CUDA_VISIBLE_DEVICES": ""},
+                    str(tmp_path),
+                    log.fileno(),
+                )
+            assert await process.exited == 0, file.read_text()
+            outputs.append(file.read_text().split())
+    finally:
+        await runtime.close()
+    noted = capfd.readouterr().err
+    assert "executed, not forked" not in noted
+    assert "not preloaded" not in noted
+    assert [words[0] for words in outputs] == ["1,1,False"] * 2
+    assert outputs[0][1] != outputs[1][1], "both drew the same random number"
+    assert [words[2:] for words in outputs] == [["-", "answered", "UNIMPLEMENTED"]] * 2
+
+
+def test_every_module_of_the_list_exists():
+    """A name that is not installed is skipped without a word, so a module that moved would silently cost its time."""
+    from importlib.util import find_spec
+
+    assert [name for name in TRAINER if find_spec(name) is None] == []
