@@ -45,7 +45,9 @@ class JobView:
     step: int | None = None
     examples_per_second: float | None = None
     loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    train_metrics: dict[str, float] = field(default_factory=dict)  # what `loss` returns beside the loss
+    metrics: dict[str, float] = field(default_factory=dict)  # what `evaluate` returned for `evaluated_step`
+    evaluated_step: int | None = None
     checkpoint: str | None = None
     roles: dict[str, RoleView] = field(default_factory=dict)
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
@@ -101,7 +103,9 @@ def view_of(
         step=ending.get("step", status.get("step")),
         examples_per_second=ending.get("examplesPerSecond", status.get("examplesPerSecond")),
         loss=ending.get("loss", status.get("loss")),
+        train_metrics=status.get("trainMetrics") or {},
         metrics=ending.get("metrics") or status.get("metrics") or {},
+        evaluated_step=ending.get("step") if ending.get("metrics") else status.get("evaluatedStep"),
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
         seen=bool(status),
@@ -114,8 +118,11 @@ def view_of(
     if before is None:
         return view
     step = max((value for value in (view.step, before.step) if value is not None), default=None)
+    if (view.evaluated_step or -1) < (before.evaluated_step or -1):
+        view = replace(view, metrics=before.metrics, evaluated_step=before.evaluated_step)
     return replace(
         view,
+        train_metrics=before.train_metrics or view.train_metrics,
         step=view.step if view.ended and view.step is not None else step,
         examples_per_second=view.examples_per_second or before.examples_per_second,
         # What shard 0 said last is newer than what was seen last, and that than the status.
@@ -170,16 +177,29 @@ async def _with_live_numbers(api: Api, view: JobView) -> JobView:
         host = f"[{address}]" if ":" in address else address
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, OSError):
             page = await api.text(f"http://{host}:{contract.PORT_METRICS}/metrics", timeout=0.5)
-            values = {
-                sample.name: sample.value
-                for family in text_string_to_metric_families(page)
-                for sample in family.samples
-            }
-            if values.get("backstay_version", 0) > 0:
-                return replace(
-                    view,
-                    step=int(values["backstay_version"]),
-                    loss=values.get("backstay_loss", view.loss),
-                    examples_per_second=values.get("backstay_examples_per_second") or view.examples_per_second,
-                )
+            return _with_metrics(view, page)
     return view
+
+
+def _with_metrics(view: JobView, page: str) -> JobView:
+    """`view` with the numbers of the metrics page of shard 0's server."""
+    values: dict[str, float] = {}
+    named: dict[str, dict[str, float]] = {"backstay_train_metric": {}, "backstay_evaluation": {}}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in named:
+                named[sample.name][sample.labels["name"]] = sample.value
+            else:
+                values[sample.name] = sample.value
+    if not values.get("backstay_version", 0):
+        return view
+    evaluated = int(values.get("backstay_evaluation_step", 0))
+    if evaluated and named["backstay_evaluation"]:
+        view = replace(view, metrics=named["backstay_evaluation"], evaluated_step=evaluated)
+    return replace(
+        view,
+        step=int(values["backstay_version"]),
+        loss=values.get("backstay_loss", view.loss),
+        examples_per_second=values.get("backstay_examples_per_second") or view.examples_per_second,
+        train_metrics=named["backstay_train_metric"] or view.train_metrics,
+    )

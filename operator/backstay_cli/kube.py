@@ -56,15 +56,18 @@ class Api:
     ) -> None:
         await self._session.close()
 
-    async def request(self, method: str, path: str, body: Any = None, **parameters: str) -> Any:
-        """One call.
+    async def request(
+        self, method: str, path: str, body: Any = None, *, content_type: str = "application/json", **parameters: str
+    ) -> Any:
+        """One call; `body` is sent as JSON.
 
         Raises:
             ApiError: the answer is not 2xx.
             aiohttp.ClientError: there is none.
         """
+        headers = {} if body is None else {"Content-Type": content_type}
         async with self._session.request(
-            method, self.server + path, json=body, params=parameters, ssl=self._tls
+            method, self.server + path, json=body, params=parameters, headers=headers, ssl=self._tls
         ) as response:
             answer = await response.json(content_type=None)
             if response.status >= 300:
@@ -75,6 +78,15 @@ class Api:
         """The TrainingJob."""
         job: dict[str, Any] = await self.request("GET", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}")
         return job
+
+    async def suspend(self, namespace: str, name: str) -> None:
+        """Suspend a TrainingJob: the operator deletes its workers, then its servers, which store a checkpoint."""
+        await self.request(
+            "PATCH",
+            f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}",
+            {"spec": {"runPolicy": {"suspend": True}}},
+            content_type="application/merge-patch+json",
+        )
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
         """The job's pods."""

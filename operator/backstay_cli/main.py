@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -14,6 +16,7 @@ from backstay_cli.jobfile import (
     BadInput,
     ScriptOptions,
     check,
+    claims_of,
     folder_of,
     job_of_script,
     load_job,
@@ -25,6 +28,7 @@ from backstay_cli.jobfile import (
     with_variables,
 )
 from backstay_cli.script_command import ScriptCommand
+from backstay_cli.words import shortened
 
 BAD_INPUT = 2
 
@@ -143,7 +147,10 @@ def run(
     except BadInput as error:
         _refuse(str(error))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
-    raise typer.Exit(run_job(job, folder, as_json=output == "json", user_environment=is_script, preloaded=preload))
+    volumes_in = folder if claims_of(job) and data_dir is None else None
+    again = _command_again(sys.argv, volumes_in)
+    as_json = output == "json"
+    raise typer.Exit(run_job(job, folder, as_json=as_json, again=again, user_environment=is_script, preloaded=preload))
 
 
 @app.command()
@@ -184,6 +191,19 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
             )
     if invalid:
         raise typer.Exit(BAD_INPUT)
+
+
+def _command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
+    """The command that continues this one.
+
+    Args:
+        argv: of this process.
+        volumes_in: the folder with the job's volumes, and so its checkpoints, if a new run would take another one.
+    """
+    words = ["backstay", *argv[1:]]
+    if volumes_in is not None:
+        words[2:2] = ["--data-dir", shortened(str(volumes_in))]
+    return shlex.join(words)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,49 +1,61 @@
-"""What is said when a job has ended: for people, or as one JSON object for programs."""
+"""The report when a job has ended: for people, or as one JSON object for programs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backstay_cli.follow import JobView
-from backstay_cli.view import number
-from backstay_cli.words import count, on_one_line, plain, printable
+from backstay_cli.view import number, shown
+from backstay_cli.words import count, on_one_line, plain, printable, shortened
 
 _TAIL_LINES = 15
+_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK_LINES = 40
 _TAIL_BYTES = 64_000
 _LINE_LENGTH = 400  # a program may print megabytes without a line break
 
 
-def summary(view: JobView, seconds: float) -> dict[str, Any]:
-    """The object that ``--output json`` prints."""
+def summary(
+    view: JobView, seconds: float, logs: Path, *, reason: str | None = None, message: str | None = None
+) -> dict[str, Any]:
+    """The object that ``--output json`` prints.
+
+    Args:
+        view: the job as it was seen last.
+        seconds: since the command was started.
+        logs: the folder with the logs of all pods.
+        reason, message: why this is the end; by default what the job's last condition says.
+    """
+    if reason is None:
+        reason, _, message = view.message.partition(": ")
+    failed = [{"pod": end.pod, "end": end.how, "log": str(end.log)} for end in ends(view, logs)]
     return {
         "job": view.name,
         "phase": view.phase,
+        "reason": reason or None,
+        "message": message or None,
         "step": view.step,
         "seconds": round(seconds, 3),
         "examplesPerSecond": _finite(view.examples_per_second),
         "loss": _finite(view.loss),
         "metrics": {name: _finite(value) for name, value in view.metrics.items()},
+        "trainMetrics": {name: _finite(value) for name, value in view.train_metrics.items()},
         "restarts": view.restarts,
         "disruptions": view.disruptions,
         "checkpoint": view.checkpoint,
+        "logs": str(logs),
+        "failedPods": failed if view.phase == "Failed" else [],
     }
 
 
-def as_json(view: JobView, seconds: float) -> str:
+def as_json(view: JobView, seconds: float, logs: Path, *, reason: str | None = None, message: str | None = None) -> str:
     """`summary` on one line."""
-    return json.dumps(summary(view, seconds), allow_nan=False)
-
-
-def shortened(place: str) -> str:
-    """A path relative to the current folder when it lies in it; anything else as it is."""
-    with contextlib.suppress(ValueError):
-        return str(Path(place).relative_to(Path.cwd()))
-    return place
+    return json.dumps(summary(view, seconds, logs, reason=reason, message=message), allow_nan=False)
 
 
 def _finite(value: float | None) -> float | None:
@@ -52,7 +64,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
-    """What was seen, for people."""
+    """The report for people."""
     desired = {role: values.desired for role, values in view.roles.items()}
     shape = f"{count(desired.get('ParameterServer', 0), 'server')}, {count(desired.get('Worker', 0), 'worker')}"
     if view.step or view.phase == "Succeeded":
@@ -64,9 +76,11 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         for line in plain(view.message):
             yield f"  {line}"
     if view.loss is not None or view.examples_per_second is not None:
-        yield f"  loss {number(view.loss)}, {number(view.examples_per_second, 3)} examples/s"
-    for name, value in sorted(view.metrics.items()):
-        yield f"  {name} {number(value)}"
+        rate = "" if not view.examples_per_second else f", {number(view.examples_per_second, 3)} examples/s"
+        yield f"  loss {number(view.loss)}{rate}"
+    if view.metrics:
+        at = "" if view.evaluated_step is None else f" of step {number(view.evaluated_step)}"
+        yield f"  evaluation{at}: {shown(view.metrics)}"
     if view.evaluation_error:
         yield f"  the evaluation failed: {on_one_line(view.evaluation_error)}"
     if view.restarts or view.disruptions:
@@ -80,9 +94,17 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         yield from _failures(view, logs)
 
 
-def _failures(view: JobView, logs: Path) -> Iterator[str]:
-    """How each pod ended; those that ended alike together, with what they printed last."""
-    alike: dict[tuple[str, tuple[str, ...]], list[tuple[str, Path]]] = {}
+@dataclass(frozen=True)
+class End:
+    """How the container of one pod ended with an error."""
+
+    pod: str
+    how: str
+    log: Path
+
+
+def ends(view: JobView, logs: Path) -> Iterator[End]:
+    """The pods that ended with an error, as far as they still exist."""
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
         for container in status.get("containerStatuses", []):
@@ -90,24 +112,32 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
             if ended is None or ended.get("exitCode") == 0:
                 continue
             log = logs / meta["namespace"] / meta["name"] / f"{container['name']}.log"
-            how = f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})"
-            alike.setdefault((how, tuple(tail(log))), []).append((meta["name"], log))
-    for (how, said), ends in alike.items():
-        first, log = ends[0]
-        yield f"  {first} ended with {how}: {shortened(str(log))}"
+            yield End(meta["name"], f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})", log)
+
+
+def _failures(view: JobView, logs: Path) -> Iterator[str]:
+    """How each pod ended. Pods that ended alike are reported together, with one traceback or the end of one log."""
+    alike: dict[tuple[str, tuple[str, ...]], list[End]] = {}
+    for end in ends(view, logs):
+        alike.setdefault((end.how, tuple(tail(end.log))), []).append(end)
+    for (how, said), group in alike.items():
+        yield f"  {group[0].pod} ended with {how}: {shortened(str(group[0].log))}"
         yield from said or ("    | (it printed nothing)",)
-        if len(ends) > 1:
-            yield f"    so did {', '.join(name for name, _ in ends[1:])}"
+        if len(group) > 1:
+            yield f"    so did {', '.join(end.pod for end in group[1:])}"
 
 
 def tail(log: Path) -> Iterator[str]:
-    """The last lines of a pod's log, whatever it printed."""
+    """The last traceback in a pod's log, if the log ends with one; otherwise the log's last lines."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             content = file.read()
     except OSError:
         return
-    for line in content.decode(errors="backslashreplace").splitlines()[-_TAIL_LINES:]:
+    lines = content.decode(errors="backslashreplace").splitlines()
+    begins = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    chosen = lines[begins[-1] :][-_TRACEBACK_LINES:] if begins else lines[-_TAIL_LINES:]
+    for line in chosen:
         text = printable(line)
         yield "    | " + (text if len(text) <= _LINE_LENGTH else "... " + text[-_LINE_LENGTH:])

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ import aiohttp
 import yaml
 from rich.console import Console
 
-from backstay_cli import report
+from backstay_cli import report, stopping
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import claims_of
-from backstay_cli.kube import JOBS, ApiError
+from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.preload import preload
+from backstay_cli.script_output import ScriptOutput
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
+from backstay_cli.words import shortened
 from backstay_spec import contract
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -56,16 +59,18 @@ def run_job(
     folder: Path,
     *,
     as_json: bool,
+    again: str = "",
     live: bool | None = None,
     user_environment: bool = False,
     preloaded: bool = True,
 ) -> int:
-    """Run one job to its end and say what was seen.
+    """Run one job to its end and report what happened.
 
     Args:
-        job: a checked TrainingJob, localised.
+        job: a valid TrainingJob, localised.
         folder: for logs, volumes and the kubeconfig; kept.
         as_json: one object on stdout at the end, everything else on stderr.
+        again: the command that continues the job after an interruption.
         live: redraw in place; by default when stdout is a terminal.
         user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
         preloaded: pods are forked from a process that has imported JAX and what the script imports.
@@ -79,18 +84,30 @@ def run_job(
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    hint = f"Ctrl-C stops; for kubectl: export KUBECONFIG={report.shortened(str(folder / 'backstay.kubeconfig'))}"
+    hint = f"Ctrl-C stops; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
+    following = _Following(job, display, folder / _LOGS)
     started = time.monotonic()
+
+    def conclude(reason: str, message: str) -> None:
+        """The object for programs, where the job has no end of its own to report."""
+        if as_json:
+            view = following.view or JobView(following.name, following.namespace)
+            seconds = time.monotonic() - started
+            print(report.as_json(view, seconds, folder / _LOGS, reason=reason, message=message), flush=True)
+
     try:
         view = asyncio.run(
-            _interruptible(_run(job, folder, display, user_environment, preload(job) if preloaded else None))
+            _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None))
         )
     except asyncio.CancelledError:
-        say(f"stopped; nothing is left running. Logs of every pod in {report.shortened(str(folder / _LOGS))}")
+        for line in stopping.farewell(following.view, job, folder / _LOGS, again):
+            say(line)
+        conclude("Interrupted", "stopped by a signal")
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
+        conclude("EmbeddedClusterFailed", str(error))
         return FAILED
     except ApiError as error:
         print(f"error: the API server refused the job: {error}", file=sys.stderr)
@@ -99,7 +116,7 @@ def run_job(
     for line in report.lines(view, seconds, folder / _LOGS):
         say(line)
     if as_json:
-        print(report.as_json(view, seconds), flush=True)
+        print(report.as_json(view, seconds, folder / _LOGS), flush=True)
     return OK if view.phase == "Succeeded" else FAILED
 
 
@@ -112,20 +129,57 @@ async def _interruptible(work: Any) -> Any:
     return await task
 
 
+class _Following:
+    """Shows one job while it runs.
+
+    Attributes:
+        namespace, name: the job's.
+        view: the job as it was seen last; None before it was seen.
+    """
+
+    def __init__(self, job: dict[str, Any], display: Display, logs: Path) -> None:
+        self.namespace, self.name = job["metadata"]["namespace"], job["metadata"]["name"]
+        self.view: JobView | None = None
+        self.display = display
+        self._output = ScriptOutput(logs)
+
+    def stage(self, text: str) -> None:
+        """Show what is being started, before there is a job, or stopped, after it."""
+        view = self.view or JobView(self.name, self.namespace)
+        self.display.show(replace(view, stage=text))
+
+    async def look(self, api: Api) -> JobView:
+        """Look at the job, and show it with what worker 0's script has printed."""
+        self.view = view = await look(api, self.namespace, self.name, self.view)
+        self.display.print(self._output.news(view.pods))
+        self.display.show(view)
+        return view
+
+    def end(self) -> None:
+        """Show what is left of the script's output."""
+        if self.view is not None:
+            self.display.print(self._output.news(self.view.pods))
+            self.display.print(self._output.end(failed=self.view.phase == "Failed"))
+
+
 async def _run(
-    job: dict[str, Any], folder: Path, display: Display, user_environment: bool, modules: str | None
+    job: dict[str, Any], folder: Path, following: _Following, user_environment: bool, modules: str | None
 ) -> JobView:
-    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-    with display:
-
-        def say(stage: str) -> None:
-            display.show(JobView(name=name, namespace=namespace, stage=stage))
-
-        async with start_session(
-            folder, say, restarts=RESTARTS, user_environment=user_environment, preload=modules
-        ) as session:
-            await _create(session, job)
-            return await _follow(session, namespace, name, display)
+    with following.display:
+        try:
+            async with start_session(
+                folder, following.stage, restarts=RESTARTS, user_environment=user_environment, preload=modules
+            ) as session:
+                await _create(session, job)
+                try:
+                    return await _follow(session, following)
+                except asyncio.CancelledError:
+                    if stopping.stores(job) and following.view is not None and following.view.step:
+                        following.stage("stopping: the servers store a checkpoint; Ctrl-C again stops them now")
+                        await stopping.stop_job(session.api, following.namespace, following.name)
+                    raise
+        finally:
+            following.end()
 
 
 async def _create(session: Session, job: dict[str, Any]) -> None:
@@ -145,15 +199,14 @@ async def _create(session: Session, job: dict[str, Any]) -> None:
     await session.api.request("POST", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}", job, fieldValidation="Strict")
 
 
-async def _follow(session: Session, namespace: str, name: str, display: Display) -> JobView:
-    view: JobView | None = None
+async def _follow(session: Session, following: _Following) -> JobView:
     deadline = time.monotonic() + _UNSEEN_SECONDS
     while True:
         try:
-            view = await look(session.api, namespace, name, view)
+            view = await following.look(session.api)
         except ApiError as error:
             if error.status == 404:  # somebody deleted the job, with kubectl say
-                raise SessionError(f"the job {name} was deleted while it ran") from None
+                raise SessionError(f"the job {following.name} was deleted while it ran") from None
             raise
         except (aiohttp.ClientError, TimeoutError, OSError):
             if session.died.done():
@@ -161,7 +214,6 @@ async def _follow(session: Session, namespace: str, name: str, display: Display)
                     f"the {session.died.result()} died, see {session.folder / session.died.result()}.log"
                 ) from None
         else:
-            display.show(view)
             if view.ended:
                 return view
             if not view.seen and time.monotonic() > deadline:

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,13 @@ async def start_session(
             await _end(died)
 
 
+def without_proxy_to_itself(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, in which a proxy for the network is not one for this machine's own address."""
+    hosts = [environ.get("no_proxy") or environ.get("NO_PROXY") or "", "127.0.0.1", "localhost"]
+    no_proxy = ",".join(host for host in hosts if host)
+    return {**environ, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
+
+
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -133,6 +140,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            env=without_proxy_to_itself(os.environ),
             # A Ctrl-C at the terminal goes to the command alone, which stops these two in order.
             start_new_session=True,
         )

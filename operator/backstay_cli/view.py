@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -15,11 +15,18 @@ from rich.text import Text
 
 from backstay_cli.follow import JobView, RoleView
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import on_one_line, plain
+from backstay_cli.words import on_one_line, plain, printable
 
 _NAMES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
 _STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
 _EVENTS = 6
+SCRIPT = "worker 0"
+"""Stands before what its script prints."""
+
+
+def told(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """The events to show: the results of evaluations are shown as numbers."""
+    return [event for event in events if event[1] != "Evaluated"]
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -33,6 +40,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
+def shown(metrics: Mapping[str, float]) -> str:
+    """Such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
+    return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))
+
+
 class Display(Protocol):
     """Shows a job while it runs; a context manager."""
 
@@ -43,15 +55,20 @@ class Display(Protocol):
     def show(self, view: JobView) -> None:
         """Show the job as it is now."""
 
+    def print(self, lines: Sequence[str]) -> None:
+        """Show what worker 0's script has printed; the lines are printable."""
+
 
 class LiveDisplay:
-    """Roles, step, examples/s, loss, restarts, and the newest events, redrawn in place."""
+    """Roles, step, examples/s, loss, metrics, restarts, and the newest events, redrawn in place."""
 
     def __init__(self, console: Console, hint: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._hint = hint
         self._started = clock()
+        self._console = console
         self._live = Live(console=console, refresh_per_second=8, transient=False)
+        self._seen: list[str] = []  # when each event was seen first
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -66,14 +83,20 @@ class LiveDisplay:
         """Redraw."""
         self._live.update(self.render(view))
 
+    def print(self, lines: Sequence[str]) -> None:
+        """Above the picture, where it stays."""
+        for line in lines:
+            self._console.print(Text(f"{SCRIPT} | {line}"))
+
     def render(self, view: JobView) -> RenderableType:
         """The picture of `view`."""
         seconds = int(self._clock() - self._started)
+        elapsed = f"{seconds // 60}:{seconds % 60:02}"
         head = Text.assemble(
             (view.name, "bold"),
             "  ",
             (view.phase, _STYLES.get(view.phase, "bold")),
-            f"  {seconds // 60}:{seconds % 60:02}",
+            f"  {elapsed}",
             (f"  {waiting_for(view)}", "dim"),
             no_wrap=True,
             overflow="ellipsis",
@@ -83,6 +106,14 @@ class LiveDisplay:
             numbers.add_column(min_width=12)
         numbers.add_row(Text("step", "dim"), Text("examples/s", "dim"), Text("loss", "dim"))
         numbers.add_row(number(view.step), number(view.examples_per_second, 3), number(view.loss))
+        metrics = [
+            Text.assemble((f"{label}  ", "dim"), shown(values), no_wrap=True, overflow="ellipsis")
+            for label, values in (
+                ("loss's metrics", view.train_metrics),
+                (f"evaluation of step {number(view.evaluated_step)}", view.metrics),
+            )
+            if values
+        ]
         roles = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("", "ready", "restarts", "disruptions"):
             roles.add_column(column, justify="left" if not column else "right")
@@ -94,16 +125,18 @@ class LiveDisplay:
                     Text(str(values.restarts), "red" if values.restarts else ""),
                     Text(str(values.disruptions), "yellow" if values.disruptions else ""),
                 )
+        known = told(view.events)
+        self._seen += [elapsed] * (len(known) - len(self._seen))
         events = [
             Text(
-                f"{reason}: {on_one_line(message)}",
+                f"{when:>6}  {reason}: {on_one_line(message)}",
                 "yellow" if kind == "Warning" else "dim",
                 no_wrap=True,
                 overflow="ellipsis",
             )
-            for kind, reason, message in view.events[-_EVENTS:]
+            for when, (kind, reason, message) in list(zip(self._seen, known, strict=False))[-_EVENTS:]
         ]
-        parts: list[RenderableType] = [head, Text(), numbers, Text()]
+        parts: list[RenderableType] = [head, Text(), numbers, *metrics, Text()]
         if roles.row_count:
             parts += [roles, Text()]
         if not view.ended:
@@ -112,7 +145,7 @@ class LiveDisplay:
 
 
 def _ready(view: JobView, role: RoleView) -> Text:
-    """How many pods are ready; at the end they all leave, which is no cause for worry."""
+    """How many pods are ready; at the end they all leave, which is not a problem."""
     if view.ended:
         return Text(str(role.desired))
     return Text(f"{role.ready}/{role.desired}", "green" if role.ready >= role.desired else "yellow")
@@ -133,6 +166,7 @@ class LineDisplay:
         self._last = clock()
         self._step: int | None = None
         self._waiting = ""
+        self._evaluated: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -143,10 +177,11 @@ class LineDisplay:
         return
 
     def show(self, view: JobView) -> None:
-        """Say what is new."""
-        for kind, reason, message in view.events[self._events :]:
+        """Write what is new."""
+        known = told(view.events)
+        for kind, reason, message in known[self._events :]:
             self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
-        self._events = max(self._events, len(view.events))
+        self._events = max(self._events, len(known))
         waiting = waiting_for(view)
         if view.phase != self._phase:
             self._phase = view.phase
@@ -156,12 +191,25 @@ class LineDisplay:
         if waiting and waiting != self._waiting and not view.restarts:
             self._say(waiting)
         self._waiting = waiting
-        if view.step and view.step != self._step and not view.ended and now - self._last >= self._interval:
+        if (
+            view.step
+            and view.loss is not None
+            and view.step != self._step
+            and not view.ended
+            and now - self._last >= self._interval
+        ):
             self._last, self._step = now, view.step
-            self._say(
-                f"step {number(view.step)}  loss {number(view.loss)}  {number(view.examples_per_second, 3)} examples/s"
-                f"  restarts {view.restarts}"
-            )
+            metrics = f"  {shown(view.train_metrics)}" if view.train_metrics else ""
+            rate = f"  {number(view.examples_per_second, 3)} examples/s" if view.examples_per_second else ""
+            self._say(f"step {number(view.step)}  loss {number(view.loss)}{metrics}{rate}  restarts {view.restarts}")
+        if view.evaluated_step is not None and view.evaluated_step != self._evaluated and not view.ended:
+            self._evaluated = view.evaluated_step
+            self._say(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")
+
+    def print(self, lines: Sequence[str]) -> None:
+        """As lines of their own, without a time."""
+        for line in lines:
+            self._write(f"{SCRIPT} | {line}")
 
     def _say(self, line: str) -> None:
         first, *more = plain(line)

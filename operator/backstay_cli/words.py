@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 
 # What Python prints before the line that says what happened; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
@@ -25,6 +27,13 @@ def plain(message: str) -> list[str]:
 def on_one_line(message: str) -> str:
     """The same where there is room for one line."""
     return " ".join(line.strip() for line in plain(message))
+
+
+def shortened(place: str) -> str:
+    """A path relative to the current folder if it is in it; anything else as it is."""
+    with contextlib.suppress(ValueError):
+        return str(Path(place).relative_to(Path.cwd()))
+    return place
 
 
 def count(number: int, noun: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,18 +295,33 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": STATUS}
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
-    assert json.loads(report.as_json(view, 1.5)) == {
+    view = replace(view, metrics={**view.metrics, "bad": math.nan})
+    assert json.loads(report.as_json(view, 1.5, tmp_path)) == {
         "job": "a",
         "phase": "Failed",
+        "reason": "NonFinite",
+        "message": "step 7, rank 1",
         "step": 9,
         "seconds": 1.5,
         "examplesPerSecond": 1234.5,
         "loss": 0.5,
         "metrics": {"accuracy": 0.5, "bad": None},
+        "trainMetrics": {},
         "restarts": 3,
         "disruptions": 1,
         "checkpoint": "/c",
+        "logs": str(tmp_path),
+        "failedPods": [
+            {
+                "pod": f"a-ps-{index}",
+                "end": f"exit code {code} (Error)",
+                "log": str(tmp_path / "default" / f"a-ps-{index}" / "trainer.log"),
+            }
+            for index, code in ((0, 1),)
+        ],
     }
+    interrupted = json.loads(report.as_json(view, 1.5, tmp_path, reason="Interrupted", message="stopped"))
+    assert (interrupted["reason"], interrupted["message"]) == ("Interrupted", "stopped")
     log = tmp_path / "default" / "a-ps-0" / "trainer.log"
     log.parent.mkdir(parents=True)
     log.write_bytes(b"fine\n\x1b[31mred\xff\n")
@@ -315,18 +332,30 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
 
 
 def test_the_views_show_phase_numbers_deaths_and_events() -> None:
-    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, "phase": "Running"}}
+    numbers = {"trainMetrics": {"accuracy": 0.25}, "metrics": {"mse": 0.125}, "evaluatedStep": 5}
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, **numbers, "phase": "Running"}}
     events = [
         {"type": "Warning", "reason": "PodReplaced", "message": "worker 1 died"},
         {"type": "Normal", "reason": "Running", "message": "all there"},
+        {"type": "Normal", "reason": "Evaluated", "message": "shown as numbers"},
     ]
     view = view_of(job, [], events)
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(LiveDisplay(console, "hint", clock=lambda: 0.0).render(view))
     console.file.close()
     picture = console.export_text()
-    for part in ("Running", "1,234", "0.5", "1/2", "worker 1 died", "hint"):
+    for part in (
+        "Running",
+        "1,234",
+        "0.5",
+        "1/2",
+        "worker 1 died",
+        "hint",
+        "accuracy 0.25",
+        "evaluation of step 5  mse 0.125",
+    ):
         assert part in picture
+    assert "shown as numbers" not in picture
     lines: list[str] = []
     now = [0.0]
     display = LineDisplay(lines.append, clock=lambda: now[0])
@@ -338,5 +367,6 @@ def test_the_views_show_phase_numbers_deaths_and_events() -> None:
         "warning: PodReplaced: worker 1 died",
         "Running: all there",
         "a is Running",
-        "step 7  loss 0.5  1,234 examples/s  restarts 3",
+        "evaluation of step 5: mse 0.125",
+        "step 7  loss 0.5  accuracy 0.25  1,234 examples/s  restarts 3",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,4 +114,56 @@ def test_nothing_outlives_the_command(folder: Path, number: signal.Signals) -> N
     if number == signal.SIGINT:
         assert process.returncode == 130, err
         assert "nothing is left running" in out
+    wait_until_gone(folder)
+
+
+SHOWS_ITSELF = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import backstay, tiny
+if __name__ == "__main__":
+    print("MYENV", os.environ.get("MYENV"), "ADDED", os.environ.get("ADDED"), sys.argv[1:])
+    settings = dict(tiny.SETTINGS)
+    if "typo" in sys.argv:
+        settings["loss"] = lambda params, batch: params["no such key"]
+    result = backstay.train(**settings)
+    print("finished at", result.step, sorted(result.metrics))
+"""
+
+
+def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continues(folder: Path, tmp_path: Path) -> None:
+    """What happened is said: the script's output, the step that is stored, and that the next run continues there."""
+    script = tmp_path / "shows.py"
+    script.write_text(SHOWS_ITSELF.format(folder=str(SCRIPT.parent)))
+    options = ["--checkpoint", str(tmp_path / "ck"), "--every-seconds", "0", "--env", "ADDED=1"]
+    # A proxy that is not there: the pods' own connections must not go through it.
+    proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    env = {"MYENV": "hello", **proxies}
+    slow = {**env, "STEPS": "100000", "PAUSE": "0.05"}
+    process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if re.search(r"step \d+  loss", line):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    said += out
+    assert process.returncode == 130, err
+    assert "worker 0 | MYENV hello ADDED 1 ['--lr', '0.1']" in said
+    stored = re.search(r"stopped; the checkpoint of step (\d+) is stored", said)
+    assert stored is not None, said
+    assert "to continue: backstay run " in said
+    wait_until_gone(folder)
+
+    step = int(stored[1])
+    again = start(folder, script, *options, "--output", "json", env={**env, "STEPS": str(step + 5)})
+    out, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
+    seen = json.loads(out)
+    assert (seen["phase"], seen["step"], seen["reason"]) == ("Succeeded", step + 5, "Completed")
+    assert (sorted(seen["metrics"]), sorted(seen["trainMetrics"])) == (["norm"], ["rmse"])
+    assert f"Continued: training continues from the checkpoint of step {step}" in err
+    assert f"worker 0 | finished at {step + 5} ['norm']" in err
     wait_until_gone(folder)

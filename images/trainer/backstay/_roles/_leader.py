@@ -176,7 +176,6 @@ class Leader:
             _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
             with self._lock:
                 self._evaluation_error, self._evaluation_step = request.error, request.step
-            self._metrics.evaluation_step.set(request.step)
             return
         metrics = dict(request.metrics)
         with self._lock:

@@ -56,7 +56,7 @@ class Metrics:
         self.term = self._gauge("term", "Stretch of history without a rollback.")
         self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
         self._evaluation = self._family(Gauge, "evaluation", "What evaluate returned last.", (*_WHO, "name"))
-        self.evaluation_step = self._gauge("evaluation_step", "The step that was evaluated last; 0: none yet.")
+        self.evaluation_step = self._gauge("evaluation_step", "The step of backstay_evaluation; 0: none yet.")
         self._train = self._family(
             Gauge, "train_metric", "What loss returned beside the loss: mean of the newest update.", (*_WHO, "name")
         )

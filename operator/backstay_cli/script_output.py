@@ -1,0 +1,114 @@
+"""What the script of worker 0 prints, read from its pod's log while the job runs.
+
+A pod's log holds standard output and standard error together, and the lines of Backstay itself, which the view shows in
+another form. Those are left out here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from backstay_cli.words import printable
+from backstay_spec import contract
+
+__all__ = ["ScriptOutput"]
+
+# Lines of Backstay itself, such as ``12:34:56 worker-0: step 3``, and of gRPC and XLA, such as ``W1122 04:58:00 ...``.
+_NOT_THE_SCRIPTS = re.compile(
+    r"\d\d:\d\d:\d\d worker-0: |[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] |WARNING: All log messages before absl::"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_MOST_BYTES = 1 << 20  # of one reading
+_MOST_LINES = 100
+_LINE_LENGTH = 1000
+
+
+class ScriptOutput:
+    """Follows the log of worker 0, from one pod to its replacement.
+
+    A traceback is held back until it is clear what it means: the report of a failed job shows it, and only once.
+
+    Args:
+        logs: the folder with the logs of all pods.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._log: Path | None = None
+        self._offset = 0
+        self._rest = b""
+        self._held: list[str] = []
+        self._shown: list[str] = []
+
+    def news(self, pods: Sequence[dict[str, Any]]) -> list[str]:
+        """The lines since the last call, printable; `pods` are the job's."""
+        log = self._newest_log(pods)
+        lines: list[str] = []
+        if log is not None and log != self._log:
+            lines += self._release(again=False)
+            self._log, self._offset, self._rest = log, 0, b""
+        return lines + list(self._filtered(self._read()))
+
+    def end(self, *, failed: bool) -> list[str]:
+        """The lines that are left when the job has ended; a job that failed has its traceback in the report."""
+        lines = list(self._filtered(self._read()))
+        if self._rest:
+            lines += self._filtered([self._rest])
+            self._rest = b""
+        return lines if failed else lines + self._release(again=False)
+
+    def _newest_log(self, pods: Sequence[dict[str, Any]]) -> Path | None:
+        found: list[tuple[int, Path]] = []
+        for pod in pods:
+            labels = pod["metadata"].get("labels", {})
+            if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (contract.ROLE_WORKER, "0"):
+                folder = self._logs / pod["metadata"]["namespace"] / pod["metadata"]["name"]
+                incarnation = str(labels.get(contract.LABEL_INCARNATION, "0"))
+                found.append((int(incarnation) if incarnation.isdigit() else 0, folder / f"{contract.CONTAINER}.log"))
+        return max(found)[1] if found else None
+
+    def _read(self) -> list[bytes]:
+        """The whole lines that are new."""
+        if self._log is None:
+            return []
+        try:
+            with self._log.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:  # the log was over its limit, and began anew
+                    self._offset, self._rest = 0, b""
+                file.seek(max(self._offset, size - _MOST_BYTES))
+                data = file.read()
+                self._offset = file.tell()
+        except OSError:
+            return []
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MOST_BYTES:
+            self._rest = b""
+        return whole
+
+    def _filtered(self, lines: Sequence[bytes]) -> Iterator[str]:
+        left_out = max(0, len(lines) - _MOST_LINES)
+        if left_out:
+            yield f"... {left_out} lines are left out here; all are in {self._log}"
+        for line in lines[left_out:]:
+            # A progress bar draws over its line: the last picture counts.
+            text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
+            if _NOT_THE_SCRIPTS.match(text):
+                yield from self._release()  # the process lives on: the script handled its exception
+                continue
+            text = printable(text[:_LINE_LENGTH])
+            if self._held or text.startswith(_TRACEBACK):
+                self._held.append(text)
+            else:
+                yield text
+
+    def _release(self, *, again: bool = True) -> list[str]:
+        """The traceback that was held back; `again`: also if it is the one that was shown last."""
+        held, self._held = self._held, []
+        if held == self._shown and not again:
+            return []
+        self._shown = held or self._shown
+        return held

@@ -1,0 +1,87 @@
+"""What Ctrl-C does to a running job: its state is stored, if it stores any, and the user is told how to continue."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from backstay_cli.follow import JobView
+from backstay_cli.kube import Api, ApiError
+from backstay_cli.view import number
+from backstay_cli.words import shortened
+from backstay_spec import contract
+
+__all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored_step", "stores"]
+
+STORING_SECONDS = 60.0
+"""How long the servers may take to store a checkpoint; as long as their pods have on a cluster."""
+
+_POLL_SECONDS = 0.1
+# The line of shard 0's server in `backstay._roles._leader`; the end-to-end test of Ctrl-C holds the two together.
+_STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): ", re.MULTILINE)
+_TAIL_BYTES = 1 << 20
+
+
+def stores(job: dict[str, Any]) -> bool:
+    """Whether a job has a place for its checkpoints."""
+    checkpoint = job["spec"].get("checkpoint") or {}
+    return "uri" in checkpoint or "volume" in checkpoint
+
+
+async def stop_job(api: Api, namespace: str, name: str) -> None:
+    """Suspend the job, and wait until its pods have ended. Whatever fails, the caller stops the cluster next."""
+    try:
+        async with asyncio.timeout(STORING_SECONDS):
+            await api.suspend(namespace, name)
+            while True:
+                pods = await api.pods_of(namespace, name)
+                if not any(pod.get("status", {}).get("phase") in {"Pending", "Running"} for pod in pods):
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
+    except (ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        return
+
+
+def stored_step(view: JobView, logs: Path) -> int | None:
+    """The step of the newest checkpoint that shard 0's servers stored in this run; None: they stored none."""
+    steps = []
+    for pod in view.pods:
+        labels = pod["metadata"].get("labels", {})
+        if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (contract.ROLE_SERVER, "0"):
+            continue
+        log = logs / pod["metadata"]["namespace"] / pod["metadata"]["name"] / f"{contract.CONTAINER}.log"
+        try:
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+                steps += [int(step) for step in _STORED.findall(file.read().decode(errors="replace"))[-1:]]
+        except OSError:
+            continue
+    return max(steps, default=None)
+
+
+def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:
+    """What is said after Ctrl-C.
+
+    Args:
+        view: the job as it was seen last; None: it had not begun.
+        job: the job.
+        logs: the folder with the logs of all pods.
+        again: the command that continues the job.
+    """
+    if view is None or not view.step:
+        yield "stopped before the first update; nothing is left running"
+    elif not stores(job):
+        yield f"stopped at step {number(view.step)}; nothing is left running"
+        yield "  nothing is stored: the job has no checkpoint (--checkpoint FOLDER for a script, or spec.checkpoint)"
+    elif (step := stored_step(view, logs)) is None:
+        yield f"stopped at step {number(view.step)}; nothing is left running"
+        yield "  this run stored no checkpoint; the log of parameter server 0 says why"
+    else:
+        yield f"stopped; the checkpoint of step {number(step)} is stored; nothing is left running"
+        yield f"  to continue: {again}"
+    yield f"  logs of every pod in {shortened(str(logs))}"

@@ -1,0 +1,69 @@
+"""Ctrl-C: what is stored, and the command that continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backstay_cli.follow import JobView
+from backstay_cli.main import _command_again
+from backstay_cli.stopping import farewell, stored_step, stores
+from backstay_spec import contract
+
+AGAIN = "backstay run --checkpoint ck train.py"
+
+
+def server(incarnation: int, index: int = 0) -> dict[str, Any]:
+    labels = {contract.LABEL_ROLE: contract.ROLE_SERVER, contract.LABEL_INDEX: str(index)}
+    return {"metadata": {"name": f"a-ps-{index}-{incarnation}", "namespace": "default", "labels": labels}}
+
+
+def log(logs: Path, pod: dict[str, Any], *lines: str) -> None:
+    folder = logs / "default" / pod["metadata"]["name"]
+    folder.mkdir(parents=True)
+    (folder / "trainer.log").write_text("".join(f"{line}\n" for line in lines))
+
+
+def stored(step: int) -> str:
+    return f"01:02:03 parameter-server-0: checkpoint of step {step}: /ck/x"
+
+
+def test_the_newest_checkpoint_of_shard_0s_servers_counts(tmp_path: Path) -> None:
+    pods = (server(1), server(2), server(1, index=1))
+    log(tmp_path, pods[0], stored(50), stored(100))
+    log(tmp_path, pods[1], stored(100), stored(105), "checkpoint of step 999: printed by the script")
+    log(tmp_path, pods[2], stored(200))
+    view = JobView("a", "default", pods=pods)
+    assert stored_step(view, tmp_path) == 105
+    assert stored_step(JobView("a", "default", pods=(server(9),)), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoint", "lines", "says"),
+    [
+        (None, {"uri": "/ck"}, (), "before the first update"),
+        (0, {"uri": "/ck"}, (), "before the first update"),
+        (107, {}, (), "nothing is stored: the job has no checkpoint"),
+        (107, {"uri": "/ck"}, (), "this run stored no checkpoint"),
+        (107, {"uri": "/ck"}, (stored(107),), f"to continue: {AGAIN}"),
+    ],
+)
+def test_what_was_stored_is_said(tmp_path: Path, step: int | None, checkpoint: Any, lines: Any, says: str) -> None:
+    log(tmp_path, server(1), *lines)
+    view = JobView("a", "default", step=step, pods=(server(1),))
+    job = {"spec": {"checkpoint": checkpoint}}
+    text = "\n".join(farewell(view, job, tmp_path, AGAIN))
+    assert says in text
+    assert "nothing is left running" in text
+    assert str(tmp_path) in text
+    assert (AGAIN in text) == bool(lines)
+    assert stores(job) == bool(checkpoint)
+
+
+def test_a_run_with_volumes_continues_in_its_own_folder() -> None:
+    """The volumes of a run are in its folder, and another run would begin with empty ones."""
+    argv = ["/usr/bin/backstay", "run", "my job.yaml"]
+    assert _command_again(argv, None) == "backstay run 'my job.yaml'"
+    assert _command_again(argv, Path("/x y")) == "backstay run --data-dir '/x y' 'my job.yaml'"
