@@ -86,7 +86,15 @@ class App:
         self._dispatcher: Dispatcher[JobKey] = Dispatcher(
             self._reconciler, limit=options.parallel, draw=draw, failed=self._failed
         )
-        self._poller = Poller(self._reconciler.round, self._reconciler.heard, self.metrics, now=_now, draw=draw)
+        self._poller = Poller(
+            self._reconciler.round,
+            self._reconciler.heard,
+            self.metrics,
+            now=_now,
+            draw=draw,
+            contacted=self._reconciler.contacted,
+            clock=clock,
+        )
         self._reconciler.mark = self._dispatcher.mark
         self._reconciler.mark_after = self._dispatcher.mark_after
         self._reconciler.follow = self._poller.follow
@@ -181,6 +189,7 @@ class App:
 
     def _lead(self, leads: bool) -> None:
         self.metrics.leader.set(1 if leads else 0)
+        self._reconciler.took_over()
         if leads and self.cluster.synced:
             for key in self.cluster.jobs():
                 self._dispatcher.mark(key)

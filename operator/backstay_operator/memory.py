@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from backstay_spec import names
-from backstay_spec.observed import Progress, Refusal
+from backstay_spec.observed import Contact, Progress, Refusal, Updates
 
 _MOST_EVENTS = 64
 
@@ -25,7 +25,8 @@ class JobMemory:
 
     Attributes:
         uid: the job's.
-        secret_at, witnessed, progress, missing, refused, status_written: see `backstay_spec.observed.Observed`.
+        secret_at, witnessed, progress, contact, updates, missing, refused, status_written: see
+            `backstay_spec.observed.Observed`.
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
@@ -35,6 +36,8 @@ class JobMemory:
     secret_at: datetime | None = None
     witnessed: set[str] = field(default_factory=set)
     progress: Progress | None = None
+    contact: Contact | None = None
+    updates: Updates | None = None
     missing: set[str] = field(default_factory=set)
     refused: dict[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None

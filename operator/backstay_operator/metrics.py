@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from backstay_spec.types_status import Phase
+
 # A second series for each counter, which tells when it was made, and which nobody asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+PHASES: Final[tuple[str, ...]] = get_args(Phase)
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -109,6 +113,18 @@ class Metrics:
             "backstay_operator_leader", "1 while this operator holds the Lease and acts, else 0.", registry=to
         )
         by_job = ["namespace", "job"]
+        self.job_in_phase = Gauge(
+            "backstay_job_phase",
+            "1 for the phase that a job is in, 0 for each other phase.",
+            [*by_job, "phase"],
+            registry=to,
+        )
+        self.job_trains = Gauge(
+            "backstay_job_training",
+            "1 while updates are applied, 0 while a job that shall train applies none (the condition Training).",
+            by_job,
+            registry=to,
+        )
         self.job_step = Gauge("backstay_job_step", "Updates applied.", by_job, registry=to)
         self.job_rate = Gauge("backstay_job_examples_per_second", "Examples trained on a second.", by_job, registry=to)
         self.job_loss = Gauge("backstay_job_loss", "The newest loss.", by_job, registry=to)
@@ -163,6 +179,8 @@ class Metrics:
             self.jobs.labels(before).dec()
         self.jobs.labels(phase).inc()
         self._phases[namespace, job] = phase
+        for other in PHASES:
+            self.job_in_phase.labels(namespace, job, other).set(other == phase)
 
     def job_role(
         self, namespace: str, job: str, role: str, *, desired: int, ready: int, restarts: int, lost: int
@@ -181,16 +199,25 @@ class Metrics:
         else:
             self.job_standbys.labels(namespace, job).set(count)
 
+    def job_training(self, namespace: str, job: str, trains: bool) -> None:
+        """Whether a job that shall train applies updates."""
+        self.job_trains.labels(namespace, job).set(trains)
+        if not trains:
+            self.job_rate.labels(namespace, job).set(0)
+
     def job_stopped(self, namespace: str, job: str) -> None:
-        """A job trains no longer: a rate that has ended must not be shown as if it went on."""
+        """A job shall not train: a rate that has ended must not be shown as if it went on."""
         self._drop(self.job_rate, namespace, job)
+        self._drop(self.job_trains, namespace, job)
 
     def forget_job(self, namespace: str, job: str) -> None:
         """A job is gone, and its series with it."""
         phase = self._phases.pop((namespace, job), None)
         if phase is not None:
             self.jobs.labels(phase).dec()
-        for gauge in (self.job_step, self.job_rate, self.job_loss, self.job_redone, self.job_standbys):
+        for other in PHASES:
+            self._drop(self.job_in_phase, namespace, job, other)
+        for gauge in (self.job_trains, self.job_step, self.job_rate, self.job_loss, self.job_redone, self.job_standbys):
             self._drop(gauge, namespace, job)
         for role in self._roles.pop((namespace, job), set()):
             for state in ("desired", "ready"):

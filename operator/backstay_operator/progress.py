@@ -1,30 +1,41 @@
-"""The control channel (O8): every 2 s each server of each job is told what is wished, and asked how it goes.
+"""The control channel (O8): every 2 s the operator sends each server the settings of its job and reads its state.
 
-One task for a job, so that a slow one delays nobody; their starts are spread by chance and the calls of all of them are
+One task for a job, so that a slow job delays no other; their starts are spread by chance and the number of calls is
 bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new one.
+
+A server that does not answer also gets a health request with a long deadline, which a starved process answers, and
+workers are asked whether it answers them. `contact` counts what proves something.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
+import aiohttp
 import grpc
 import grpc.aio
 
+from backstay_operator.contact import TICK, Attention, Calls
 from backstay_operator.metrics import Metrics
 from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
 from backstay_rpc.channels import open_aio_channel
 from backstay_spec import contract
-from backstay_spec.observed import Progress, Stalled, TermStart
+from backstay_spec.observed import Contact, Progress, Stalled, TermStart
 
 log = logging.getLogger(__name__)
+
+# A worker calls each server every 2 s; one that answered so lately is not hung.
+ANSWERED_LATELY: Final = 6.0
+_LONGEST_REPORT: Final = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Server:
     pod_uid: str
     address: str  # host:port
     serves: bool = True  # its answers are the job's; a standby's are not
+    health: str = ""  # URL of its health port; empty: it has none
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,8 @@ class Round:
     Attributes:
         servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
         token: the job's.
-        generation, world, incarnations, checkpoint, stall_seconds: what the servers are told.
+        generation, world, incarnations, checkpoint, stall_seconds: what is sent to the servers.
+        workers: URLs of the health ports of some running workers, by uid of the pod.
     """
 
     servers: Sequence[Server]
@@ -55,6 +68,7 @@ class Round:
     incarnations: Mapping[str, int]
     checkpoint: control_pb2.CheckpointSettings
     stall_seconds: float
+    workers: Mapping[str, str] = field(default_factory=dict)
 
     def request(self, server: Server) -> control_pb2.ProgressRequest:
         """The request to one server."""
@@ -72,17 +86,11 @@ class Round:
 def combine(
     replies: Mapping[int, control_pb2.ProgressReply],
     taken: datetime,
-    *,
-    heard: Mapping[str, datetime] | None = None,
-    asked: Mapping[str, datetime] | None = None,
 ) -> Progress | None:
     """One round's answers as the planner wants them.
 
     What the whole job does is said by the coordinator (shard 0); that a worker is stalled, has handed in a gradient, or
     lives, by any shard. None when no server answered.
-
-    Args:
-        heard, asked: as in `Progress`; the replies do not tell.
     """
     if not replies:
         return None
@@ -124,8 +132,6 @@ def combine(
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         beating=beating,
-        heard=heard or {},
-        asked=asked or {},
         **said,
     )
 
@@ -166,15 +172,18 @@ class _Line:
 
     channel: grpc.aio.Channel
     stub: control_pb2_grpc.ControlStub
-    asked: datetime  # first
-    heard: datetime | None = None  # last
+    long_call: asyncio.Task[None] | None = None
 
 
 @dataclass
-class _Poll:
-    task: asyncio.Task[None]
+class Poll:
+    """The calls to one job's servers."""
+
+    task: asyncio.Task[None] | None = None
     now: asyncio.Event = field(default_factory=asyncio.Event)
     lines: dict[str, _Line] = field(default_factory=dict)
+    calls: Calls = field(default_factory=Calls)
+    since: float = float("-inf")  # when its newest round began
 
 
 class Poller:
@@ -182,14 +191,16 @@ class Poller:
 
     Args:
         what: the round to make for a job now; None when it has none to be called.
-        heard: is given each round's answers: the combined one, and the steps redone as the coordinator counts them.
+        heard: gets each round's answers: the combined one, and the steps redone as the coordinator counts them.
+        contacted: gets what each round shows about who answers.
         metrics: counts calls by outcome.
         now: the time of day.
+        clock: seconds, monotonic.
         draw: a number in [0, 1): where in the period a job's first call falls.
         period: seconds between two rounds of a job.
         deadline: seconds that one call may take.
+        patience: seconds that a health request to a server that does not answer may take.
         at_once: how many calls, of all jobs, are under way.
-        port: of the control service in a pod.
     """
 
     def __init__(
@@ -200,25 +211,37 @@ class Poller:
         *,
         now: Callable[[], datetime],
         draw: Callable[[], float],
+        contacted: Callable[[JobKey, Contact], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
         period: float = 2.0,
         deadline: float = 1.5,
+        patience: float = 8.0,
         at_once: int = 64,
     ) -> None:
         self._what = what
         self._heard = heard
+        self._contacted = contacted
         self._metrics = metrics
         self._now = now
+        self._clock = clock
         self._draw = draw
         self._period = period
         self._deadline = deadline
+        self._patience = patience
         self._slots = asyncio.Semaphore(at_once)
-        self._polls: dict[JobKey, _Poll] = {}
+        self._polls: dict[JobKey, Poll] = {}
+        self._attention = Attention(clock)
+        self._ticking: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
 
     def follow(self, key: JobKey) -> None:
         """Call this job's servers from now on, for as long as it has any."""
+        if self._ticking is None:
+            self._attention.start()
+            self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="attention")
         if key not in self._polls:
             task = asyncio.get_running_loop().create_task(self._run(key), name=f"progress {key}")
-            self._polls[key] = _Poll(task)
+            self._polls[key] = Poll(task)
 
     def hurry(self, key: JobKey) -> None:
         """Another server serves: begin the next round at once."""
@@ -227,10 +250,19 @@ class Poller:
 
     async def close(self) -> None:
         """Stop calling, and close every channel."""
-        polls = list(self._polls.values())
-        for poll in polls:
-            poll.task.cancel()
-        await asyncio.gather(*(poll.task for poll in polls), return_exceptions=True)
+        tasks = [poll.task for poll in self._polls.values() if poll.task is not None]
+        if self._ticking is not None:
+            tasks.append(self._ticking)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self._attention.tick()
+            await asyncio.sleep(TICK)
 
     async def _run(self, key: JobKey) -> None:
         await asyncio.sleep(0)
@@ -244,42 +276,52 @@ class Poller:
                 todo = self._what(key)
                 if todo is None:
                     return
+                began = self._clock()
                 try:
-                    await self.round(key, poll.lines, todo)
+                    await self.round(key, poll, todo)
                 except Exception:  # a reply that cannot be read must not end the calls
                     log.exception("job %s/%s: a round of progress calls failed", *key)
                     self._metrics.errors.labels("progress").inc()
-                delay = self._period * (0.9 + 0.2 * self._draw())
+                # A server that uses up its deadline must not make the calls to the others rarer.
+                delay = max(self._period / 4, self._period * (0.9 + 0.2 * self._draw()) - (self._clock() - began))
         finally:
             self._polls.pop(key, None)
-            await asyncio.gather(*(line.channel.close(None) for line in poll.lines.values()), return_exceptions=True)
+            for line in poll.lines.values():
+                await self._close(line)
 
-    async def round(self, key: JobKey, lines: dict[str, _Line], todo: Round) -> None:
-        """Call all servers of a job once; `lines` are kept from round to round, by the uid of the pod."""
-        for uid in lines.keys() - {server.pod_uid for server in todo.servers}:
-            await lines.pop(uid).channel.close(None)
-        answers = await asyncio.gather(*(self._call(lines, todo, server) for server in todo.servers))
-        answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
-        replies = {server.shard: reply for server, reply in answered if server.serves}
-        now = self._now()
-        for server, _ in answered:
-            lines[server.pod_uid].heard = now
-        combined = combine(
-            replies,
-            now,
-            heard={uid: line.heard for uid, line in lines.items() if line.heard is not None},
-            asked={uid: line.asked for uid, line in lines.items() if line.heard is None},
+    async def round(self, key: JobKey, poll: Poll, todo: Round) -> None:
+        """Call all servers of a job once; the lines to them are kept from round to round, by the uid of the pod."""
+        for uid in poll.lines.keys() - {server.pod_uid for server in todo.servers}:
+            await self._close(poll.lines.pop(uid))
+        poll.calls.keep(server.pod_uid for server in todo.servers)
+        if self._attention.paused_since(poll.since):
+            poll.calls.reset()
+        began = poll.since = self._clock()
+        suspects = {s.shard for s in todo.servers if s.serves and s.pod_uid in poll.calls.silent()}
+        reports, answers = await asyncio.gather(
+            asyncio.gather(*(self._witness(url) for url in todo.workers.values() if suspects)),
+            asyncio.gather(*(self._call(poll, todo, server) for server in todo.servers)),
         )
+        reachable, unreachable = reported(reports, suspects)
+        if self._attention.paused_since(began):
+            poll.calls.reset()
+            return  # it begins anew: what was not answered meanwhile proves nothing
+        now = self._now()
+        answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
+        self._contacted(key, poll.calls.contact(now, reachable, unreachable))
+        replies = {server.shard: reply for server, reply in answered if server.serves}
+        combined = combine(replies, now)
         if combined is not None:
             self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
 
-    async def _call(self, lines: dict[str, _Line], todo: Round, server: Server) -> control_pb2.ProgressReply | None:
-        line = lines.get(server.pod_uid)
+    async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
+        line = poll.lines.get(server.pod_uid)
         if line is None:
             channel = open_aio_channel(server.address)
             stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-            line = lines[server.pod_uid] = _Line(channel, stub, self._now())
+            line = poll.lines[server.pod_uid] = _Line(channel, stub)
         async with self._slots:
+            began = self._clock()
             try:
                 reply = await line.stub.Progress(
                     todo.request(server), metadata=bearer(todo.token), timeout=self._deadline
@@ -287,12 +329,81 @@ class Poller:
             except grpc.aio.AioRpcError as error:
                 self._metrics.progress_calls.labels(error.code().name).inc()
                 log.debug("server %s at %s: %s: %s", server.shard, server.address, error.code().name, error.details())
-                return None
-        self._metrics.progress_calls.labels("OK").inc()
-        if reply.incarnation not in (0, server.incarnation):
+                reply = None
+        if reply is not None:
+            self._metrics.progress_calls.labels("OK").inc()
+        if reply is None or reply.incarnation not in (0, server.incarnation):
+            poll.calls.missed(server.pod_uid, self._now(), proves=self._attention.awake_since(began))
+            self._call_longer(poll, line, server)
             return None
+        poll.calls.answered(server.pod_uid, self._now())
         found: control_pb2.ProgressReply = reply
         return found
+
+    # A server that does not answer.
+
+    def _call_longer(self, poll: Poll, line: _Line, server: Server) -> None:
+        if server.health and (line.long_call is None or line.long_call.done()):
+            line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, server))
+
+    async def _long_call(self, poll: Poll, server: Server) -> None:
+        """One health request; a connection that is refused is tried again until the time is over."""
+        began = self._clock()
+        while (left := began + self._patience - self._clock()) > 0:
+            if await self._get(f"{server.health}/healthz", left) is not None:
+                poll.calls.long_answered(server.pod_uid)
+                return
+            await asyncio.sleep(min(0.5, max(0.0, began + self._patience - self._clock())))
+        if self._attention.awake_since(began):
+            poll.calls.long_missed(server.pod_uid)
+
+    async def _witness(self, url: str) -> str | None:
+        """What a worker reports about the servers that it calls; None without an answer."""
+        return await self._get(f"{url}/peers", self._deadline)
+
+    async def _get(self, url: str, seconds: float) -> str | None:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(trust_env=False)
+        try:
+            async with self._http.get(url, timeout=aiohttp.ClientTimeout(seconds), allow_redirects=False) as answer:
+                return (await answer.content.read(_LONGEST_REPORT)).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+
+    @staticmethod
+    async def _close(line: _Line) -> None:
+        if line.long_call is not None:
+            line.long_call.cancel()
+            await asyncio.gather(line.long_call, return_exceptions=True)
+        await line.channel.close(None)
+
+
+def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Which of `shards` answer a worker's heartbeats, and which do not, by reports of the form
+    ``{"0": {"answered": 1.2, "missed": 0}}``: seconds since the last answer, and calls of 5 s without one since then.
+
+    A worker that was paused itself has an old answer and no missed calls; it proves neither.
+    """
+    reachable, unreachable = set(), set()
+    for report in reports:
+        try:
+            found = json.loads(report or "{}")
+            peers = {int(shard): (float(said["answered"]), int(said["missed"])) for shard, said in found.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue  # an older trainer does not know the question
+        for shard in shards:
+            answered, missed = peers.get(shard, (float("inf"), 0))
+            if answered < ANSWERED_LATELY:
+                reachable.add(shard)
+            elif missed:
+                unreachable.add(shard)
+    return frozenset(reachable), frozenset(unreachable)
+
+
+def health_of(pod_ip: str) -> str:
+    """The URL of a pod's health port."""
+    host = f"[{pod_ip}]" if ":" in pod_ip else pod_ip
+    return f"http://{host}:{contract.PORT_METRICS}"
 
 
 def address_of(pod_ip: str) -> str:

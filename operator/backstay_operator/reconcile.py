@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -12,13 +12,13 @@ from backstay_operator.cluster import Cluster
 from backstay_operator.execute import Executor
 from backstay_operator.memory import JobMemory
 from backstay_operator.metrics import Metrics
-from backstay_operator.progress import Round, Server, address_of, carried, urgent
+from backstay_operator.progress import Round, Server, address_of, carried, health_of, urgent
 from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
 from backstay_rpc import control_pb2
-from backstay_spec import contract, names
-from backstay_spec.observed import Observed, PlanSettings, Progress
+from backstay_spec import contract, names, status
+from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Updates
 from backstay_spec.plan import plan, refuse
 from backstay_spec.token import token_for
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _ROUNDS: Final = 6
 _OVER: Final = ("Succeeded", "Failed")
+_ALIVE: Final = ("Starting", "Running")
 # What training alone changes in a status is written no more often (O8).
 _PACE: Final = 10.0
+_MOST_WITNESSES: Final = 4
 
 
 @dataclass
@@ -164,6 +166,8 @@ class Reconciler:
             secret_ensured=memory.secret_at is not None,
             secret_at=memory.secret_at,
             progress=memory.progress,
+            contact=memory.contact,
+            updates=memory.updates,
             witnessed=frozenset(memory.witnessed),
             missing=frozenset(memory.missing),
             refused=dict(memory.refused),
@@ -205,7 +209,22 @@ class Reconciler:
                 every_steps=stored.every_steps or 0, every_seconds=stored.every_seconds, keep=stored.keep
             ),
             stall_seconds=spec.workers.stall_seconds,
+            workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
         )
+
+    def contacted(self, key: JobKey, contact: Contact) -> None:
+        """A round of calls ended: who answered."""
+        memory = self._memories.get(key)
+        if memory is None:
+            return
+        before, memory.contact = memory.contact, contact
+        if contact.silent or before is None or before.silent:
+            self.mark(key)
+
+    def took_over(self) -> None:
+        """This operator begins to act: whatever it knew about who answers is from before."""
+        for memory in self._memories.values():
+            memory.contact = None
 
     def heard(self, key: JobKey, progress: Progress, redone: int) -> None:
         """The servers answered."""
@@ -216,10 +235,20 @@ class Reconciler:
         now_urgent = urgent(memory.progress, progress)
         memory.progress = progress
         if progress.step is not None:
+            before = memory.updates
+            memory.updates = (
+                Updates(progress.step, progress.taken)
+                if before is None
+                else before.after(progress.step, progress.taken)
+            )
+            # The condition Training becomes True again with the first update, and not with the next paced write.
+            resumed = before is not None and before.step != progress.step and self._trains(key) is False
+            now_urgent = now_urgent or resumed
             self._metrics.job_step.labels(*key).set(progress.step)
             self._metrics.job_redone.labels(*key).set(redone)
         if progress.examples_per_second is not None:
-            self._metrics.job_rate.labels(*key).set(progress.examples_per_second)
+            rate = 0.0 if self._trains(key) is False else progress.examples_per_second
+            self._metrics.job_rate.labels(*key).set(rate)
         if progress.loss is not None:
             self._metrics.job_loss.labels(*key).set(progress.loss)
         if now_urgent:
@@ -228,6 +257,11 @@ class Reconciler:
             written = memory.status_written
             since = _PACE if written is None else (self._now() - written).total_seconds()
             self.mark_after(key, max(0.0, _PACE - since))
+
+    def _trains(self, key: JobKey) -> bool | None:
+        """What the condition Training of the job's status says; None: nothing yet."""
+        job = self._cluster.job(key)
+        return None if job is None else _training(job)
 
     def ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
         """The watch showed that a pod has ended: its replacement's delay counts from here."""
@@ -246,8 +280,10 @@ class Reconciler:
         status = job.get("status") or {}
         phase = status.get("phase") or "Pending"
         self._metrics.job_phase(*key, phase)
-        if phase != "Running":
+        if phase not in _ALIVE:
             self._metrics.job_stopped(*key)
+        else:
+            self._metrics.job_training(*key, bool(_training(job)))
         if memory := self._memories.get(key):
             self._metrics.job_standbys_in_sync(*key, _in_sync(job, memory.progress))
         for role, counts in (status.get("roles") or {}).items():
@@ -277,6 +313,14 @@ def _typed(job: Json, spec: TrainingJobSpec) -> TrainingJob:
 
 def _status(job: Json) -> TrainingJobStatus:
     return TrainingJobStatus.model_validate(job.get("status") or {})
+
+
+def _training(job: Json) -> bool | None:
+    """What the condition Training says; None: there is no such condition yet."""
+    for condition in (job.get("status") or {}).get("conditions") or ():
+        if condition.get("type") == status.TRAINING:
+            return bool(condition.get("status") == "True")
+    return None
 
 
 def _in_sync(job: Json, progress: Progress | None) -> int | None:
@@ -313,7 +357,26 @@ def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -
     if not (index.isdigit() and incarnation.isdigit()):
         return None
     serves = serving.get(slot_key(contract.ROLE_SERVER, int(index))) == int(incarnation)
-    return Server(int(index), int(incarnation), metadata["uid"], address_of(status["podIP"]), serves)
+    ip = status["podIP"]
+    return Server(int(index), int(incarnation), metadata["uid"], address_of(ip), serves, health_of(ip))
+
+
+def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
+    """Some running workers that can be asked whether the servers answer them: the URLs of their health ports."""
+    found: dict[str, str] = {}
+    for pod in pods:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        if (
+            (metadata.get("labels") or {}).get(contract.LABEL_ROLE) == contract.ROLE_WORKER
+            and any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or [])
+            and not metadata.get("deletionTimestamp")
+            and status.get("phase") == "Running"
+            and status.get("podIP")
+        ):
+            found[metadata["uid"]] = health_of(status["podIP"])
+            if len(found) == _MOST_WITNESSES:
+                break
+    return found
 
 
 def _soonest(planned: timedelta | None, failed: float | None) -> float | None:

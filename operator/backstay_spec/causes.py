@@ -27,6 +27,7 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     EXITED_EARLY = "ExitedEarly"
     STALLED = "Stalled"
+    UNRESPONSIVE = "Unresponsive"
     EVICTED = "Evicted"
     PREEMPTED = "Preempted"
     NODE_LOST = "NodeLost"

@@ -48,8 +48,6 @@ class Progress:
     Attributes:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
-        heard: uid of a server's pod, a standby's too -> when it answered last, in this round or one before it.
-        asked: uid of a server's pod that has not answered yet -> when it was called first.
         in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
@@ -69,8 +67,6 @@ class Progress:
 
     taken: datetime
     reached: frozenset[int] = frozenset()
-    heard: Mapping[str, datetime] = field(default_factory=dict)
-    asked: Mapping[str, datetime] = field(default_factory=dict)
     in_sync: Mapping[int, int] = field(default_factory=dict)
     term: int | None = None
     step: int | None = None
@@ -95,6 +91,70 @@ class Progress:
     def followed(self, shard: int, serving: int) -> bool:
         """Whether the shard's server, of incarnation `serving`, said last that a standby holds all that it does."""
         return self.in_sync.get(shard, 0) > serving
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """When the job's step last changed, as this operator saw it.
+
+    Attributes:
+        step: the newest step.
+        at: when it was first seen, aware.
+        seconds: between the last two updates; None: not known yet.
+    """
+
+    step: int
+    at: datetime
+    seconds: float | None = None
+
+    def after(self, step: int, at: datetime) -> Updates:
+        """The same after the coordinator reported `step`."""
+        if step == self.step:
+            return self
+        if step < self.step:  # a rollback
+            return Updates(step, at, self.seconds)
+        return Updates(step, at, (at - self.at).total_seconds() / (step - self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A server's pod that did not answer the newest calls of this operator.
+
+    A call counts only if it proves something: the operator held the Lease, sent the call in time, and was itself not
+    paused or late while it waited for the answer. An answer ends the silence; so does a long pause of the operator.
+
+    Attributes:
+        since: when the pod answered last; of one that never did, when it was called first.
+        calls: progress calls (1.5 s each, one every 2 s) in a row without an answer.
+        long_calls: health requests of 8 s in a row without an answer: a process that is starved answers them late.
+    """
+
+    since: datetime
+    calls: int = 0
+    long_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """Which of a job's pods this operator can talk to, after its newest round of calls.
+
+    Attributes:
+        taken: when the round ended, aware.
+        heard: uid of a server's pod, a standby's too -> when it answered last.
+        silent: uid of a server's pod -> its silence; a pod that answered the newest call is not in it.
+        reachable: shards whose active server has answered a worker lately, as that worker reports.
+        unreachable: shards whose active server leaves a worker's heartbeats unanswered, as that worker reports.
+    """
+
+    taken: datetime
+    heard: Mapping[str, datetime] = field(default_factory=dict)
+    silent: Mapping[str, Silence] = field(default_factory=dict)
+    reachable: frozenset[int] = frozenset()
+    unreachable: frozenset[int] = frozenset()
+
+    def answers(self, uid: str) -> bool:
+        """Whether the pod answered the newest call."""
+        return uid in self.heard and uid not in self.silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +191,8 @@ class Observed:
         secret_ensured: this operator process created the job's Secret, or was told 409. Secrets are never read (O7).
         secret_at: when it last did so.
         progress: the newest answers of the servers; None until there were any.
+        contact: the newest round of calls to the servers; None until there was one since this operator took over.
+        updates: when the step last changed; None until the coordinator reported a step to this operator.
         witnessed: names of pods that this process has seen: one of them that is missing did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; forgotten once a create succeeds.
@@ -144,6 +206,8 @@ class Observed:
     secret_ensured: bool = False
     secret_at: datetime | None = None
     progress: Progress | None = None
+    contact: Contact | None = None
+    updates: Updates | None = None
     witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     refused: Mapping[str, Refusal] = field(default_factory=dict)

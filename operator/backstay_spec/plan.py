@@ -155,11 +155,17 @@ def _outline(facts: Facts, record: Record) -> _Outline:
 
 def _ended(facts: Facts, outline: _Outline, ending: end.Success | Failure) -> _Outline:
     fields = dict(ending.fields) if isinstance(ending, end.Success) else {}
+    fields |= {"completion_time": status.whole_seconds(facts.now), "examples_per_second": None}
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
         said=outline.said + tuple(conditions.ended(ending)),
-        fields={**outline.fields, **fields, "completion_time": status.whole_seconds(facts.now)},
+        fields={
+            **outline.fields,
+            **fields,
+            "completion_time": status.whole_seconds(facts.now),
+            "examples_per_second": None,
+        },
     )
 
 
@@ -188,15 +194,19 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     outline = replace(outline, fields={**outline.fields, **news.fields})
     record, obstructed = decided.record, decided.effects.obstructed
     objects = _objects(facts, decided, slots)
+    trains = conditions.training(facts, record, slots)
     said = [
         *conditions.pods_created(facts, decided.effects),
         conditions.pods_ready(facts, record, slots, obstructed),
-        *conditions.running(facts, record, slots),
+        *trains.said,
         *conditions.standbys_in_sync(facts, record, obstructed),
     ]
     outline = replace(
         outline,
-        effects=decided.effects + objects + Effects(events=news.events, wake=conditions.slow_start(facts, obstructed)),
+        effects=decided.effects
+        + objects
+        + Effects(events=news.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
+        fields={**outline.fields, **({"examples_per_second": 0.0} if trains.stands_still else {})},
         said=outline.said + tuple(said),
         all_created=conditions.all_created(facts, record, slots, decided.effects),
     )

@@ -14,6 +14,7 @@ SUCCEEDED: Final = "Succeeded"
 FAILED: Final = "Failed"
 SUSPENDED: Final = "Suspended"
 RUNNING: Final = "Running"
+TRAINING: Final = "Training"
 PODS_CREATED: Final = "PodsCreated"
 PODS_READY: Final = "PodsReady"
 CHECKPOINTING: Final = "Checkpointing"
@@ -22,6 +23,8 @@ STANDBYS_IN_SYNC: Final = "StandbysInSync"
 # Reasons of RUNNING=False that tell two phases apart.
 REASON_PENDING: Final = "PodsPending"
 REASON_STARTING: Final = "PodsStarting"
+REASON_SERVERS: Final = "ServersNotReady"
+REASON_WORKERS: Final = "WorkersNotReady"
 
 _MAX_MESSAGE: Final = 2000
 # https://github.com/kubernetes/apimachinery: metav1.Condition.reason
@@ -85,4 +88,5 @@ def phase_of(conditions: Mapping[str, Condition]) -> Phase:
     if holds(conditions, RUNNING):
         return "Running"
     running = conditions.get(RUNNING)
-    return "Starting" if running is not None and running.reason == REASON_STARTING else "Pending"
+    starting = (REASON_STARTING, REASON_SERVERS, REASON_WORKERS)
+    return "Starting" if running is not None and running.reason in starting else "Pending"

@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 
 from backstay_operator.metrics import Metrics
-from backstay_operator.progress import Poller, Round, Server, address_of, carried, combine, urgent
+from backstay_operator.progress import Poll, Poller, Round, Server, address_of, carried, combine, urgent
 from backstay_rpc import control_pb2 as pb
 from backstay_rpc import control_pb2_grpc
-from backstay_spec.observed import Progress, Stalled, TermStart
+from backstay_spec.observed import Contact, Progress, Stalled, TermStart
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 TOKEN = "secret"
@@ -82,8 +82,13 @@ class Heard:
             await asyncio.wait_for(self.news.wait(), 20)
 
 
-def poller(what: Callable[[Any], Round | None], heard: Heard, metrics: Metrics, deadline: float = 1.5) -> Poller:
-    return Poller(what, heard, metrics, now=lambda: NOW, draw=lambda: 0.0, period=0.02, deadline=deadline)
+def poller(what: Callable[[Any], Round | None], heard: Heard, metrics: Metrics, **options: Any) -> Poller:
+    return Poller(
+        what,
+        heard,
+        metrics,
+        **{"now": lambda: NOW, "draw": lambda: 0.0, "clock": lambda: 0.0, "period": 0.02, **options},
+    )
 
 
 def outcome(metrics: Metrics, code: str) -> float:
@@ -108,7 +113,6 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
         assert progress == Progress(
             taken=NOW,
             reached=frozenset({0, 1}),
-            heard={"u0": NOW, "u1": NOW},
             term=2,
             step=7,
             loss=0.5,
@@ -136,7 +140,8 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
             todo = round_of(
                 Server(0, 1, "u0", a), Server(1, 1, "u1", b), Server(2, 1, "u2", c), Server(3, 1, "u3", "127.0.0.1:1")
             )
-            it = poller(lambda _: todo, heard, metrics, deadline=0.3)
+            contacts: list[Contact] = []
+            it = poller(lambda _: todo, heard, metrics, deadline=0.3, contacted=lambda _, found: contacts.append(found))
             it.follow(KEY)
             await heard.more(2)
             stuck.free.set()
@@ -144,11 +149,10 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
             await it.close()
         assert heard.rounds[0][0].reached == frozenset({0})
         assert heard.rounds[-1][0].reached == frozenset({0, 1})
-        assert [set(answers.asked) for answers, _ in (heard.rounds[0], heard.rounds[-1])] == [
-            {"u1", "u2", "u3"},
-            {"u2", "u3"},
-        ]
-        assert set(heard.rounds[-1][0].heard) == {"u0", "u1"}
+        assert set(contacts[0].silent) == {"u1", "u2", "u3"}
+        assert set(contacts[-1].silent) == {"u2", "u3"}
+        assert contacts[-1].silent["u2"].calls == len(contacts), "each call counts: the operator was not late"
+        assert set(contacts[-1].heard) == {"u0", "u1"}
         assert outcome(metrics, "DEADLINE_EXCEEDED") >= 1
         assert outcome(metrics, "FAILED_PRECONDITION") >= 2
         assert outcome(metrics, "UNAVAILABLE") >= 1
@@ -162,7 +166,7 @@ def test_a_wrong_token_is_counted_and_tells_nothing() -> None:
         heard, metrics = Heard(), Metrics()
         async with serving(server) as address:
             it = poller(lambda _: None, heard, metrics)
-            await it.round(KEY, {}, round_of(Server(0, 1, "u", address), token="guess"))
+            await it.round(KEY, Poll(), round_of(Server(0, 1, "u", address), token="guess"))
             await it.close()
         assert heard.rounds == []
         assert server.asked == []

@@ -22,7 +22,7 @@ from backstay_spec.actions import (
     PatchService,
     Plan,
 )
-from backstay_spec.observed import Observed, PlanSettings, Progress, Refusal
+from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Refusal, Silence, Updates
 from backstay_spec.plan import plan
 from backstay_spec.types import TrainingJob
 
@@ -57,6 +57,12 @@ class Cluster:
         self.witnessed: set[str] = set()
         self.secrets = 0  # how often a Secret was asked for
         self.progress: Progress | None = None
+        self.updates: Updates | None = None
+        self.called = True  # the operator calls the servers
+        self.silent: dict[str, Silence] = {}  # servers that do not answer it, since when; by uid of the pod
+        self.never_answered: set[str] = set()  # those of them that never did
+        self.reachable: frozenset[int] = frozenset()  # what workers report
+        self.unreachable: frozenset[int] = frozenset()
         self.missing: set[str] = set()
         self.refused: dict[str, Refusal] = {}
         self.status_written: datetime | None = None
@@ -90,6 +96,8 @@ class Cluster:
             secret_at=self.secret_at,
             witnessed=frozenset(self.witnessed),
             progress=self.progress,
+            contact=self.contact(),
+            updates=self.updates,
             missing=frozenset(self.missing),
             refused=dict(self.refused),
             status_written=self.status_written,
@@ -98,6 +106,38 @@ class Cluster:
     def plan(self) -> Plan:
         self.witnessed |= set(self.pods)
         return plan(self.job, self.observed(), self.now, self.settings)
+
+    def contact(self) -> Contact | None:
+        """The operator's newest round of calls: each running server answered but those that a test made silent."""
+        if not self.called:
+            return None
+        servers = {
+            pod["metadata"]["uid"]
+            for name, pod in self.pods.items()
+            if "-ps-" in name and pod["status"]["phase"] == "Running"
+        }
+        silent = {uid: self._counted(silence) for uid, silence in self.silent.items() if uid in servers}
+        heard = {uid: silent[uid].since if uid in silent else self.now for uid in servers - self.never_answered}
+        return Contact(self.now, heard, silent, self.reachable, self.unreachable)
+
+    def _counted(self, silence: Silence) -> Silence:
+        """The calls of an operator that was never late: one every 2 s, and a long one beside the second."""
+        seconds = (self.now - silence.since).total_seconds()
+        return Silence(silence.since, int(seconds / 2), int(seconds >= 10))
+
+    def silence(self, *names: str, since: datetime | None = None, ever_answered: bool = True) -> None:
+        """These pods answer the operator no more, since now or `since`."""
+        for name in names:
+            uid = self.pods[name]["metadata"]["uid"]
+            self.silent[uid] = Silence(since or self.now)
+            if not ever_answered:
+                self.never_answered.add(uid)
+
+    def speak(self, *names: str) -> None:
+        """These pods answer the operator again."""
+        for name in names:
+            self.silent.pop(self.pods[name]["metadata"]["uid"], None)
+            self.never_answered.discard(self.pods[name]["metadata"]["uid"])
 
     def write_status(self, todo: Plan) -> None:
         if todo.status is None:
@@ -302,12 +342,16 @@ class Cluster:
         self.missing = set()
         self.refused = {}
         self.progress = None
+        self.updates = None
         self.status_written = None
+        self.silent = {uid: Silence(self.now) for uid in self.silent}
 
     def answer(self, **fields: Any) -> None:
         """The servers answer on the control channel."""
         defaults = {"taken": self.now, "reached": frozenset({0}), "world": self.job.spec.workers.replicas}
         self.progress = Progress(**{**defaults, **fields})
+        if (step := self.progress.step) is not None:
+            self.updates = Updates(step, self.now) if self.updates is None else self.updates.after(step, self.now)
 
     def living(self) -> set[str]:
         return {

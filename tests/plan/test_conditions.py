@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from backstay_spec import contract
 
 TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
@@ -61,3 +63,114 @@ def test_a_pod_that_waits_for_a_volume_says_where_the_reason_is(make_cluster):
     cluster.run_all()
     cluster.settle()
     assert cluster.condition("PodsReady")["status"] == "True"
+
+
+TRAINING_SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}}
+
+
+def train(cluster, step, **fields):
+    """All servers answer and report `step`."""
+    cluster.answer(step=step, reached=frozenset({0, 1}), examples_per_second=48.5, **fields)
+    cluster.settle()
+
+
+def test_training_is_false_while_no_update_is_applied(running):
+    """The phase and the conditions follow what trains: servers that are gone for minutes are not Running."""
+    cluster = running(TRAINING_SPEC)
+    assert cluster.condition("Training")["reason"] == "NotStarted"
+    train(cluster, 71)
+    train(cluster, 76)
+    cluster.tick(10)
+    train(cluster, 77)
+    assert (cluster.status["phase"], cluster.condition("Training")["status"]) == ("Running", "True")
+    assert cluster.status["examplesPerSecond"] == 48.5
+    for shard in (0, 1):
+        cluster.run(cluster.named(SERVER, shard), ready=False)
+    cluster.settle()
+    assert cluster.status["phase"] == "Running", "the newest update is a moment old"
+    cluster.tick(10)
+    cluster.settle()
+    said = cluster.condition("Training")
+    assert (said["status"], said["reason"]) == ("False", "ServersNotReady")
+    assert said["message"] == (
+        "no update since 2026-03-01T12:00:20Z (step 77): not ready: parameter server 0, parameter server 1"
+    )
+    assert cluster.condition("Running")["status"] == "False"
+    assert cluster.status["phase"] == "Starting"
+    assert cluster.status["examplesPerSecond"] == 0
+    assert ("TrainingInterrupted", said["message"]) in cluster.events
+    for shard in (0, 1):
+        cluster.run(cluster.named(SERVER, shard))
+    train(cluster, 78)
+    assert (cluster.status["phase"], cluster.condition("Training")["status"]) == ("Running", "True")
+    assert cluster.status["examplesPerSecond"] == 48.5
+
+
+def test_training_is_false_where_all_pods_are_ready_and_nothing_is_updated(running):
+    """It has the time that its own updates take: 5 of them, and 30 s at least."""
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 1)
+    cluster.tick(20)
+    train(cluster, 2)
+    cluster.tick(99)
+    train(cluster, 2)
+    assert cluster.condition("Training")["status"] == "True"
+    cluster.tick(1)
+    assert cluster.plan().status is not None
+    cluster.settle()
+    said = cluster.condition("Training")
+    assert (said["status"], said["reason"]) == ("False", "NoUpdate")
+    assert cluster.status["phase"] == "Running", "every pod runs and is ready"
+    assert cluster.status["examplesPerSecond"] == 0
+
+
+def test_a_step_by_itself_does_not_change_a_condition(running):
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 1)
+    cluster.tick(11)
+    train(cluster, 2)
+    before = cluster.condition("Training")
+    cluster.tick(11)
+    train(cluster, 3)
+    assert cluster.condition("Training") == before
+
+
+def test_an_operator_that_has_just_started_does_not_call_it_interrupted(running):
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 5)
+    cluster.tick(40)
+    cluster.restart_operator()
+    cluster.settle()
+    assert cluster.condition("Training")["status"] == "True"
+
+
+def test_a_rate_is_not_shown_after_the_end(running):
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 5)
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    assert "examplesPerSecond" not in cluster.status
+    assert cluster.condition("Training")["reason"] == "Finished"
+
+
+def test_pods_ready_counts_standbys(running):
+    cluster = running({**TRAINING_SPEC, "parameterServers": {"replicas": 2, "standbys": 1}})
+    assert cluster.condition("PodsReady")["message"] == "6 of 6 pods are ready"
+    cluster.run(cluster.named(SERVER, 1, 2), ready=False)
+    cluster.settle()
+    assert cluster.condition("PodsReady")["message"] == "5 of 6 pods are ready"
+    assert cluster.condition("PodsReady")["status"] == "False"
+
+
+def test_a_standby_that_ends_with_its_server_has_an_event(running):
+    """Both servers of a shard are replaced: the standby hangs when its server dies, and is deleted by the way."""
+    cluster = running({**TRAINING_SPEC, "parameterServers": {"replicas": 2, "standbys": 1}})
+    train(cluster, 5)
+    server, standby = cluster.named(SERVER, 0, 1), cluster.named(SERVER, 0, 2)
+    cluster.silence(standby)
+    cluster.tick(70)
+    cluster.end(server, 137)
+    cluster.settle()
+    assert standby not in cluster.living()
+    assert any(standby in message for _, message in cluster.events), cluster.events

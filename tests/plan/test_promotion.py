@@ -29,18 +29,8 @@ def answer(cluster, **in_sync: int) -> None:
     cluster.answer(
         step=7,
         reached=frozenset({0, 1}),
-        heard={uid(cluster, name): cluster.now for name in cluster.living() if "-ps-" in name},
         in_sync={int(shard[-1]): incarnation for shard, incarnation in in_sync.items()},
     )
-
-
-def everybody(cluster):
-    """When each server answered: now, also those that are told to stop."""
-    return {uid(cluster, name): cluster.now for name in cluster.pods if "-ps-" in name}
-
-
-def said_of(progress):
-    return {name: getattr(progress, name) for name in ("step", "reached", "in_sync")}
 
 
 def selected(cluster, shard: int) -> str:
@@ -90,6 +80,7 @@ def test_a_standby_that_does_not_run_yet_is_not_promoted(training):
 
 def test_a_deleted_server_is_succeeded_while_it_still_ends(training):
     """T6: it may run for its whole grace period: nobody waits for that."""
+    answer(training, shard_0=2, shard_1=2)
     training.delete(training.named(SERVER, 1, 1), 60)
     training.settle()
     assert training.status["active"][SECOND] == 2
@@ -135,12 +126,12 @@ def test_nobody_waits_for_a_checkpoint_of_a_server_that_answers_no_more_or_has_h
     """T8."""
     answer(training, shard_1=2)
     training.delete(training.named(SERVER, 0, 1), 60)
+    if seconds < 20:
+        training.silence(training.named(SERVER, 0, 1))
     for _ in range(seconds // 2):
         training.settle()
         assert training.status["active"][FIRST] == 1
         training.tick(2)
-        if seconds > 20:
-            training.answer(**said_of(training.progress), heard=everybody(training))
     training.tick(2)
     training.settle()
     assert training.status["active"][FIRST] == 2
@@ -157,10 +148,10 @@ def test_a_standby_that_hangs_is_replaced_and_never_promoted(training):
     """T8: its server has gone on without it; a promotion would be the end of the shard."""
     answer(training, shard_0=2, shard_1=2)
     name = training.named(SERVER, 0, 2)
-    identity, heard = uid(training, name), training.now
+    identity = uid(training, name)
+    training.silence(name)
     training.tick(8)
     training.run(name, ready=False)
-    training.answer(**said_of(training.progress), heard=everybody(training) | {identity: heard})
     training.settle()
     assert training.status["incarnations"][FIRST] == 2
     training.tick(3)
@@ -174,11 +165,50 @@ def test_a_standby_that_hangs_is_replaced_and_never_promoted(training):
 def test_a_server_whose_standby_hangs_is_replaced_as_if_it_had_none(training):
     answer(training, shard_0=2, shard_1=2)
     standby = training.named(SERVER, 0, 2)
-    heard = everybody(training)
+    training.silence(standby)
     training.tick(11)
     training.run(standby, ready=False)
-    heard = everybody(training) | {uid(training, standby): heard[uid(training, standby)]}
-    training.answer(step=7, reached=frozenset({0, 1}), heard=heard)
     training.end(training.named(SERVER, 0, 1), 137)
+    training.settle()
+    assert training.status["active"][FIRST] > 2
+
+
+def test_o5_a_standby_that_does_not_answer_is_not_promoted_until_it_does(training):
+    """It was stopped, or is starved, and not yet called hung: the operator calls again."""
+    answer(training, shard_0=2, shard_1=2)
+    training.silence(training.named(SERVER, 0, 2))
+    training.tick(2)
+    training.end(training.named(SERVER, 0, 1), 137)
+    for _ in range(5):
+        training.settle()
+        assert training.status["active"][FIRST] == 1
+        assert training.plan().requeue_after is not None
+        training.tick(2)
+    training.speak(training.named(SERVER, 0, 2))
+    training.settle()
+    assert training.status["active"][FIRST] == 2
+    assert [(d.incarnation, d.charged) for d in training.deaths] == [(1, True)]
+
+
+def test_o5_an_operator_that_took_over_calls_a_standby_before_it_promotes_it(training):
+    answer(training, shard_0=2, shard_1=2)
+    training.restart_operator()
+    training.called = False
+    training.end(training.named(SERVER, 0, 1), 137)
+    training.settle()
+    assert training.status["active"][FIRST] == 1
+    training.called = True
+    training.settle()
+    assert training.status["active"][FIRST] == 2
+
+
+def test_t8_a_standby_that_never_answers_is_given_up_after_a_minute(training):
+    answer(training, shard_0=2, shard_1=2)
+    training.silence(training.named(SERVER, 0, 2))
+    training.end(training.named(SERVER, 0, 1), 137)
+    training.tick(59)
+    training.settle()
+    assert training.status["active"][FIRST] == 1
+    training.tick(2)
     training.settle()
     assert training.status["active"][FIRST] > 2

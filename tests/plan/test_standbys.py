@@ -19,27 +19,13 @@ def training(running):
     return cluster
 
 
-def uid(cluster, name: str) -> str:
-    return cluster.pods[name]["metadata"]["uid"]
-
-
 def answer(cluster, **in_sync: int) -> None:
     """Every server answers; `shard_0=2`: incarnation 2 holds all that shard 0's server does."""
     cluster.answer(
         step=7,
         reached=frozenset({0, 1}),
-        heard={uid(cluster, name): cluster.now for name in cluster.living() if "-ps-" in name},
         in_sync={int(shard[-1]): incarnation for shard, incarnation in in_sync.items()},
     )
-
-
-def everybody(cluster):
-    """When each server answered: now, also those that are told to stop."""
-    return {uid(cluster, name): cluster.now for name in cluster.pods if "-ps-" in name}
-
-
-def said_of(progress):
-    return {name: getattr(progress, name) for name in ("step", "reached", "in_sync")}
 
 
 def selected(cluster, shard: int) -> str:
@@ -74,11 +60,10 @@ def test_a_standby_whose_node_is_cut_off_pays_for_nothing(training):
     """O4: the node controller takes Ready back before it evicts; ContainersReady is left as the kubelet set it."""
     answer(training, shard_0=2, shard_1=2)
     name = training.named(SERVER, 0, 2)
-    identity, heard = uid(training, name), training.now
+    training.silence(name)
     training.tick(45)
     training.run(name, ready=False)
     training.pods[name]["status"]["conditions"].append({"type": "ContainersReady", "status": "True"})
-    training.answer(**said_of(training.progress), heard=everybody(training) | {identity: heard})
     training.settle()
     assert [(d.cause, d.incarnation, d.charged) for d in training.deaths] == [("NodeLost", 2, False)]
     assert training.status["incarnations"][FIRST] == 3

@@ -11,31 +11,38 @@ from backstay_spec import contract, status
 from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal, warning
 from backstay_spec.names import Slot
+from backstay_spec.observed import Updates
 from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Effects, Failure, Obstructed, earliest
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record, standby_key
-from backstay_spec.types_status import Condition
+from backstay_spec.types_status import Condition, format_time
 
 __all__ = [
     "Statement",
+    "Training",
     "all_created",
     "checkpointing",
     "ended",
     "pods_created",
     "pods_ready",
     "resumed",
-    "running",
     "slow_start",
     "standbys_in_sync",
     "suspended",
+    "training",
     "updated",
 ]
 
 # Containers that have not started by then are worth a message.
 SLOW_START: Final = timedelta(seconds=30)
+# Without an update for so long, a job whose servers or workers are not ready does not train.
+INTERRUPTED: Final = timedelta(seconds=10)
+# The same while all are ready, or so many times what an update takes.
+NO_UPDATE: Final = timedelta(seconds=30)
+_UPDATES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ def ended(end: Success | Failure) -> list[Statement]:
     return [
         first,
         Statement(status.RUNNING, False, "Finished", end.message),
+        Statement(status.TRAINING, False, "Finished", "the job has ended"),
         Statement(status.PODS_READY, False, "Finished", "the job has ended"),
     ]
 
@@ -94,6 +102,7 @@ def suspended() -> list[Statement]:
     return [
         Statement(status.SUSPENDED, True, "Suspended", "spec.runPolicy.suspend is true", event),
         Statement(status.RUNNING, False, "Suspended", "the job is suspended"),
+        Statement(status.TRAINING, False, "Suspended", "the job is suspended"),
         Statement(status.PODS_READY, False, "Suspended", "the job is suspended"),
     ]
 
@@ -152,10 +161,13 @@ def _refused(found: Effects) -> bool:
 
 
 def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: Sequence[Obstructed]) -> Statement:
-    """How many pods are ready, and what keeps the others."""
-    kind, ready = status.PODS_READY, len(_ready(facts, record, slots))
-    message = f"{ready} of {len(slots)} pods are ready"
-    if ready == len(slots):
+    """How many pods are ready, standbys included, and what keeps the others."""
+    kind = status.PODS_READY
+    standbys = [slot for slot in slots if facts.has_standbys and slot.role == contract.ROLE_SERVER]
+    ready = len(_ready(facts, record, slots)) + sum(_has_ready_standby(facts, record, slot) for slot in standbys)
+    wanted = len(slots) + len(standbys)
+    message = f"{ready} of {wanted} pods are ready"
+    if ready == wanted:
         return Statement(kind, True, "AllReady", message)
     obstacles = _obstacles(obstructed) or _slow(facts, obstructed)
     if obstacles:
@@ -164,9 +176,15 @@ def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: 
         event = warning(worst.obstacle.blocked, text)
         return Statement(kind, False, worst.obstacle.blocked, f"{message}; {text}", event)
     waiting = [slot.text for slot in slots if record.waits_until(slot.key) is not None]
+    waiting += [f"the standby of {slot.text}" for slot in standbys if record.waits_until(standby_key(slot)) is not None]
     if waiting:
         return Statement(kind, False, "BackingOff", f"{message}; waiting: {', '.join(waiting[:10])}")
     return Statement(kind, False, "NotReady", message)
+
+
+def _has_ready_standby(facts: Facts, record: Record, slot: Slot) -> bool:
+    pod = facts.pod(slot, record.newest(slot))
+    return pod is not None and pod.alive and pod.ready and pod.incarnation > record.current(slot)
 
 
 def slow_start(facts: Facts, obstructed: Sequence[Obstructed]) -> datetime | None:
@@ -189,18 +207,83 @@ def _slow(facts: Facts, obstructed: Sequence[Obstructed]) -> list[Obstructed]:
     return [o for o in found if facts.now >= o.since + SLOW_START]
 
 
-def running(facts: Facts, record: Record, slots: Sequence[Slot]) -> list[Statement]:
-    """Whether training has begun."""
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Whether updates are applied.
+
+    Attributes:
+        said: the statements about Training and Running.
+        stands_still: the job has trained, and applies no updates now.
+        check_at: judge again at this time at the latest; None: no need.
+    """
+
+    said: tuple[Statement, ...]
+    stands_still: bool = False
+    check_at: datetime | None = None
+
+
+def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
+    """The conditions Training and Running follow what trains: the step that the coordinator reports, and the pods."""
+    ready = _ready(facts, record, slots)
+    servers = [slot.text for slot in slots if slot.role == contract.ROLE_SERVER and slot not in ready]
+    no_worker = not any(slot.role == contract.ROLE_WORKER for slot in ready)
+    stopped = status.REASON_SERVERS if servers else status.REASON_WORKERS if no_worker else ""
+    updates, began = facts.observed.updates, status.holds(facts.conditions, status.RUNNING)
+    if not facts.trained:
+        first = Statement(status.TRAINING, False, "NotStarted", "no update has been applied yet")
+        return Training((first, *_running(facts, record, slots, "", began)))
+    patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
+    if updates is not None and facts.now < updates.at + patience:
+        text = f"updates are applied; the newest step is {updates.step}"
+        known = facts.conditions.get(status.TRAINING)
+        # The text must not change the status with each step.
+        said = known.message if known is not None and known.status == "True" else text
+        trains = Statement(status.TRAINING, True, "Updating", said)
+        return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
+    if updates is None and not stopped:
+        return Training(tuple(_running(facts, record, slots, "", began)))  # this operator has not heard a step yet
+    since = (
+        f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
+    )
+    reason = stopped or "NoUpdate"
+    text = f"{since}: {_why(servers, no_worker)}"
+    halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text))
+    return Training((halted, *_running(facts, record, slots, stopped, began)), stands_still=True)
+
+
+def _seconds(updates: Updates | None) -> float:
+    return (updates.seconds or 0.0) if updates is not None else 0.0
+
+
+def _why(servers: Sequence[str], no_worker: bool) -> str:
+    if servers:
+        return f"not ready: {', '.join(servers[:10])}"
+    return "no worker is ready" if no_worker else "all servers and at least one worker are ready"
+
+
+def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, began: bool) -> list[Statement]:
+    """Running: True once all servers and a worker are ready, or a step is reported; False while the job is interrupted.
+
+    Args:
+        stopped: why training is interrupted; empty: it is not.
+        began: whether the condition is True now.
+    """
     kind = status.RUNNING
-    if status.holds(facts.conditions, kind):
-        return []
     ready = _ready(facts, record, slots)
     servers = all(slot in ready for slot in slots if slot.role == contract.ROLE_SERVER)
     workers = any(slot.role == contract.ROLE_WORKER for slot in ready)
     stepped = facts.progress is not None and (facts.progress.step or 0) > (facts.old.step or 0)
+    if began and not stopped:
+        return []
     if (servers and workers) or stepped:
-        event = normal("Running", "training has begun")
-        return [Statement(kind, True, "Training", "all servers and at least one worker are ready", event)]
+        known = facts.conditions.get(kind)
+        again = known is not None and known.reason in (status.REASON_SERVERS, status.REASON_WORKERS)
+        text = "all servers and at least one worker are ready"
+        event = normal("Running", f"{text} again" if again else "training has begun")
+        return [Statement(kind, True, "Training", text, event)]
+    if began or (facts.trained and stopped):
+        text = "not all servers are ready" if stopped == status.REASON_SERVERS else "no worker is ready"
+        return [Statement(kind, False, stopped, text)]
     pods = (facts.pod(slot, record.current(slot)) for slot in slots)
     if any(pod is not None and pod.started for pod in pods):
         return [Statement(kind, False, status.REASON_STARTING, "pods are starting")]
@@ -235,7 +318,9 @@ def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstruct
     spent = any(_given_up(facts, record, shard) for shard in behind)
     budget = " (spec.parameterServers.maxRestarts is used up)" if spent else ""
     reason = stuck.obstacle.blocked if stuck is not None else "BudgetSpent" if spent else "Filling"
-    return [Statement(kind, False, reason, f"without a standby that holds all of it: shard {which}{budget}{why}")]
+    text = f"without a standby that holds all of it: shard {which}{budget}{why}"
+    event = warning("BudgetSpent", f"no further standby is created: {text}") if reason == "BudgetSpent" else None
+    return [Statement(kind, False, reason, text, event)]
 
 
 def _given_up(facts: Facts, record: Record, shard: int) -> bool:

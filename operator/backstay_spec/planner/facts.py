@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from backstay_spec import contract, manifests, names, status
 from backstay_spec.names import ROLE_OF_LABEL, Slot
-from backstay_spec.observed import Manifest, Observed, PlanSettings, Progress, Refusal
+from backstay_spec.observed import Contact, Manifest, Observed, PlanSettings, Progress, Refusal
 from backstay_spec.planner.pods import PodView, is_deleting, is_owned, own_pods
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 from backstay_spec.types_status import Condition, TrainingJobStatus
 
-__all__ = ["Facts", "desired_slots", "facts_of"]
+__all__ = ["FRESH", "Facts", "desired_slots", "facts_of"]
+
+# A round of calls ends every 2 s, every 3.5 s at most while a server does not answer.
+FRESH: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,13 @@ class Facts:
     def progress(self) -> Progress | None:
         """The newest answers of the servers."""
         return self.observed.progress
+
+    @property
+    def contact(self) -> Contact | None:
+        """The newest round of calls; None when it is too old to prove anything: the operator was paused, was not the
+        leader, or is late, and calls again before it judges."""
+        known = self.observed.contact
+        return known if known is not None and self.now - known.taken <= FRESH else None
 
     @property
     def shards(self) -> range:

@@ -1,7 +1,8 @@
 """Policy: whether a pod that runs is hung (T8), or never joined.
 
-A verdict is `Alive`, or `Hung` with the reason. The kubelet's probes and the control channel see a pod from two sides,
-so that neither a slow network nor a slow disk looks like a hung process.
+A verdict is `Alive`, or `Hung` with the reason. Nothing is measured by the wall clock alone: what counts are calls that
+this operator really made in time (`observed.Silence`), so a pause of the operator, or time in which it was not the
+leader, is never a pod's silence. `docs/decisions/0020-who-is-silent.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from typing import Final, TypeAlias
 from backstay_spec import contract
 from backstay_spec.causes import Cause, Verdict
 from backstay_spec.names import Slot
+from backstay_spec.observed import Silence
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, is_node_silent, ready_since, unready_since
 from backstay_spec.planner.record import Record
 
 __all__ = [
-    "SILENT",
+    "MISSED_CALLS",
+    "NO_WITNESS_CALLS",
     "STALLED_GRACE",
     "Alive",
     "Hung",
-    "Silence",
+    "Liveness",
+    "is_unanswered",
     "judge_server",
     "judge_worker",
     "never_joined",
@@ -31,11 +35,15 @@ __all__ = [
 
 # A hung container ignores SIGTERM; nothing is gained by waiting for it.
 STALLED_GRACE: Final = 1
-# A server that is no longer Ready and has answered no call for so long is hung.
-SILENT: Final = timedelta(seconds=10)
-# The same for a worker whose heartbeats no server receives: it may have to find another server first.
+# Calls in a row, one every 2 s, that a hung server leaves unanswered, with a long one meanwhile: about 10 s.
+MISSED_CALLS: Final = 4
+# The same where nobody else reports that the server is silent: about 5 minutes.
+NO_WITNESS_CALLS: Final = 150
+# The coordinator considers a worker without heartbeats alive for so long.
+HEARTBEAT_TIMEOUT: Final = timedelta(seconds=10)
+# A worker whose heartbeats no server receives is hung after this time: it may have to find another server first.
 SILENT_WORKER: Final = timedelta(seconds=20)
-UNANSWERED: Final = timedelta(seconds=60)
+SHORTEST_STALL: Final = timedelta(seconds=60)
 
 LOST: Final = "it has been out of touch with a server"
 NO_HEARTBEAT: Final = "no server has received a heartbeat of it"
@@ -59,40 +67,51 @@ class Hung:
     verdict: Verdict
 
 
-Silence: TypeAlias = Alive | Hung
+Liveness: TypeAlias = Alive | Hung
 
 
-def judge_server(facts: Facts, pod: PodView, who: str) -> Silence:
+def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Liveness:
     """Whether a server's pod, active or standby, is hung.
+
+    The kubelet says that the pod is no longer Ready, the pod leaves several calls of this operator unanswered, and one
+    request with a long deadline too. That is not enough when no server of the job answers: then the operator, the node
+    or the network may be the cause. A worker that reports the same is a witness; without one, the pod has minutes.
 
     Args:
         who: the subject of the message: ``it``, ``its server``.
     """
-    unready = unready_since(pod)
-    if unready is None:
+    contact = facts.contact
+    silence = contact.silent.get(pod.uid) if contact is not None else None
+    if contact is None or silence is None or unready_since(pod) is None:
         return Alive()
-    progress = facts.progress
-    heard, asked = (progress.heard, progress.asked) if progress is not None else ({}, {})
-    if (last := heard.get(pod.uid)) is not None:
-        deadline = last + SILENT
-    elif (first := asked.get(pod.uid)) is not None:
-        deadline = max(first, unready) + SILENT
-    else:  # an operator that has just started has called no server yet, or no server answers it
-        deadline = unready + UNANSWERED
-    if facts.now < deadline:
-        return Alive(deadline)
-    seconds = (facts.now - (last or unready)).total_seconds()
-    return Hung(_verdict(pod, f"{who} has not answered for {seconds:.0f} s"))
+    if not is_unanswered(silence):
+        return Alive()
+    is_active = pod.incarnation == record.current(pod.slot)
+    if is_active and pod.slot.index in contact.reachable:
+        return Alive()  # only this operator cannot reach it
+    text = f"{who} has not answered for {(facts.now - silence.since).total_seconds():.0f} s"
+    if any(contact.answers(uid) for uid in contact.heard):
+        return Hung(_verdict(pod, text))
+    if len(contact.silent) == 1 and pod.slot.index in contact.unreachable:
+        return Hung(_verdict(pod, text))
+    if silence.calls >= NO_WITNESS_CALLS or (is_active and pod.slot.index in contact.unreachable):
+        return Hung(Verdict(Cause.UNRESPONSIVE, f"{text}, nor has any other server of the job"))
+    return Alive()
 
 
-def judge_worker(facts: Facts, record: Record, pod: PodView) -> Silence:
+def is_unanswered(silence: Silence) -> bool:
+    """Whether a pod left enough calls unanswered: several short ones, and a long one that a starved process answers."""
+    return silence.calls >= MISSED_CALLS and (silence.long_calls >= 1 or silence.calls >= NO_WITNESS_CALLS)
+
+
+def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
     """Whether a worker that was Ready and no longer is hangs, or has lost a server and cannot find it again.
 
-    The coordinator reports a worker that it has had heartbeats of. A worker that fell silent together with the previous
+    The coordinator reports a worker whose heartbeats have stopped. A worker that fell silent together with the previous
     coordinator has never sent one to the new coordinator (T8).
     """
     unready, progress = unready_since(pod), facts.progress
-    if unready is None or facts.done:
+    if unready is None or facts.done or facts.contact is None:
         return Alive()
     since = unready
     for shard in facts.shards:
@@ -102,12 +121,12 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Silence:
         if ready is None:
             return Alive()  # the worker waits for this server
         since = max(since, ready)
-    patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), UNANSWERED), LOST
+    patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), SHORTEST_STALL), LOST
     if (
         progress is not None
         and 0 in progress.reached
         # An earlier report proves nothing: the coordinator considers a silent worker alive for 10 s.
-        and progress.taken >= since + SILENT
+        and progress.taken >= since + HEARTBEAT_TIMEOUT
         and progress.beating.get(pod.slot.index) != pod.incarnation
     ):
         patience, what = SILENT_WORKER, NO_HEARTBEAT
@@ -130,7 +149,7 @@ def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
     return None
 
 
-def never_joined(facts: Facts, since: datetime, text: str) -> Silence:
+def never_joined(facts: Facts, since: datetime, text: str) -> Liveness:
     """Whether a pod that runs since `since` and was never Ready has used up its time to join (T8)."""
     deadline = since + timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
     return Alive(deadline) if facts.now < deadline else Hung(Verdict(Cause.STALLED, text))

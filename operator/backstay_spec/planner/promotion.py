@@ -12,7 +12,7 @@ checkpoint comes first, within the server's grace period.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
 from backstay_spec.actions import Death
@@ -25,8 +25,11 @@ from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, gone_by
 from backstay_spec.planner.record import Record, standby_key
 
-__all__ = ["GONE", "Keep", "Promote", "StoreFirst", "judge", "promoted", "standby_of", "successor"]
+__all__ = ["GONE", "AskFirst", "Keep", "Promote", "StoreFirst", "judge", "promoted", "standby_of", "successor"]
 
+# A standby that leaves so many calls unanswered (about a minute) is not waited for: another server takes the slot.
+GIVEN_UP_CALLS: Final = 30
+ASK_AGAIN: Final = timedelta(milliseconds=250)
 GONE: Final = Verdict(Cause.VANISHED, "it is gone without a trace")
 
 
@@ -38,6 +41,14 @@ class Keep:
 @dataclass(frozen=True, slots=True)
 class StoreFirst:
     """The active server is dead, but is storing a checkpoint; until then nothing is done for this shard."""
+
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class AskFirst:
+    """The active server is dead, but the standby has not answered the newest call: a standby that is silent is never
+    promoted. The operator calls again before it decides."""
 
     until: datetime
 
@@ -60,7 +71,7 @@ class Promote:
     in_sync: bool
 
 
-Promotion: TypeAlias = Keep | StoreFirst | Promote
+Promotion: TypeAlias = Keep | StoreFirst | AskFirst | Promote
 
 
 def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
@@ -79,13 +90,17 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
     return successor(facts, record, slot, name, verdict_of(server.raw)) or Keep()
 
 
-def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | None:
+def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | AskFirst | None:
     """The promotion of the shard's standby after its active server (pod `pod`) died; None: no standby can take over."""
     standby = standby_of(facts, record, slot) if slot.key in record.active else None
     if standby is None or not standby.alive or not standby.started:
         return None
-    if isinstance(hung.judge_server(facts, standby, "it"), hung.Hung):
+    if isinstance(hung.judge_server(facts, record, standby, "it"), hung.Hung):
         return None
+    if facts.contact is None or not facts.contact.answers(standby.uid):
+        silence = facts.contact.silent.get(standby.uid) if facts.contact is not None else None
+        given_up = silence is not None and silence.calls >= GIVEN_UP_CALLS
+        return None if given_up else AskFirst(facts.now + ASK_AGAIN)
     counted = record.waits_until(slot.key) is not None
     if verdict.cause.charged and not counted and budgets.is_spent(facts, record, slot):
         return None  # `replacement` ends the job
@@ -116,13 +131,17 @@ def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:
 
 def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> datetime | None:
     """Until when a server that was asked to stop has time to store a checkpoint; None: it has no more."""
-    standby, until, progress = standby_of(facts, record, slot), gone_by(server), facts.progress
-    if server.ended or until is None or progress is None:
+    standby, until = standby_of(facts, record, slot), gone_by(server)
+    if server.ended or until is None:
         return None
     if (standby is not None and _in_sync(facts, slot, standby)) or verdict_of(server.raw).cause is Cause.NODE_LOST:
         return None
-    last = progress.heard.get(server.uid)
-    until = min(until, last + hung.SILENT) if last is not None else facts.now
+    contact = facts.observed.contact
+    if contact is None or server.uid not in contact.heard:
+        return None
+    silence = contact.silent.get(server.uid)
+    if silence is not None and hung.is_unanswered(silence):
+        return None
     return until if facts.now < until else None
 
 

@@ -40,7 +40,7 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Decision:
     if not (facts.has_standbys and slot.role == contract.ROLE_SERVER):
         return _judge_slot(facts, record, slot)
     found = promotion.judge(facts, record, slot)
-    if isinstance(found, promotion.StoreFirst):
+    if isinstance(found, promotion.StoreFirst | promotion.AskFirst):
         return Decision(record, Effects(wake=found.until))
     decided = Decision(record)
     if isinstance(found, promotion.Promote):
@@ -97,10 +97,10 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     """A pod that runs and never joins, because its script hangs before `train`, has a deadline (T8). Before the first
     update that ends the job; later a replacement is worth trying."""
     since = silent_since(pod)
-    silence: hung.Silence
+    silence: hung.Liveness
     if since is None:
         if pod.slot.role == contract.ROLE_SERVER:
-            silence = hung.judge_server(facts, pod, "its server")
+            silence = hung.judge_server(facts, record, pod, "its server")
         elif pod.slot.role == contract.ROLE_WORKER:
             silence = hung.judge_worker(facts, record, pod)
         else:
@@ -118,6 +118,10 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
 def _end_hung(facts: Facts, record: Record, pod: PodView, found: hung.Hung) -> Decision:
     if not facts.can_create:
         return Decision(record)
+    if facts.has_standbys:
+        successor = promotion.successor(facts, record, pod.slot, pod.name, found.verdict)
+        if isinstance(successor, promotion.AskFirst):
+            return Decision(record, Effects(wake=successor.until))
     deleted = Decision(record, _delete(pod, Cause.STALLED))
     return deleted.then(_die(facts, record, pod, found.verdict))
 
@@ -149,7 +153,7 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
     slot = pod.slot
     if facts.has_standbys:
         found = promotion.successor(facts, record, slot, pod.name, verdict)
-        if found is not None:
+        if isinstance(found, promotion.Promote):
             return promotion.promoted(record, slot, found)
     cost = budgets.cost_of_pod(facts, record, pod, verdict)
     if isinstance(cost, Failure):

@@ -55,7 +55,7 @@ def _judge_pod(facts: Facts, record: Record, slot: Slot, standby: PodView) -> De
         return _lose(facts, record, slot, standby, verdict_of(standby.raw))
     if has_worked(standby, facts.progress):
         record = record.with_backoff(standby_key(slot), None)
-    silence = hung.judge_server(facts, standby, "it")
+    silence = hung.judge_server(facts, record, standby, "it")
     if isinstance(silence, hung.Hung):
         return _end(facts, record, slot, standby, silence.verdict)
     checked = Effects(wake=silence.check_at)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from backstay_spec import contract, status
 from backstay_spec.actions import DeletePod
+from backstay_spec.events import normal
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import Effects
 from backstay_spec.planner.facts import Facts
@@ -22,7 +23,7 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
         wanted: the slots that the job has.
         deleted: uids of the pods that this plan deletes already.
     """
-    actions = []
+    actions, events = [], []
     for slot in sorted(facts.pods, reverse=True):
         current, newest = record.current(slot), record.newest(slot)
         for pod in facts.pods[slot]:
@@ -36,9 +37,12 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
                 reason = "Superseded" if pod.uid not in deleted else ""
             elif pod.incarnation < current - 1 or (pod.terminal and current < pod.incarnation < newest - 1):
                 reason = "Outdated"
+            if reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
+                taken = facts.pod_name(slot, current)
+                events.append(normal(reason, f"{slot.text} (pod {pod.name}) is deleted: {taken} takes its place"))
             if reason:
                 actions.append(DeletePod(pod.name, pod.uid, None, reason))
-    return Effects(actions=tuple(actions))
+    return Effects(actions=tuple(actions), events=tuple(events))
 
 
 def _has_left_world(facts: Facts, slot: Slot) -> bool:

@@ -236,6 +236,7 @@ class Heartbeats:
         self._silent = silent
         self._incarnations = [0] * client.shards
         self._answered = [time.monotonic()] * client.shards
+        self._missed = [0] * client.shards
         self._news = News()
         self._changed = threading.Condition()
         self._closed = False
@@ -257,12 +258,22 @@ class Heartbeats:
         with self._changed:
             self._incarnations = list(incarnations)
             self._answered = [time.monotonic()] * self._client.shards
+            self._missed = [0] * self._client.shards
 
     def hurry(self, seconds: float) -> None:
         """Beat this often from now on: the end is near and is waited for."""
         with self._changed:
             self._interval = seconds
             self._changed.notify_all()
+
+    def peers(self) -> dict[int, tuple[float, int]]:
+        """By shard: seconds since its server last answered a heartbeat, and how many it left unanswered since then."""
+        now = time.monotonic()
+        with self._changed:
+            return {
+                shard: (now - answered, missed)
+                for shard, (answered, missed) in enumerate(zip(self._answered, self._missed, strict=True))
+            }
 
     @property
     def news(self) -> News:
@@ -297,19 +308,25 @@ class Heartbeats:
             expected = self._incarnations[shard]
             if self._closed:
                 return
+        began = time.monotonic()
         try:
             reply = self._client.beat(shard, expected, self.term, self.version, self.activity, self.step_seconds)
         except Superseded as error:
             self._stop(error)
             return
         except (PeerLost, Refused) as error:
-            since = time.monotonic() - self._answered[shard]
+            ended = time.monotonic()
+            since = ended - self._answered[shard]
+            # A call that ended late says that this pod was paused, and nothing about the server.
+            in_time = ended - began < self._client.timeouts.call + 1
+            self._missed[shard] = self._missed[shard] + 1 if in_time else 0
             if isinstance(error, Moved):
                 self._silent(shard, str(error))
             elif since >= self._client.timeouts.silent:
                 self._silent(shard, f"no answer to heartbeats for {since:.0f} s: {error}")
             return
         self._answered[shard] = time.monotonic()
+        self._missed[shard] = 0
         newest = reply.incarnations.get(f"{self._client.peer.role}-{self._client.peer.index}", 0)
         if newest > self._client.peer.incarnation:
             self._stop(Superseded("PERMISSION_DENIED", f"this pod was replaced by incarnation {newest}"))

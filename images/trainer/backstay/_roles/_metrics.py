@@ -1,11 +1,12 @@
 """Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
 
-https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz` and `/readyz` are the only things that a pod
-answers without the job's token (O7).
+https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz`, `/readyz` and `/peers` are the only things that
+a pod answers without the job's token (O7).
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -156,10 +157,22 @@ def metric_names() -> frozenset[str]:
 
 
 class HttpPort:
-    """`/metrics`, `/healthz` (200 while the process answers) and `/readyz` (200 when it is `ready`)."""
+    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`) and `/peers`."""
 
-    def __init__(self, metrics: Metrics, ready: Callable[[], bool], *, bind: str, port: int) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        ready: Callable[[], bool],
+        *,
+        bind: str,
+        port: int,
+        peers: Callable[[], Mapping[int, tuple[float, int]]] = dict,
+    ) -> None:
         """
+        Args:
+            peers: by shard, seconds since its server last answered this pod, and the calls it left unanswered since.
+                The operator asks for it before it replaces a server that does not answer the operator.
+
         Raises:
             OSError: the port cannot be bound; the message names it.
         """
@@ -176,8 +189,11 @@ class HttpPort:
                     self._answer(200, b"ok\n")
                 elif path == "/readyz":
                     self._answer(*((200, b"ready\n") if ready() else (503, b"not ready\n")))
+                elif path == "/peers":
+                    said = {shard: {"answered": ago, "missed": missed} for shard, (ago, missed) in peers().items()}
+                    self._answer(200, json.dumps(said).encode(), "application/json")
                 else:
-                    self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+                    self._answer(404, b"there are /metrics, /healthz, /readyz and /peers\n")
 
             def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
                 self.send_response(status)

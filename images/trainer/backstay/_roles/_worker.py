@@ -79,10 +79,16 @@ class Worker:
             role=environment.role, index=self._rank, incarnation=environment.incarnation, pod=environment.pod_name
         )
         self._joined = False
-        self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
         self._control = ControlClient(environment.servers, environment.token, self._peer, environment.timeouts)
         self._streams: ShardedClient | None = None
         self._heart = Heartbeats(self._control, self._silent)
+        self._http = HttpPort(
+            metrics,
+            lambda: self._joined,
+            bind=environment.bind,
+            port=environment.metrics_port,
+            peers=self._heart.peers,
+        )
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
         self._gradient = GradientFn(
