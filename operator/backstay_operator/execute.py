@@ -29,7 +29,7 @@ from backstay_operator.tell import tell
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
 from backstay_spec.names import ROLE_OF_LABEL
-from backstay_spec.observed import Refusal
+from backstay_spec.observed import HELD, Refusal
 from backstay_spec.token import token_for
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,17 @@ class Executor:
                     self._backoffs.succeeded(what)
                     did = True
 
-        for _, group in itertools.groupby(plan.actions, type):
-            await asyncio.gather(*(one(action) for action in group))
+        first = ""  # why a pod that comes before the next stage was refused
+        for (kind, _), group in itertools.groupby(plan.actions, lambda a: (type(a), getattr(a, "stage", 0))):
+            actions = list(group)
+            if kind is act.CreatePod and first:
+                for action in actions:
+                    self._refused(memory, _name(action), HELD, first)
+                continue
+            await asyncio.gather(*(one(action) for action in actions))
+            if kind is act.CreatePod:
+                refused = (memory.refused.get(_name(action)) for action in actions)
+                first = next((f"created after a pod that is refused: {r.message}" for r in refused if r), "")
         return Done(again=did, wait=min(waits, default=None))
 
     def forget(self, key: JobKey) -> None:
@@ -281,5 +290,9 @@ def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
 
 
 def _identity(action: act.Action) -> str:
-    name = getattr(action, "name", None) or action.manifest["metadata"]["name"]  # type: ignore[union-attr]
-    return f"{type(action).__name__} {name}"
+    return f"{type(action).__name__} {_name(action)}"
+
+
+def _name(action: act.Action) -> str:
+    found: str = getattr(action, "name", None) or action.manifest["metadata"]["name"]  # type: ignore[union-attr]
+    return found

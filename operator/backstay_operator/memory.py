@@ -25,7 +25,7 @@ class JobMemory:
 
     Attributes:
         uid: the job's.
-        secret_at, witnessed, progress, contact, updates, missing, refused, status_written: see
+        secret_at, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
             `backstay_spec.observed.Observed`.
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
@@ -38,6 +38,7 @@ class JobMemory:
     progress: Progress | None = None
     contact: Contact | None = None
     updates: Updates | None = None
+    gated: dict[str, datetime] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
     refused: dict[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None

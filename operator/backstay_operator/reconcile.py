@@ -18,6 +18,7 @@ from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
 from backstay_rpc import control_pb2
 from backstay_spec import contract, names, status
+from backstay_spec.causes import Blocked
 from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Updates
 from backstay_spec.plan import plan, refuse
 from backstay_spec.token import token_for
@@ -159,6 +160,9 @@ class Reconciler:
         seen = {pod["metadata"]["name"] for pod in pods}
         memory.missing -= seen
         memory.witnessed |= seen
+        uids = {pod["metadata"]["uid"] for pod in pods}
+        gated = {pod["metadata"]["uid"]: self._now() for pod in pods if _is_gated(pod)}
+        memory.gated = {uid: at for uid, at in {**memory.gated, **gated}.items() if uid in uids}
         return Observed(
             pods=pods,
             services=self._cluster.objects(SERVICES, key),
@@ -168,6 +172,7 @@ class Reconciler:
             progress=memory.progress,
             contact=memory.contact,
             updates=memory.updates,
+            gated=dict(memory.gated),
             witnessed=frozenset(memory.witnessed),
             missing=frozenset(memory.missing),
             refused=dict(memory.refused),
@@ -321,6 +326,12 @@ def _training(job: Json) -> bool | None:
         if condition.get("type") == status.TRAINING:
             return bool(condition.get("status") == "True")
     return None
+
+
+def _is_gated(pod: Json) -> bool:
+    """Whether the pod waits for whoever set scheduling gates on it."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(c.get("type") == "PodScheduled" and c.get("reason") == Blocked.GATED for c in conditions)
 
 
 def _in_sync(job: Json, progress: Progress | None) -> int | None:

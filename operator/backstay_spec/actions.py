@@ -5,7 +5,8 @@ How to carry out a `Plan`, in this order:
 1. Write `status` if it is not None, all of it, with the resourceVersion that was planned from. If that fails, do
    nothing else and plan again: incarnations and counters must be on record before what they number exists (O2).
 2. Send `events`; count `deaths`.
-3. Do `actions` in order. One that fails does not stop the others.
+3. Do `actions` in order. One that fails does not stop the others, with one exception: when a `CreatePod` is refused, no
+   pod of a later `stage` is created; record a refusal with the reason `HELD` under its name.
 4. If there were any, plan again with what the API server answered laid over the index.
 5. Plan again `requeue_after` from now, if given, also when nothing happens.
 
@@ -70,6 +71,7 @@ class CreatePod:
         manifest: the pod.
         role: value of its role label; `index` and `incarnation` likewise.
         cause: why its predecessor died; None when it has none that died.
+        stage: pods of one stage are created before those of the next: 0 the servers, 1 the quorum, 2 the rest.
     """
 
     manifest: dict[str, Any]
@@ -77,6 +79,7 @@ class CreatePod:
     index: int
     incarnation: int
     cause: Cause | None = None
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

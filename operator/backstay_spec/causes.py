@@ -74,6 +74,7 @@ class Blocked(StrEnum):
     IMAGE_PULL = "ImagePullFailed"
     CONFIG = "ContainerConfigFailed"
     UNSCHEDULABLE = "Unschedulable"
+    GATED = "SchedulingGated"
     REFUSED = "PodRefused"
     NOT_STARTED = "NotStarted"
     NOT_JOINED = "NotJoined"
@@ -280,6 +281,8 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
     scheduled = _condition(status, "PodScheduled")
     if scheduled is not None and scheduled.get("status") == "False":
         why = scheduled.get("message") or scheduled.get("reason") or ""
+        if scheduled.get("reason") == Blocked.GATED:
+            return Obstacle(Blocked.GATED, _joined(Blocked.GATED, why))
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
     # A volume that cannot be mounted, the code's ConfigMap among them, is told in the pod's events and nowhere else.
     metadata = pod.get("metadata") or {}

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 Manifest: TypeAlias = Mapping[str, Any]
+
+#: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
+HELD: Final = "HeldBack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ class Observed:
         progress: the newest answers of the servers; None until there were any.
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.
+        gated: uid of a pod -> when this operator last saw scheduling gates on it.
         witnessed: names of pods that this process has seen: one of them that is missing did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; forgotten once a create succeeds.
@@ -208,6 +212,7 @@ class Observed:
     progress: Progress | None = None
     contact: Contact | None = None
     updates: Updates | None = None
+    gated: Mapping[str, datetime] = field(default_factory=dict)
     witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     refused: Mapping[str, Refusal] = field(default_factory=dict)

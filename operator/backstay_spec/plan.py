@@ -26,7 +26,7 @@ from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
-from backstay_spec.planner import conditions, end, history, replacement, report, services, surplus
+from backstay_spec.planner import conditions, end, history, order, replacement, report, services, surplus
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, Failure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
@@ -220,11 +220,12 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
     if not facts.has_standbys:
         record = record.without_standbys()
     record = record.with_backoff_of([key for slot in slots for key in (slot.key, standby_key(slot))])
-    decided = Decision(record, end.active_deadline(facts))
+    ordered = order.judge(facts, record)
+    decided = Decision(record, end.active_deadline(facts) + ordered.release)
     for slot in slots:
         if decided.effects.failure is not None:
             return decided
-        decided = decided.then(replacement.judge(facts, decided.record, slot))
+        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=ordered.hold))
     if decided.effects.failure is not None:
         return decided
     return decided.also(end.pending_deadline(facts, decided.effects.obstructed))
@@ -236,7 +237,8 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     deleted = {action.uid for action in found.actions if isinstance(action, DeletePod)}
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
     effects = services.missing(facts, record, lacks_config=lacks_config)
-    created = Effects(actions=tuple(_create(facts, record, creation) for creation in found.creations))
+    in_order = sorted(found.creations, key=lambda creation: order.stage(facts, record, creation))
+    created = Effects(actions=tuple(_create(facts, record, creation) for creation in in_order))
     selected = services.repointed(facts, record)
     # A promoted standby serves at once, so its Service is patched before the next standby is created.
     effects += selected + created if facts.has_standbys else created + selected
@@ -254,7 +256,8 @@ def _create(facts: Facts, record: Record, creation: Creation) -> Action:
     manifest = manifests_pod.pod(
         facts.job, slot, creation.incarnation, facts.server_addresses, facts.settings.log_format, active
     )
-    return CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause)
+    stage = order.stage(facts, record, creation)
+    return CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause, stage)
 
 
 def _desired(facts: Facts, slots: Sequence[Slot]) -> dict[Role, int]:

@@ -22,7 +22,7 @@ from backstay_spec.actions import (
     PatchService,
     Plan,
 )
-from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Refusal, Silence, Updates
+from backstay_spec.observed import HELD, Contact, Observed, PlanSettings, Progress, Refusal, Silence, Updates
 from backstay_spec.plan import plan
 from backstay_spec.types import TrainingJob
 
@@ -58,6 +58,7 @@ class Cluster:
         self.secrets = 0  # how often a Secret was asked for
         self.progress: Progress | None = None
         self.updates: Updates | None = None
+        self.gated: dict[str, datetime] = {}
         self.called = True  # the operator calls the servers
         self.silent: dict[str, Silence] = {}  # servers that do not answer it, since when; by uid of the pod
         self.never_answered: set[str] = set()  # those of them that never did
@@ -98,6 +99,7 @@ class Cluster:
             progress=self.progress,
             contact=self.contact(),
             updates=self.updates,
+            gated=dict(self.gated),
             missing=frozenset(self.missing),
             refused=dict(self.refused),
             status_written=self.status_written,
@@ -185,8 +187,18 @@ class Cluster:
 
     def apply(self, todo: Plan) -> None:
         self.write_status(todo)
+        first, stage = "", 0
         for action in todo.actions:
-            self.act(action)
+            if isinstance(action, CreatePod):
+                name = action.manifest["metadata"]["name"]
+                if first and action.stage > stage:
+                    self.refused[name] = Refusal(HELD, first, self.now).after(self.refused.get(name))
+                    continue
+                self.act(action)
+                if name in self.refused:
+                    first, stage = first or self.refused[name].message, action.stage
+            else:
+                self.act(action)
 
     def settle(self, rounds: int = 12) -> Plan:
         """Plan and carry out until nothing is left to do now; O1: then planning again changes nothing."""
@@ -312,6 +324,14 @@ class Cluster:
             {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "so it goes"},
         ]
         self.delete(name)
+
+    def gate(self, name: str, *, gated: bool = True) -> None:
+        """A queue holds the pod back, or lets it be scheduled (and there is no room)."""
+        reason = "SchedulingGated" if gated else "Unschedulable"
+        self.pods[name]["status"]["conditions"] = [
+            {"type": "PodScheduled", "status": "False", "reason": reason, "message": "0/1 nodes are available"}
+        ]
+        self.gated[self.pods[name]["metadata"]["uid"]] = self.now
 
     def wait(self, name: str, reason: str, message: str = "") -> None:
         self.pods[name]["status"]["containerStatuses"] = [

@@ -10,6 +10,7 @@ a verdict changes. `backstay_spec.plan` is the only module that combines the pol
 | `standbys` | Which pod follows the active server of a shard? |
 | `hung` | Is a running pod hung? |
 | `promotion` | Does the standby of a shard become its active server? |
+| `order` | Which pods are created first, and which make room for a server? |
 | `budgets` | What does a pod's death cost, and may the slot have another pod? |
 | `surplus` | Which pods does the job no longer need? |
 | `services` | Which Secret, NetworkPolicy and Services are missing, or select the wrong pod? |

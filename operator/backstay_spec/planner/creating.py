@@ -9,7 +9,7 @@ from backstay_spec.actions import Death, LookUpPod
 from backstay_spec.causes import Cause, Verdict
 from backstay_spec.events import Event, warning
 from backstay_spec.names import Slot
-from backstay_spec.observed import Refusal
+from backstay_spec.observed import HELD, Refusal
 from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Creation, Decision, Effects
 from backstay_spec.planner.facts import Facts
@@ -30,7 +30,7 @@ def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
 
 def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: Refusal) -> Effects:
     """Create a pod that the API server refused, once the time between two attempts is over."""
-    due = refusal.at + REFUSED_RETRY
+    due = refusal.at if refusal.reason == HELD else refusal.at + REFUSED_RETRY
     if facts.now >= due:
         return Effects(creations=(Creation(slot, incarnation),))
     return Effects(wake=due)

@@ -107,6 +107,8 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
     missing = sum(1 for found in obstructed if found.slot.role == contract.ROLE_WORKER)
     effects = Effects()
     for found in obstructed:
+        if found.obstacle.blocked is Blocked.GATED:
+            continue  # whoever set the gate, a queue for example, decides when the pod may start
         enough = found.slot.role == contract.ROLE_WORKER and world - missing >= quorum
         if found.standby or found.slot.role == contract.ROLE_EVALUATOR or enough:
             continue

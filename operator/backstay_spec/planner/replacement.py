@@ -16,6 +16,7 @@ What a shard's standby changes in this is decided in `promotion` and `standbys`.
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final
 
 from backstay_spec import contract, status
@@ -32,13 +33,18 @@ from backstay_spec.planner.record import Record
 
 __all__ = ["judge"]
 
+_LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
 
 
-def judge(facts: Facts, record: Record, slot: Slot) -> Decision:
-    """The pods of one slot that the job has, after this plan."""
+def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> Decision:
+    """The pods of one slot that the job has, after this plan.
+
+    Args:
+        hold: whether only active servers are created now (see `order`).
+    """
     if not (facts.has_standbys and slot.role == contract.ROLE_SERVER):
-        return _judge_slot(facts, record, slot)
+        return _judge_slot(facts, record, slot, held=hold and slot.role != contract.ROLE_SERVER)
     found = promotion.judge(facts, record, slot)
     if isinstance(found, promotion.StoreFirst | promotion.AskFirst):
         return Decision(record, Effects(wake=found.until))
@@ -46,12 +52,12 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Decision:
     if isinstance(found, promotion.Promote):
         decided = promotion.promoted(record, slot, found)
     decided = decided.then(_judge_slot(facts, decided.record, slot))
-    if decided.effects.failure is not None:
+    if decided.effects.failure is not None or hold:
         return decided
     return decided.then(standbys.judge(facts, decided.record, slot, decided.effects.creations))
 
 
-def _judge_slot(facts: Facts, record: Record, slot: Slot) -> Decision:
+def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False) -> Decision:
     current = record.current(slot)
     pod = facts.pod(slot, current)
     waits = record.waits_until(slot.key)
@@ -59,7 +65,7 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot) -> Decision:
     refused = pod is None and facts.refusal(slot, current) is not None
     if pod is not None and pod.alive and waits is None and not outlived:
         return _judge_living(facts, record, pod)
-    if not facts.can_create:
+    if not facts.can_create or held:
         # What died is judged when it can be replaced: death and replacement go into one status.
         return Decision(record)
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
@@ -86,7 +92,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     obstacle = None if pod.ready else obstacle_of(pod.raw)
     if obstacle is None:
         return _judge_running(facts, record, pod)
-    effects = Effects(obstructed=(Obstructed(pod.slot, obstacle, created_at(pod) or facts.now),))
+    since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
+    effects = Effects(obstructed=(Obstructed(pod.slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
         effects = replace(effects, failure=Failure(obstacle.blocked, text))

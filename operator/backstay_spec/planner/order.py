@@ -1,0 +1,83 @@
+"""Policy: the order in which a job's pods are created (O9): the servers, then the quorum of workers, then the rest.
+
+Without its servers a job trains nothing, so its other pods must not use up the quota that a server needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from backstay_spec import contract
+from backstay_spec.actions import DeletePod
+from backstay_spec.causes import refusal_obstacle
+from backstay_spec.names import Slot
+from backstay_spec.observed import Refusal
+from backstay_spec.planner.creating import REFUSED_RETRY
+from backstay_spec.planner.effects import NOTHING, Creation, Effects
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView
+from backstay_spec.planner.record import Record
+from backstay_spec.quorum import quorum_of
+
+__all__ = ["Order", "judge", "stage"]
+
+# How a ResourceQuota's refusal reads: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
+_QUOTA: Final = "exceeded quota"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The verdict.
+
+    Attributes:
+        hold: no pod but a server is created: the API server refuses a server.
+        release: deletions that make room in the quota for the servers that it refuses.
+    """
+
+    hold: bool = False
+    release: Effects = NOTHING
+
+
+def judge(facts: Facts, record: Record) -> Order:
+    """What the servers that the API server refuses mean for the other pods."""
+    refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
+    if not refused:
+        return Order()
+    # A refusal that is due to be tried again may be out of date: first the attempt, then another deletion.
+    fresh = (r for r in refused if facts.now < r.at + REFUSED_RETRY)
+    wanted = sum(_QUOTA in refusal.message for refusal in fresh)
+    others = [slot for slot in facts.pods if slot.role != contract.ROLE_SERVER]
+    pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods[slot] if not pod.terminal]
+    leaving = sum(pod.deleting for pod in pods)
+    released = [pod for pod in pods if not pod.deleting][: max(0, wanted - leaving)]
+    return Order(True, Effects(actions=tuple(_delete(pod) for pod in released)))
+
+
+def stage(facts: Facts, record: Record, creation: Creation) -> int:
+    """When a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
+    slot = creation.slot
+    if slot.role == contract.ROLE_SERVER:
+        return 0 if creation.incarnation == record.current(slot) else 2
+    world = facts.spec.workers.replicas
+    quorum = quorum_of(facts.spec.update.backups, world) if facts.spec.update.mode == "Sync" else 1
+    return 1 if slot.role == contract.ROLE_WORKER and slot.index < quorum else 2
+
+
+def _refusal(facts: Facts, record: Record, shard: int) -> Refusal | None:
+    """Why the API server refuses the shard's active server; None if it does not, or if trying again cannot help."""
+    slot = Slot(contract.ROLE_SERVER, shard)
+    current = record.current(slot)
+    refusal = facts.refusal(slot, current)
+    if refusal is None or facts.pod(slot, current) is not None:
+        return None
+    return None if refusal_obstacle(refusal.reason, refusal.message).blocked.permanent else refusal
+
+
+def _least_needed_first(slot: Slot) -> tuple[bool, int]:
+    """Evaluators before workers, and the highest rank first."""
+    return slot.role == contract.ROLE_WORKER, -slot.index
+
+
+def _delete(pod: PodView) -> DeletePod:
+    return DeletePod(pod.name, pod.uid, None, "QuotaForServers")

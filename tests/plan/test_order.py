@@ -1,0 +1,122 @@
+"""O9: servers first, then the quorum, then the rest; and a server never waits for the quota that a worker holds."""
+
+from __future__ import annotations
+
+from backstay_spec import contract
+from backstay_spec.actions import CreatePod, DeletePod
+
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
+QUOTA = ("Forbidden", "exceeded quota: two, requested: pods=1, used: pods=2, limited: pods=2")
+
+
+class Quota:
+    """A ResourceQuota: it refuses the creation of more pods than `limit`."""
+
+    def __init__(self, cluster, limit):
+        self.cluster, self.limit = cluster, limit
+        self.refuses = cluster._refuses
+        cluster._refuses = self
+
+    def __call__(self, manifest):
+        pods = [p for p in self.cluster.pods.values() if p["status"]["phase"] in ("Pending", "Running")]
+        full = manifest["kind"] == "Pod" and len(pods) >= self.limit
+        self.cluster.refuse = {manifest["metadata"]["name"]: QUOTA} if full else {}
+        return self.refuses(manifest)
+
+
+def roles(cluster):
+    return sorted(cluster.pods[name]["metadata"]["labels"][contract.LABEL_ROLE] for name in cluster.living())
+
+
+def test_pods_are_created_in_order(make_cluster):
+    spec = {
+        "parameterServers": {"replicas": 2, "standbys": 1},
+        "workers": {"replicas": 3},
+        "update": {"backups": 1},
+        "evaluator": {},
+    }
+    cluster = make_cluster(spec)
+    cluster.apply(cluster.plan())
+    created = [(a.stage, a.role, a.index, a.incarnation) for a in cluster.plan().actions if isinstance(a, CreatePod)]
+    assert created == [
+        (0, SERVER, 0, 1),
+        (0, SERVER, 1, 1),
+        (1, WORKER, 0, 1),
+        (1, WORKER, 1, 1),
+        (2, SERVER, 0, 2),
+        (2, SERVER, 1, 2),
+        (2, WORKER, 2, 1),
+        (2, "evaluator", 0, 1),
+    ]
+
+
+def test_a_quota_of_two_pods_gives_the_server_its_place(make_cluster):
+    cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 3}})
+    Quota(cluster, 2)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER]
+
+
+def test_servers_that_are_refused_hold_the_workers_back(make_cluster):
+    cluster = make_cluster({"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}})
+    quota = Quota(cluster, 1)
+    cluster.settle()
+    for _ in range(4):
+        cluster.tick(5)
+        cluster.settle()
+    assert roles(cluster) == [SERVER]
+    assert "exceeded quota" in cluster.condition("PodsCreated")["message"]
+    quota.limit = 10
+    cluster.tick(5)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, SERVER, WORKER, WORKER, WORKER]
+    assert set(cluster.status["incarnations"].values()) == {1}
+    assert not cluster.deaths
+
+
+def test_a_worker_makes_room_for_a_server_that_the_quota_refuses(running):
+    """A server was lost, and meanwhile the quota was lowered: without it the workers train nothing."""
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 3}})
+    quota = Quota(cluster, 3)
+    cluster.vanish(cluster.named(SERVER, 0))
+    todo = None
+    for _ in range(4):
+        todo = cluster.plan()
+        cluster.apply(todo)
+    deleted = [pod for pod in cluster.pods.values() if pod["metadata"].get("deletionTimestamp")]
+    assert [pod["metadata"]["labels"][contract.LABEL_INDEX] for pod in deleted] == ["2"], "one for one server"
+    assert not [a for a in cluster.plan().actions if isinstance(a, DeletePod)]
+    cluster.bury()
+    cluster.tick(5)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER, WORKER]
+    quota.limit = 4
+    cluster.tick(5)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER, WORKER, WORKER]
+    assert all(not death.charged for death in cluster.deaths)
+
+
+def test_gates_do_not_count_against_the_pending_deadline(make_cluster):
+    """A queue may keep a pod for hours; the time begins when the gates are gone."""
+    cluster = make_cluster(
+        {"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": {"pendingDeadlineSeconds": 20}}
+    )
+    cluster.settle()
+    names = sorted(cluster.pods)
+    for _ in range(10):
+        for name in names:
+            cluster.gate(name)
+        cluster.tick(60)
+        cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    assert cluster.condition("PodsReady")["reason"] == "SchedulingGated"
+    for name in names:
+        cluster.gate(name)
+        cluster.gate(name, gated=False)
+    cluster.tick(19)
+    cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    cluster.tick(2)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "Unschedulable"
