@@ -9,13 +9,14 @@ import copy
 import re
 import shlex
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from backstay_cluster import bounded_yaml
 from backstay_spec import contract
 from backstay_spec.validation import SpecErrors, parse_job
 
@@ -27,22 +28,6 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 
 class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed in this program
     """The input cannot be run; the message says what is invalid and what would be valid."""
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which plain YAML loaders silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice in one mapping", key_node.start_mark
-                )
-            if isinstance(key, Hashable):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def is_standard_input(path: Path) -> bool:
@@ -92,12 +77,11 @@ def load_job(path: Path) -> Any:
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     try:
-        # The loader is a SafeLoader.
-        documents = [document for document in yaml.load_all(text, _UniqueKeyLoader) if document is not None]
+        documents = [document for document in bounded_yaml.load_all(text) if document is not None]
     except yaml.YAMLError as error:
         raise BadInput(f"{path} is not YAML: {error}") from None
-    except RecursionError:
-        raise BadInput(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise BadInput(f"{path} holds an invalid value: {error}") from None
     jobs = [
         document for document in documents if not isinstance(document, dict) or document.get("kind") == contract.KIND
     ]

@@ -19,9 +19,9 @@ def backups_of(backups: int | str, replicas: int) -> int:
         ValueError: `backups` is negative or not a number or whole percents.
     """
     if isinstance(backups, str):
-        match = re.fullmatch(r"(0|[1-9][0-9]{0,2})%", backups)
+        match = re.fullmatch(r"(0|[1-9][0-9]?)%", backups)
         if match is None:
-            raise ValueError(f"backups is {backups!r}: must be a whole number, or whole percents such as '5%'")
+            raise ValueError(f"backups is {backups!r}: must be a whole number, or whole percents from '0%' to '99%'")
         percent = int(match.group(1))
         return -(-replicas * percent // (100 + percent))
     if backups < 0:

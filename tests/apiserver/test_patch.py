@@ -175,3 +175,14 @@ def test_strategic_merge_directives():
     )
     with pytest.raises(ApiError, match="does not contain declared merge key: name"):
         strategic_merge("V1Pod", {}, containers({"image": "x"}))
+
+
+def test_o7_copies_of_copies_are_bounded():
+    """28 operations would make 250 million of one kilobyte."""
+    doc = {"a": ["x" * 1000]}
+    operations = [{"op": "copy", "from": "/a", "path": "/a/-"}] * 28
+    with pytest.raises(ApiError) as caught:
+        json_patch(doc, operations)
+    assert caught.value.code == 413
+    assert doc == {"a": ["x" * 1000]}
+    assert json_patch(doc, operations[:5])["a"][0] == "x" * 1000

@@ -307,3 +307,29 @@ def test_starting_and_stopping_leaves_the_loop_clean():
         assert loop.run_until_complete(life()) == []
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("token", ["n\u00e4in", "\udcff", "Bearer", ""])
+def test_o7_a_token_of_any_bytes_is_refused_and_not_an_error_of_the_server(embedded, token):
+    host, port = re.fullmatch(r"https://(.*):(\d+)", embedded.url).groups()
+    context = ssl.create_default_context(cadata=embedded.server.ca)
+    with socket.create_connection((host, int(port))) as plain, context.wrap_socket(plain, server_hostname=host) as tls:
+        line = f"Authorization: Bearer {token}".encode(errors="surrogateescape")
+        tls.sendall(b"GET /api HTTP/1.1\r\nHost: a\r\n" + line + b"\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while more := tls.recv(4096):
+            answer += more
+    assert answer.split()[1] in (b"401", b"400"), answer
+
+
+@pytest.mark.parametrize("body", [b'{"a": ' + b"9" * 6000 + b"}", b"[" * 100_000, b'{"a":' * 100_000])
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/yaml", "application/json-patch+json", "application/merge-patch+json"]
+)
+def test_o7_numbers_and_nesting_without_bound_are_refused(embedded, body, kind):
+    patch = "patch" in kind
+    path = f"{PODS}/a" if patch else PODS
+    if patch:
+        embedded.post(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": POD_SPEC})
+    answer = embedded.call("PATCH" if patch else "POST", path, body, content_type=kind)
+    assert answer.status in {400, 422}, answer

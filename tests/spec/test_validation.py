@@ -151,12 +151,12 @@ BAD = [
     (
         "spec/update/backups",
         "5.5%",
-        "spec.update.backups: is \"5.5%\": must be a whole number of pods, or whole percents such as '5%'",
+        "spec.update.backups: is \"5.5%\": must be a whole number of pods, or whole percents from '0%' to '99%'",
     ),
     (
         "spec/update/backups",
         [1],
-        "spec.update.backups: is [1]: must be a whole number of pods, or whole percents such as '5%'",
+        "spec.update.backups: is [1]: must be a whole number of pods, or whole percents from '0%' to '99%'",
     ),
     ("spec/update/mode", "sync", 'spec.update.mode: is "sync": must be Sync or Async; did you mean Sync?'),
     (

@@ -38,6 +38,8 @@ _EVENT_FIELDS: Final = {
 
 
 def _integer(text: str) -> int | float:
+    if len(text) > 400:  # no float is as large, and Python refuses to convert many more digits
+        raise ValueError(f"json parse error: {text[:20]}... has {len(text)} digits: too large for a 64-bit number")
     value = int(text)
     return value if -(2**63) <= value < 2**63 else _finite(text)  # beyond 64 bits a number is a float
 
@@ -80,10 +82,13 @@ def read_object(resource: Resource, body: bytes, content_type: str, kind: str = 
     if content_type in {"application/yaml", "application/x-yaml"}:
         import yaml
 
+        from backstay_cluster import bounded_yaml
+
         try:
-            value = yaml.safe_load(body)
-        except yaml.YAMLError as error:
+            documents = bounded_yaml.load_all(body)
+        except (yaml.YAMLError, ValueError) as error:
             raise _unrecognized(wanted, f"yaml: {error}") from None
+        value = documents[0] if documents else None
     elif content_type in {"application/json", ""}:
         try:
             value = parse_json(body)

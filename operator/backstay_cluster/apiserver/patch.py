@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from backstay_cluster.apiserver.errors import ApiError, bad_request, rejected_patch
-from backstay_cluster.apiserver.objects import copy
+from backstay_cluster.apiserver.objects import copy, encode
 from backstay_cluster.apiserver.types import table
+
+COPY_LIMIT: Final = 3 * 1024 * 1024  # bytes of JSON; a real server limits them too
 
 
 def merge(target: Any, patch: Any) -> Any:
@@ -94,7 +96,8 @@ def json_patch(target: Any, operations: Any) -> Any:
     """RFC 6902.
 
     Raises:
-        ApiError: 422 when an operation is malformed, its path is missing, or a test fails; nothing is changed then.
+        ApiError: 422 when an operation is malformed, its path is missing, or a test fails; 413 when there are too many
+            operations or they copy too much. Nothing is changed then.
     """
     if not isinstance(operations, list):
         raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
@@ -105,6 +108,7 @@ def json_patch(target: Any, operations: Any) -> Any:
             f"The allowed maximum operations in a JSON patch is 10000, got {len(operations)}",
         )
     doc = copy(target)
+    copied = 0
     for operation in operations:
         if not isinstance(operation, dict):
             raise rejected_patch()
@@ -124,7 +128,17 @@ def json_patch(target: Any, operations: Any) -> Any:
                 raise rejected_patch()
         elif op in {"move", "copy"}:
             source = _tokens(operation.get("from"))
-            moved = copy(_get(doc, source))
+            moved = _get(doc, source)
+            if op == "copy":
+                # Copies of copies double the document with each operation.
+                copied += len(encode(moved))
+                if copied > COPY_LIMIT:
+                    raise ApiError(
+                        413,
+                        "RequestEntityTooLarge",
+                        f"The copy operations of a JSON patch may copy {COPY_LIMIT} bytes in all, these copy more",
+                    )
+            moved = copy(moved)
             if op == "move":
                 if tokens[: len(source)] == source and tokens != source:
                     raise rejected_patch()  # a value cannot be moved into itself

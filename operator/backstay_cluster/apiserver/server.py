@@ -194,7 +194,9 @@ class ApiServer:
 
     def _authenticate(self, http: web.BaseRequest) -> None:
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            token.strip().encode(errors="surrogateescape"), self._token.encode()
+        ):
             raise unauthorized()
 
     async def _route(self, http: web.BaseRequest) -> web.StreamResponse:

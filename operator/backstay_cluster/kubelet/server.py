@@ -86,7 +86,7 @@ class KubeletServer:
     async def _authenticate(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
         if self._tls is None and request.path != "/healthz":
             said = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(said.encode(), f"Bearer {self._token}".encode()):
+            if not hmac.compare_digest(said.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
                 raise web.HTTPUnauthorized(text="Unauthorized")
         return await handler(request)  # type: ignore[misc,no-any-return]
 
