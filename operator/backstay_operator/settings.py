@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import kopf
 
@@ -66,6 +66,23 @@ class Patience:
             yield self._then
 
 
+class NoDiffBase(kopf.DiffBaseStorage):
+    """No differences between versions of an object: none of our handlers asks for one.
+
+    Kopf's own storages copy each object of each event in depth. That is work for nothing, and an object that is nested
+    deeper than Python's stack allows would never reach our handlers.
+    """
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is stored."""
+
+
 def kopf_settings() -> kopf.OperatorSettings:
     """Kopf as a source of events and nothing else: it writes nothing to any object."""
     settings = kopf.OperatorSettings()
@@ -100,5 +117,5 @@ def kopf_settings() -> kopf.OperatorSettings:
     prefix = contract.ANNOTATION_PREFIX
     settings.persistence.finalizer = f"{prefix}/finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=prefix)
-    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=prefix)
+    settings.persistence.diffbase_storage = NoDiffBase()
     return settings

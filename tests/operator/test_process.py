@@ -364,6 +364,19 @@ def running(api: Api, name: str, pods: int) -> list[Json]:
     return found
 
 
+def test_t8_a_job_that_is_nested_too_deep_fails_with_the_reason(api: Api, start: Callable[..., Process]) -> None:
+    """The API server keeps unknown fields of a template at any depth; reading them must not end in silence."""
+    start()
+    deep: Json = {}
+    inner = deep
+    for _ in range(700):
+        inner["a"] = inner = {}
+    api.apply(make("deep", workers={"replicas": 1, "template": {"spec": {"affinity": deep}}}))
+    status = eventually(lambda: (found := api.job("deep").get("status", {})).get("phase") == "Failed" and found)
+    assert "is nested more than 64 deep" in str(status["conditions"])
+    assert "spec.workers" in str(status["conditions"])
+
+
 def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     api: Api, start: Callable[..., Process]
 ) -> None:
