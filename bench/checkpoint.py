@@ -91,6 +91,7 @@ def main() -> None:
             shards=1,
             incarnation=0,
             metrics=Metrics("bench", "ParameterServer", 0),
+            history=lambda: "0" * 16,
         )
         quiet, during, snapshots, writes, pauses, raws = [], [], [], [], [], []
         size = 0

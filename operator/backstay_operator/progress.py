@@ -155,7 +155,7 @@ def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:
     if not reply.HasField("term_start"):
         return None
     start = reply.term_start
-    return TermStart(start.term, start.step, start.checkpoint, start.redone)
+    return TermStart(start.term, start.step, start.checkpoint, start.redone, tuple(start.changes))
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:

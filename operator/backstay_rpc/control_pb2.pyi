@@ -399,18 +399,20 @@ class Settings(_message.Message):
     def __init__(self, world: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollback(_message.Message):
-    __slots__ = ("term", "version", "checkpoint", "world", "offset")
+    __slots__ = ("term", "version", "checkpoint", "world", "offset", "history")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     checkpoint: str
     world: int
     offset: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    history: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ..., history: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("version", "checkpoint", "failed", "reason")
@@ -492,16 +494,18 @@ class CheckpointReport(_message.Message):
     def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., term: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class TermStart(_message.Message):
-    __slots__ = ("term", "step", "checkpoint", "redone")
+    __slots__ = ("term", "step", "checkpoint", "redone", "changes")
     TERM_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     REDONE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     term: int
     step: int
     checkpoint: str
     redone: int
-    def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ...) -> None: ...
+    changes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
     __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "failed_reason", "live_workers", "standby", "beating", "term_start", "evaluation_step", "evaluation_error")
@@ -677,7 +681,7 @@ class Replica(_message.Message):
     def __init__(self, state: _Optional[_Union[ReplicaState, _Mapping]] = ..., array: _Optional[_Union[ReplicaArray, _Mapping]] = ..., whole: bool = ..., mean: _Optional[_Union[ReplicaMean, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., held: bool = ..., alive: bool = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("term", "version", "world", "last", "coordinator", "start", "offset", "since_checkpoint")
+    __slots__ = ("term", "version", "world", "last", "coordinator", "start", "offset", "since_checkpoint", "history")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -686,6 +690,7 @@ class ReplicaState(_message.Message):
     START_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SINCE_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -694,7 +699,8 @@ class ReplicaState(_message.Message):
     start: Rollback
     offset: int
     since_checkpoint: float
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., coordinator: _Optional[str] = ..., start: _Optional[_Union[Rollback, _Mapping]] = ..., offset: _Optional[int] = ..., since_checkpoint: _Optional[float] = ...) -> None: ...
+    history: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., coordinator: _Optional[str] = ..., start: _Optional[_Union[Rollback, _Mapping]] = ..., offset: _Optional[int] = ..., since_checkpoint: _Optional[float] = ..., history: _Optional[str] = ...) -> None: ...
 
 class ReplicaArray(_message.Message):
     __slots__ = ("key", "start", "stop", "offset")

@@ -59,6 +59,7 @@ def _checkpoint_config(spec: TrainingJobSpec) -> CheckpointConfig | None:
         every_steps=checkpoint.every_steps,
         every_seconds=checkpoint.every_seconds or None,
         keep=checkpoint.keep,
+        continue_from=checkpoint.continue_from,
     )
 
 

@@ -36,12 +36,14 @@ class TermStart:
         step: its first version.
         checkpoint: the URI of that version's checkpoint; empty: the initial parameters.
         redone: updates of the previous term after `step`, as far as this coordinator applied them itself.
+        changes: settings that differ from those of the run that stored the checkpoint, as text.
     """
 
     term: int
     step: int
     checkpoint: str = ""
     redone: int = 0
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,6 +395,7 @@ CHANGES: Final[tuple[Change, ...]] = tuple(
         "update",
         "checkpoint.uri?",
         "checkpoint.volume?",
+        "checkpoint.continueFrom",
         "scheduling",
     )
 )

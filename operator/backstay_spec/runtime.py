@@ -20,6 +20,7 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(default=None, ge=1)
     every_seconds: float | None = Field(default=None, gt=0)
     keep: int = Field(default=3, ge=1)
+    continue_from: Literal["SameJob", "Any"] = "SameJob"
 
 
 class RuntimeConfig(BaseModel):

@@ -152,7 +152,11 @@ class Checkpoint(SpecModel):
     """Store after this many seconds; 0: not by time. A job's last step is always stored."""
 
     keep: int = 3
-    """How many whole checkpoints of the job are kept."""
+    """How many whole checkpoints of the job are kept. Files of another history are never deleted."""
+
+    continue_from: Literal["SameJob", "Any"] = "SameJob"
+    """Which checkpoints in the folder training may start from. `SameJob`: those of a job with this namespace, name and
+    seed; a folder with other checkpoints is refused. `Any`: the newest one, whichever job stored it."""
 
 
 class RunPolicy(SpecModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._checkpoint import CheckpointStore, Entry, Manifest, ManifestLeaf, Reader, load
+from backstay._checkpoint import CheckpointStore, Entry, Manifest, Origin, Reader, load
+from backstay._checkpoint._sealed import seal, unseal
 from backstay._checkpoint._structure import describe_structure, rebuild
-from backstay.errors import CheckpointError
+from backstay.errors import CheckpointError, StorageError
 
 PARAMS = {
     "w": np.arange(24, dtype=np.float32).reshape(4, 6),
@@ -26,34 +28,8 @@ PARAMS = {
 }
 
 
-def leaves_of(tree: Any) -> list[tuple[str, np.ndarray]]:
-    return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def write(
-    store: CheckpointStore, params: Any, *, version: int, term: int = 1, shards: int = 1, incarnation: int = 0
-) -> Manifest:
-    named = leaves_of(params)
-    files = []
-    for shard in range(shards):
-        entries = []
-        for path, array in named:
-            first, last = shard * array.size // shards, (shard + 1) * array.size // shards
-            entries.append(Entry(f"params/{path}", first, last, array.reshape(-1)[first:last]))
-        files.append(
-            store.write_shard(entries, version=version, term=term, shard=shard, shards=shards, incarnation=incarnation)
-        )
-    manifest = Manifest(
-        version=version,
-        term=term,
-        incarnation=incarnation,
-        shards=shards,
-        leaves=tuple(ManifestLeaf(path=path, shape=array.shape, dtype=array.dtype.name) for path, array in named),
-        structure=describe_structure(params),
-        files=tuple(files),
-    )
-    store.write_manifest(manifest)
-    return manifest
+Write = Callable[..., Manifest]
+SHARD = {"history": "00000000000000aa", "term": 1, "shard": 0, "shards": 1, "incarnation": 0}
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -73,7 +49,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_t7_what_was_written_is_read_whatever_the_number_of_shards(uri: str, shards: int) -> None:
+def test_t7_what_was_written_is_read_whatever_the_number_of_shards(write: Write, uri: str, shards: int) -> None:
     store = CheckpointStore(uri)
     manifest = write(store, PARAMS, version=7, shards=shards)
     assert_same(load(uri).params, PARAMS)
@@ -84,7 +60,7 @@ def test_t7_what_was_written_is_read_whatever_the_number_of_shards(uri: str, sha
 @given(st.data())
 @settings(max_examples=50, deadline=None)
 def test_t7_any_range_is_found_again_in_another_partition(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, write: Write, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, 50))
     shards = data.draw(st.integers(1, 5))
@@ -100,7 +76,7 @@ def test_t7_any_range_is_found_again_in_another_partition(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest torn", "manifest of the future"])
-def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(tmp_path: Path, damage: str) -> None:
+def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(write: Write, tmp_path: Path, damage: str) -> None:
     store = CheckpointStore(str(tmp_path))
     write(store, PARAMS, version=5)
     newer = write(store, jax.tree.map(lambda x: x + 1, PARAMS), version=6)
@@ -118,7 +94,7 @@ def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(tmp_path: Path, dama
         case "manifest torn":
             manifest.write_bytes(manifest.read_bytes()[:100])
         case "manifest of the future":
-            manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+            manifest.write_bytes(seal({**unseal(manifest.read_bytes(), "it"), "format": 3}))
     found = load(str(tmp_path))
     assert found.step == 5
     assert_same(found.params, PARAMS)
@@ -128,23 +104,23 @@ def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(tmp_path: Path, dama
 
 def test_t7_files_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
-    store.write_shard([Entry("params/a", 0, 2, np.zeros(2))], version=3, term=1, shard=0, shards=1, incarnation=0)
+    store.write_shard([Entry("params/a", 0, 2, np.zeros(2))], version=3, **SHARD)
     assert store.newest().manifest is None
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         load(str(tmp_path))
 
 
-def test_t7_a_manifest_is_refused_when_a_file_is_not_there(tmp_path: Path) -> None:
+def test_t7_a_manifest_is_refused_when_a_file_is_not_there(write: Write, tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     manifest = write(store, PARAMS, version=3)
     (tmp_path / manifest.name).unlink()
     (tmp_path / manifest.files[0].name).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         store.write_manifest(manifest)
-    assert store.manifests() == []
+    assert store.contents().manifests == ()
 
 
-def test_t6_the_newest_is_by_term_and_then_version(tmp_path: Path) -> None:
+def test_t6_the_newest_is_by_term_and_then_version(write: Write, tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     write(store, PARAMS, version=90, term=1)
     write(store, PARAMS, version=40, term=2)
@@ -153,17 +129,65 @@ def test_t6_the_newest_is_by_term_and_then_version(tmp_path: Path) -> None:
     assert (newest.term, newest.version) == (2, 40)
 
 
-def test_t6_keep_never_deletes_a_newer_terms_files(uri: str) -> None:
+def test_t6_keep_never_deletes_a_newer_terms_files(write: Write, uri: str) -> None:
+    store = CheckpointStore(uri)
+    old = [write(store, PARAMS, version=version, term=1) for version in (10, 20, 30)]
+    write(store, PARAMS, version=15, term=2)
+    store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=18, **{**SHARD, "term": 2})
+    before = set(store.folder.names())
+    assert store.prune(keep=1, newest=old[-1]) == []
+    assert set(store.folder.names()) == before
+    assert store.newest().manifest is not None
+
+
+def test_t7_keep_never_deletes_files_of_another_history(
+    write: Write, origin_of: Callable[..., Origin], uri: str
+) -> None:
     store = CheckpointStore(uri)
     for version in (10, 20, 30):
-        write(store, PARAMS, version=version, term=1)
-    write(store, PARAMS, version=15, term=2)
-    store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=18, term=2, shard=0, shards=1, incarnation=1)
-    before = set(store._folder.names())
-    store.prune(keep=1, term=1)
-    after = set(store._folder.names())
-    assert {name for name in before if "-term-00000002-" in name} <= after
-    assert store.newest().manifest is not None
+        write(store, PARAMS, version=version, origin=origin_of("00000000000000bb", "b"))
+    theirs = set(store.folder.names())
+    for version in (31, 32, 33):
+        newest = write(store, PARAMS, version=version, term=2, lease=2)
+    deleted = store.prune(keep=1, newest=newest)
+    assert len(deleted) == 4
+    assert theirs <= set(store.folder.names())
+    assert [name.version for name in store.contents().manifests] == [33, 30, 20, 10]
+
+
+def test_t7_an_error_while_pruning_deletes_nothing_that_is_whole(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest that cannot be read now may be whole: its files are not loose."""
+    store = CheckpointStore(str(tmp_path))
+    write(store, PARAMS, version=1)
+    newest = write(store, PARAMS, version=2)
+
+    def broken(self: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", broken)
+        with pytest.raises(StorageError):
+            store.prune(keep=2, newest=newest)
+    assert_same(load(str(tmp_path)).params, PARAMS)
+    assert len(store.contents().shards) == 2
+
+
+def test_t7_a_file_that_exists_is_never_replaced(write: Write, uri: str) -> None:
+    store = CheckpointStore(uri)
+    first = write(store, PARAMS, version=3)
+    content = {name: store.folder.read(name) for name in store.folder.names()}
+    second = write(store, jax.tree.map(lambda x: x + 1, PARAMS), version=3)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert {name: store.folder.read(name) for name in content} == content
+    for name in content:
+        with pytest.raises(CheckpointError, match="exist"):
+            store.folder.write(name, b"other")
+    assert store.folder.read(first.name) == content[first.name]
+    newest = store.newest().manifest
+    assert newest is not None
+    assert newest.name == second.name
 
 
 @given(
@@ -171,23 +195,26 @@ def test_t6_keep_never_deletes_a_newer_terms_files(uri: str) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_t7_pruning_leaves_the_newest_whole(
-    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[int, int]], keep: int
+    tmp_path_factory: pytest.TempPathFactory, write: Write, made: list[tuple[int, int]], keep: int
 ) -> None:
     store = CheckpointStore(str(tmp_path_factory.mktemp("c")))
-    for term, version in made:
+    manifests = [
         write(store, {"a": np.full(3, version, np.float32)}, version=version, term=term, shards=2)
-    store.prune(keep=keep, term=3)
-    left = store.manifests()
+        for term, version in made
+    ]
+    store.prune(keep=keep, newest=max(manifests, key=lambda manifest: manifest.key))
+    left = store.contents().manifests
     assert len(left) == min(keep, len(made))
-    assert [store.open(name).order[:2] for name in left] == sorted(made, reverse=True)[:keep]
-    assert len(store._folder.names()) == 3 * len(left)
+    assert [(name.term, name.version) for name in left] == sorted(made, reverse=True)[:keep]
+    assert [store.open(str(name)).key for name in left] == list(left)
+    assert len(store.folder.names()) == 3 * len(left)
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "file" / "not-a-folder"))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write"):
-        store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=1, term=1, shard=0, shards=1, incarnation=0)
+        store.write_shard([Entry("params/a", 0, 1, np.zeros(1))], version=1, **SHARD)
 
 
 class Point(NamedTuple):
@@ -195,7 +222,7 @@ class Point(NamedTuple):
     y: Any
 
 
-def test_other_nodes_need_an_example(tmp_path: Path) -> None:
+def test_other_nodes_need_an_example(write: Write, tmp_path: Path) -> None:
     params = {"p": Point(np.zeros(2, np.float32), [np.ones(3, np.float32)])}
     write(CheckpointStore(str(tmp_path)), params, version=1)
     with pytest.raises(CheckpointError, match="like"):

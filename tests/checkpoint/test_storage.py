@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from backstay._checkpoint import CheckpointStore, Entry, Manifest, ManifestLeaf
+from backstay._checkpoint import CheckpointStore, Manifest
 from backstay._checkpoint._files import RemoteFolder
-from backstay._checkpoint._structure import describe_structure
 from backstay._roles._storing import patiently
 from backstay.errors import CheckpointError, StorageError
 
@@ -55,27 +55,17 @@ def store(flaky: Flaky, tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(f"memory:/{path}", RemoteFolder(f"memory:/{path}", flaky, path))
 
 
-def make(store: CheckpointStore, version: int) -> Manifest:
-    array = np.full(100, version, np.float32)
-    info = store.write_shard(
-        [Entry("params/a", 0, 100, array)], version=version, term=1, shard=0, shards=1, incarnation=0
-    )
-    manifest = Manifest(
-        version=version,
-        term=1,
-        incarnation=0,
-        shards=1,
-        leaves=(ManifestLeaf(path="a", shape=(100,), dtype="float32"),),
-        structure=describe_structure({"a": array}),
-        files=(info,),
-    )
-    store.write_manifest(manifest)
-    return manifest
+Make = Callable[[CheckpointStore, int], Manifest]
+
+
+@pytest.fixture
+def make(write: Callable[..., Manifest]) -> Make:
+    return lambda store, version: write(store, {"a": np.full(100, version, np.float32)}, version=version)
 
 
 @pytest.mark.parametrize("call", ["put_file", "pipe_file"])
 def test_t7_an_object_store_that_refuses_a_write_leaves_the_last_whole_one(
-    store: CheckpointStore, flaky: Flaky, call: str
+    make: Make, store: CheckpointStore, flaky: Flaky, call: str
 ) -> None:
     make(store, 1)
     flaky.down = {call}
@@ -88,7 +78,7 @@ def test_t7_an_object_store_that_refuses_a_write_leaves_the_last_whole_one(
     assert make(store, 2).version == 2
 
 
-def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(store: CheckpointStore, flaky: Flaky) -> None:
+def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(make: Make, store: CheckpointStore, flaky: Flaky) -> None:
     make(store, 1)
     flaky.tears = True
     with pytest.raises(CheckpointError, match=r"has \d+ bytes, \d+ bytes were written: no checkpoint made"):
@@ -100,7 +90,7 @@ def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(store: CheckpointStor
 
 @pytest.mark.parametrize("call", ["cat_file", "info", "ls"])
 def test_t7_an_error_that_may_pass_never_makes_a_whole_checkpoint_look_damaged(
-    store: CheckpointStore, flaky: Flaky, call: str
+    make: Make, store: CheckpointStore, flaky: Flaky, call: str
 ) -> None:
     """Else a hiccup of the object store would throw away what was trained since an older one, or all of it."""
     make(store, 1)
@@ -139,7 +129,9 @@ def test_what_is_damaged_is_told_at_once() -> None:
         patiently(damaged, sleep=lambda seconds: pytest.fail("it waited"))
 
 
-def test_t7_a_local_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t7_a_local_file_that_cannot_be_read_is_no_damage(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = CheckpointStore(str(tmp_path))
     make(store, 1)
 
@@ -151,7 +143,7 @@ def test_t7_a_local_file_that_cannot_be_read_is_no_damage(tmp_path: Path, monkey
         store.newest()
 
 
-def test_whoever_may_read_the_manifest_may_read_the_arrays(tmp_path: Path) -> None:
+def test_whoever_may_read_the_manifest_may_read_the_arrays(make: Make, tmp_path: Path) -> None:
     """An evaluator, or a person at the volume, need not be the server's user; safetensors would shut them out."""
     umask = os.umask(0o027)
     try:
@@ -164,14 +156,14 @@ def test_whoever_may_read_the_manifest_may_read_the_arrays(tmp_path: Path) -> No
     }
 
 
-def test_what_a_killed_server_was_writing_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_what_a_killed_server_was_writing_does_not_fill_the_disk(make: Make, tmp_path: Path) -> None:
     """safetensors writes beside the file and renames; its name tells no version, so age decides."""
     store = CheckpointStore(str(tmp_path))
-    make(store, 1)
+    newest = make(store, 1)
     old, young = tmp_path / ".tmpAb3dE9", tmp_path / ".tmpxxxxxx"
     for leftover in (old, young):
         leftover.write_bytes(b"half")
     os.utime(old, (time.time() - 7200, time.time() - 7200))
-    store.prune(keep=3, term=1)
+    store.prune(keep=3, newest=newest)
     assert not old.exists()
     assert young.exists()

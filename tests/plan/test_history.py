@@ -69,6 +69,21 @@ def test_a_job_that_continues_a_checkpoint_says_so_and_a_new_one_says_nothing(ru
     assert not told(new, "RolledBack", "Continued")
 
 
+def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> None:
+    """T7: another learning rate or batch size is allowed, and reported once."""
+    job = running()
+    start = TermStart(4, 105, URI, changes=("the optimizer computes another update: 0.1 was replaced by 0.2", "b"))
+    for step in (105, 120):
+        job.answer(term=4, step=step, last=(4, step), term_start=start)
+        job.settle()
+    assert told(job, "SettingsChanged") == [
+        (
+            "SettingsChanged",
+            "changed since step 105 was stored: the optimizer computes another update: 0.1 was replaced by 0.2; b",
+        )
+    ]
+
+
 def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> None:
     job = running()
     metrics = {"mse": 0.1768481, "bad": float("nan")}

@@ -103,7 +103,7 @@ def test_the_runtime_is_told_the_whole_spec():
         "stall_seconds": 20,
         "standbys": 0,
         "evaluator": True,
-        "checkpoint": {"uri": "/backstay/checkpoints", "every_steps": 5, "keep": 2},
+        "checkpoint": {"uri": "/backstay/checkpoints", "every_steps": 5, "keep": 2, "continue_from": "SameJob"},
         "log_format": "json",
     }
 

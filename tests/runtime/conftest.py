@@ -177,7 +177,10 @@ def job(tmp_path: Path, compiled: Path) -> Iterator[type[Job]]:
     made: list[Job] = []
 
     def make(shards: int, workers: int, **config: object) -> Job:
-        made.append(Job(tmp_path, compiled, shards, workers, **config))
+        # The logs of a second job do not mix with those of the first.
+        folder = tmp_path / f"job-{len(made)}" if made else tmp_path
+        folder.mkdir(exist_ok=True)
+        made.append(Job(folder, compiled, shards, workers, **config))
         return made[-1]
 
     yield make  # type: ignore[misc]

@@ -14,22 +14,24 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, Manifest, Origin
 from backstay._control import ControlClient, ControlServer, Driving, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
+from backstay._roles._manifests import Identity, ManifestStorage
 from backstay._roles._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby
-from backstay._roles._storing import ManifestStorage
 from backstay._shard._follower import Held
 from backstay._timeouts import Timeouts
 from backstay._update._engine import ShardEngine
-from backstay.errors import CheckpointError
+from backstay.errors import BackstayError, CheckpointError, Superseded
 from backstay_rpc.control_pb2 import Done, Peer, Rollback
 
 TOKEN = "0123456789abcdef"
+HISTORY = "00000000000000aa"
 SCRIPT = Script(
     init=lambda key: {"w": jnp.zeros(8), "b": jnp.zeros(8)},
     loss=lambda params, batch: jnp.sum(params["w"]),
@@ -167,13 +169,13 @@ def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
 def storage_of(store: Any) -> ManifestStorage:
     """Of a job of one shard."""
     plan = SCRIPT.plan(1)
+    job = Job(namespace="default", name="job", uid="1")
+    lease = FolderLease(store, Holder(job, 2), lost=lambda error: None, wait=lambda seconds: False)
     return ManifestStorage(
         store,
+        lease,
         plan.partition,
-        plan.rule,
-        job="job",
-        incarnation=2,
-        steps=10,
+        Identity(job, incarnation=2, seed=0, steps=10, settings={}),
         keep=lambda: 1,
         world=lambda: 1,
         metrics=dict,
@@ -186,24 +188,54 @@ def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: 
 
     class Silent:
         uri = "somewhere"
+        folder = None
 
-        def newest(self, *, verify: bool) -> None:
+        def contents(self) -> None:
             answers.wait(30)
             raise CheckpointError("it errs in the end")
 
-    monkeypatch.setattr("backstay._roles._storing.KNOWN_SECONDS", 0.01)
+    monkeypatch.setattr("backstay._roles._manifests.KNOWN_SECONDS", 0.01)
     storage = storage_of(Silent())
-    assert storage.known() == ("", (0, -1))
+    assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
     answers.set()
 
 
-def test_a_checkpoint_is_known_without_being_read(tmp_path: Path) -> None:
-    from backstay._checkpoint._manifest import Manifest
-    from backstay._checkpoint._store import CheckpointStore
-
+def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> None:
+    """It finds the newest checkpoint, and what the previous incarnation stores after that is not in the history."""
     store = CheckpointStore(str(tmp_path))
+    job = Job(namespace="default", name="job", uid="1")
+    lost: list[BackstayError] = []
+    previous = FolderLease(store, Holder(job, 1), lost=lost.append, wait=lambda seconds: False)
+    previous.acquire()
+
+    def manifest(version: int) -> Manifest:
+        info = store.write_shard(
+            [], history=HISTORY, version=version, term=3, shard=0, shards=1, incarnation=previous.number
+        )
+        return Manifest(
+            origin=Origin(history=HISTORY, job=job, seed=0),
+            lease=previous.number,
+            version=version,
+            term=3,
+            incarnation=1,
+            shards=1,
+            leaves=(),
+            structure={"dict": []},
+            files=(info,),
+            state=CoordinatorState(3, version, 1, history=HISTORY).to_json(),
+        )
+
+    four = store.write_manifest(manifest(4))
     storage = storage_of(store)
-    assert storage.known() == ("", (0, -1))
-    manifest = Manifest(version=4, term=3, incarnation=1, shards=1, leaves=(), structure={}, files=())
-    store.write_manifest(manifest)
-    assert storage.known() == (f"{store.uri.rstrip('/')}/{manifest.name}", (3, 4))
+    try:
+        assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == (store.uri_of(four), (3, 4))
+        late = store.write_manifest(manifest(6))
+        newest = store.newest()
+        assert newest.manifest == four
+        assert late.name in newest.skipped[0]
+        with pytest.raises(Superseded, match="incarnation 2"):
+            previous.check()
+        assert [type(error) for error in lost] == [Superseded]
+    finally:
+        storage.close()
+        previous.release()

@@ -122,7 +122,7 @@ BAD = [
         "spec/checkpoint/interval",
         1,
         "spec.checkpoint.interval: is not a field of spec.checkpoint: its fields are uri, volume, everySteps, "
-        "everySeconds, keep",
+        "everySeconds, keep, continueFrom",
     ),
     (
         "spec/workers/template/resources",

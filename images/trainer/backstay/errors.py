@@ -5,6 +5,9 @@
         * `TreeError` -- the parameters are no tree of arrays that can be trained
         * `OptimizerError` -- the optimizer cannot be computed shard by shard
     * `CheckpointError` -- a checkpoint cannot be written or read, or does not fit
+        * `CheckpointInUse` -- another run writes into the folder
+        * `CheckpointOfAnotherJob` -- the checkpoints in the folder belong to another job or another seed
+        * `CheckpointFolderUnusable` -- this process may not write or read the folder
         * `StorageError` -- the place where checkpoints are errs: trying again may help
     * `Refused` -- a server said no, and would say it again
         * `Superseded` -- a newer incarnation of this pod lives: this one must stop
@@ -18,6 +21,9 @@ from __future__ import annotations
 __all__ = [
     "BackstayError",
     "CheckpointError",
+    "CheckpointFolderUnusable",
+    "CheckpointInUse",
+    "CheckpointOfAnotherJob",
     "ConfigurationError",
     "JobFailed",
     "OptimizerError",
@@ -48,6 +54,18 @@ class OptimizerError(ConfigurationError):
 
 class CheckpointError(BackstayError):
     """A checkpoint cannot be written or read, is damaged, or belongs to other parameters."""
+
+
+class CheckpointInUse(CheckpointError):  # noqa: N818
+    """Another run writes checkpoints into the folder; the message names it. A folder has one writer at a time."""
+
+
+class CheckpointOfAnotherJob(CheckpointError):  # noqa: N818
+    """The checkpoints in the folder belong to another job or another seed; the message names both."""
+
+
+class CheckpointFolderUnusable(CheckpointError):  # noqa: N818
+    """This process may not write or read the checkpoint folder; the message names the path, the uid and the cause."""
 
 
 class StorageError(CheckpointError):

@@ -49,7 +49,11 @@ def _term(facts: Facts, progress: Progress) -> News:
         updates = "1 update is" if redone == 1 else f"{redone} updates are"
         return News((warning("RolledBack", f"back to {place}: {at_least}{updates} redone"),), fields)
     if start.checkpoint:
-        return News((normal("Continued", f"training continues from {place}: {start.checkpoint}"),), fields)
+        events = [normal("Continued", f"training continues from {place}: {start.checkpoint}")]
+        if start.changes:
+            changed = "; ".join(start.changes)
+            events.append(warning("SettingsChanged", f"changed since step {start.step} was stored: {changed}"))
+        return News(tuple(events), fields)
     return News(fields=fields)
 
 

@@ -1,11 +1,13 @@
 """A folder of files, on a POSIX file system or any fsspec URI, in which a file appears whole or not at all.
 
-On POSIX that is a rename after an fsync; elsewhere it is one PUT, which object stores make atomic.
+On POSIX a file is written under a temporary name, synchronised, and then linked to its name. An object store has no
+rename and needs none: one PUT is atomic. A file that exists is never replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -33,7 +35,14 @@ class Folder(Protocol):
         """In bytes; None when there is no such file. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
-        """Make `name` appear whole; `fill` writes to the local path it is given."""
+        """Make `name` appear whole; `fill` writes to the local path it is given. A file that exists is not replaced:
+        that is an error."""
+
+    def rewrite(self, name: str, content: bytes) -> None:
+        """Change the content of a file that exists and has one writer; `content` has the length of the old one.
+
+        A reader may see a mixture of both. Nothing is synchronised with the disk.
+        """
 
     def delete(self, name: str) -> None:
         """Remove it; not an error when it is not there."""
@@ -65,7 +74,7 @@ class PosixFolder:
     def size(self, name: str) -> int | None:
         try:
             return (self.path / name).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StorageError(f"cannot read {self.path / name}: {error}") from error
@@ -87,12 +96,23 @@ class PosixFolder:
                     temporary.chmod(mode)
             _fsync(temporary)
             _faults.reach("rename")
-            temporary.replace(self.path / name)
+            _publish(temporary, self.path / name)
             _fsync(self.path)
         except Exception as error:
             # Whatever went wrong (a full disk, say), the half-written file must not stay and fill the disk further.
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
+
+    def rewrite(self, name: str, content: bytes) -> None:
+        try:
+            # In place, so that a full disk does not make a living process look dead.
+            descriptor = os.open(self.path / name, os.O_WRONLY)
+            try:
+                os.pwrite(descriptor, content, 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 
     def age(self, name: str) -> float:
@@ -149,6 +169,8 @@ class RemoteFolder:
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         import tempfile
 
+        if self.size(name) is not None:
+            raise CheckpointError(f"cannot write {self.uri}/{name}: it exists, and files are never replaced")
         try:
             _faults.disk()
             if isinstance(fill, bytes):
@@ -158,6 +180,12 @@ class RemoteFolder:
                 local = str(Path(scratch) / name)
                 fill(local)
                 self._fs.put_file(local, self._at(name))
+        except Exception as error:
+            raise CheckpointError(f"cannot write {self.uri}/{name}: {error}") from error
+
+    def rewrite(self, name: str, content: bytes) -> None:
+        try:
+            self._fs.pipe_file(self._at(name), content)
         except Exception as error:
             raise CheckpointError(f"cannot write {self.uri}/{name}: {error}") from error
 
@@ -187,6 +215,25 @@ def open_folder(uri: str) -> Folder:
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"cannot open the checkpoint folder {uri}: {error}") from error
     return RemoteFolder(uri.rstrip("/"), filesystem, path)
+
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Give `temporary` its name. Raises `FileExistsError` when there is such a file."""
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    else:
+        temporary.unlink()
+        return
+    # A file system without hard links. The name is this process's alone, so nobody creates it between these two calls.
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    temporary.rename(target)
 
 
 def _fsync(path: Path) -> None:

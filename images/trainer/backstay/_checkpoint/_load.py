@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..errors import CheckpointError
-from ._manifest import SUFFIX
+from ._names import MANIFEST_SUFFIX
 from ._reader import Reader
 from ._store import CheckpointStore
 from ._structure import rebuild
@@ -50,7 +50,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
     """
     uri = str(uri)
     skipped: tuple[str, ...] = ()
-    if uri.endswith(SUFFIX):
+    if uri.endswith(MANIFEST_SUFFIX):
         folder, _, name = uri.rpartition("/")
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)
@@ -80,7 +80,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
     return Checkpoint(
         params=params,
         step=manifest.version,
-        uri=f"{store.uri.rstrip('/')}/{manifest.name}",
+        uri=store.uri_of(manifest),
         metrics=dict(manifest.metrics),
         skipped=skipped,
     )

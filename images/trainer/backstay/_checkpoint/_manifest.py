@@ -1,33 +1,82 @@
-"""What a manifest says: it makes the checkpoint (T7), so everything a reader needs is in it and is checked here.
+"""What a manifest says: it makes the checkpoint (T7), so everything that a reader relies on is checked here.
 
-File names carry version, term and incarnation (T6): two histories never write the same name, and readers order by
-(term, version) without opening anything.
+A manifest names its history, and carries a checksum of itself. `Manifest.parse` accepts only what `Manifest.text`
+can have written: names by pattern, ranges that cover each array once, a structure and a state without contradictions.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, Final, Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..errors import CheckpointError
+from ._dtypes import BY_NAME
+from ._names import ManifestName, parse_shard
+from ._sealed import seal, unseal
+from ._structure import check_structure
 
-FORMAT: Final = 1
-SUFFIX: Final = ".manifest.json"
+__all__ = ["FORMAT", "Claim", "FileInfo", "FileRange", "Job", "Manifest", "ManifestLeaf", "Origin"]
 
-_MANIFEST_NAME: Final = re.compile(r"step-(\d{12})-term-(\d{8})-inc-(\d{6})\.manifest\.json")
-_SHARD_NAME: Final = re.compile(r"step-(\d{12})-term-(\d{8})-shard-(\d{5})-of-(\d{5})-inc-(\d{6})\.safetensors")
+FORMAT: Final = 2
+MAX_BYTES: Final = 256 << 20
+"""A larger manifest is refused before it is read."""
+
+_MAX: Final = 2**63 - 1
+_HISTORY: Final = "^[0-9a-f]{16}$"
+_PARAMS: Final = "params/"
+_Item = TypeVar("_Item")
+_List = Annotated[tuple[_Item, ...], Field(strict=False)]  # JSON has lists only; their items stay strict
 
 
-class FileRange(BaseModel):
+class _Model(BaseModel):
+    # Numbers are numbers and texts are texts: what a JSON document spells otherwise, nobody here has written.
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class Job(_Model):
+    """The job that a history belongs to."""
+
+    namespace: str = "default"
+    name: str = ""
+    uid: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    def same_job(self, other: Job) -> bool:
+        """Whether both are runs of one job: the namespace and the name are equal."""
+        return (self.namespace, self.name) == (other.namespace, other.name)
+
+
+class Origin(_Model):
+    """Where a checkpoint comes from.
+
+    Attributes:
+        history: random, drawn when the history's first term begins.
+        job: that wrote it.
+        seed: of the script.
+        digest: of the partition that the pods of the term agreed on; hex.
+        structure: digest of the structure of parameters and optimizer state; another one cannot be continued.
+        settings: what may change between two runs of a job, as text: a change is reported.
+    """
+
+    history: str = Field(pattern=_HISTORY)
+    job: Job
+    seed: int = Field(ge=0, le=_MAX)
+    digest: str = ""
+    structure: str = ""
+    settings: dict[str, str] = Field(default_factory=dict)
+
+
+class FileRange(_Model):
     """Elements ``start:stop`` of the flattened array `key` stand in a file, as the tensor ``key[start:stop]``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     key: str
-    start: int = Field(ge=0)
-    stop: int = Field(ge=0)
+    start: int = Field(ge=0, le=_MAX)
+    stop: int = Field(ge=0, le=_MAX)
 
     @property
     def tensor(self) -> str:
@@ -35,91 +84,224 @@ class FileRange(BaseModel):
         return f"{self.key}[{self.start}:{self.stop}]"
 
 
-class FileInfo(BaseModel):
+class FileInfo(_Model):
     """One file of a checkpoint: its name in the folder, its size in bytes, its SHA-256 in hex, and what is in it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     name: str
-    size: int = Field(ge=0)
+    size: int = Field(ge=0, le=_MAX)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    ranges: tuple[FileRange, ...] = ()
+    ranges: _List[FileRange] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_shards(cls, name: str) -> str:
+        if parse_shard(name) is None:
+            raise ValueError(f"{name[:200]!r} is not the name of a shard's file")
+        return name
 
 
-class ManifestLeaf(BaseModel):
+class ManifestLeaf(_Model):
     """One leaf of the parameters, in the order of the tree."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     path: str
-    shape: tuple[int, ...]
+    shape: _List[int]
     dtype: str
 
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
-class Manifest(BaseModel):
+    @model_validator(mode="after")
+    def _can_be_an_array(self) -> ManifestLeaf:
+        if len(self.shape) > 64 or any(length < 0 for length in self.shape) or self.size > _MAX:
+            raise ValueError(f"{self.path[:200]!r} has an invalid shape")
+        if self.dtype not in BY_NAME:
+            raise ValueError(f"{self.path[:200]!r} has the unknown dtype {self.dtype[:50]!r}")
+        return self
+
+
+class WorldRecord(_Model):
+    """A world of the history, as `CoordinatorState.to_json` writes it."""
+
+    version: int = Field(ge=0, le=_MAX)
+    world: int = Field(ge=1, le=2**31)
+    offset: int = Field(ge=-_MAX, le=_MAX)
+
+
+class StateRecord(_Model):
+    """The coordinator's state, as `CoordinatorState.to_json` writes it; fields that are not listed are kept."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    term: int = Field(ge=0, le=_MAX)
+    version: int = Field(ge=0, le=_MAX)
+    world: int = Field(ge=1, le=2**31)
+    keySteps: dict[str, int]  # noqa: N815  # the name in the file
+    nonFiniteRun: int = Field(ge=0, le=_MAX)  # noqa: N815
+    redone: int = Field(ge=0, le=_MAX)
+    worlds: _List[WorldRecord]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> StateRecord:
+        for rank, step in self.keySteps.items():
+            if not (rank.isascii() and rank.isdigit() and len(rank) <= 10 and 0 <= step <= _MAX):
+                raise ValueError(f"keySteps has the invalid entry {rank[:20]!r}: {step!r:.30}")
+        versions = [world.version for world in self.worlds]
+        if (
+            not versions
+            or versions != sorted(set(versions))
+            or versions[-1] > self.version
+            or self.worlds[-1].world != self.world
+        ):
+            raise ValueError("worlds is not the history of the world")
+        return self
+
+
+class Manifest(_Model):
     """A whole checkpoint. `state` is the coordinator's own (JSON), `structure` the tree of parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    format: Literal[1] = 1
-    job: str = ""
-    version: int = Field(ge=0)
-    term: int = Field(ge=0)
-    incarnation: int = Field(ge=0)
-    shards: int = Field(ge=1)
+    format: Literal[2] = 2
+    origin: Origin
+    lease: int = Field(ge=1, le=10**8 - 1)
+    attempt: int = Field(default=0, ge=0, le=999)
+    version: int = Field(ge=0, le=10**12 - 1)
+    term: int = Field(ge=0, le=10**8 - 1)
+    incarnation: int = Field(ge=0, le=10**6 - 1)
+    shards: int = Field(ge=1, le=10**5 - 1)
     steps: int | None = None
-    optimizer: str = ""  # a fingerprint of the optimizer's state: another optimizer's checkpoint is refused
-    leaves: tuple[ManifestLeaf, ...]
+    leaves: _List[ManifestLeaf]
     structure: dict[str, Any]
-    files: tuple[FileInfo, ...]
-    state: dict[str, Any] = Field(default_factory=dict)
+    files: _List[FileInfo]
+    state: dict[str, Any]
     metrics: dict[str, float] = Field(default_factory=dict)
     unix_seconds: float = 0.0
 
     @property
-    def name(self) -> str:
-        """The manifest's own file name."""
-        return manifest_name(self.version, self.term, self.incarnation)
+    def key(self) -> ManifestName:
+        """What the name says; newer checkpoints compare greater."""
+        return ManifestName(self.lease, self.term, self.version, self.attempt, self.origin.history)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Newer checkpoints compare greater: (term, version, incarnation)."""
-        return self.term, self.version, self.incarnation
+    def name(self) -> str:
+        """The manifest's own file name."""
+        return str(self.key)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Manifest:
+        check_structure(self.structure, len(self.leaves))
+        _check_state(self)
+        _check_files(self)
+        return self
+
+    def text(self) -> bytes:
+        """The content of its file."""
+        document = self.model_dump(mode="json")
+        # JSON has no infinity and no NaN, which an evaluation may return.
+        document["metrics"] = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        return seal(document)
 
     @classmethod
     def parse(cls, text: bytes, where: str) -> Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: `text` is not a manifest, or one of a format that this version does not know.
+            CheckpointError: `text` is not a manifest, was changed, contradicts itself, or has another format.
         """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            at = ".".join(str(part) for part in first["loc"]) or "the whole file"
-            raise CheckpointError(
-                f"{where} is not a checkpoint manifest of format {FORMAT}: {at}: {first['msg']}"
-            ) from None
+        return _parse(cls, text, where, "a checkpoint manifest")
 
 
-def manifest_name(version: int, term: int, incarnation: int) -> str:
-    """``step-...-term-...-inc-....manifest.json``."""
-    return f"step-{version:012d}-term-{term:08d}-inc-{incarnation:06d}{SUFFIX}"
+class Claim(_Model):
+    """The holder of a lease begins a term: later manifests of older leases and terms are not in the history (T6).
+
+    Attributes:
+        base: the manifest that the term begins at; empty for the seed's initial parameters.
+    """
+
+    format: Literal[2] = 2
+    origin: Origin
+    lease: int = Field(ge=1, le=10**8 - 1)
+    term: int = Field(ge=0, le=10**8 - 1)
+    incarnation: int = Field(ge=0)
+    base: str = ""
+
+    def text(self) -> bytes:
+        """The content of its file."""
+        return seal(self.model_dump(mode="json"))
+
+    @classmethod
+    def parse(cls, text: bytes, where: str) -> Claim:
+        """Read a claim. Raises `CheckpointError` as `Manifest.parse` does."""
+        return _parse(cls, text, where, "a claim of a checkpoint folder")
 
 
-def shard_name(version: int, term: int, shard: int, shards: int, incarnation: int) -> str:
-    """``step-...-term-...-shard-...-of-...-inc-....safetensors``."""
-    return f"step-{version:012d}-term-{term:08d}-shard-{shard:05d}-of-{shards:05d}-inc-{incarnation:06d}.safetensors"
+_Document = TypeVar("_Document", bound=_Model)
 
 
-def order_of_manifest(name: str) -> tuple[int, int, int] | None:
-    """(term, version, incarnation) of a manifest's file name, None for any other name."""
-    match = _MANIFEST_NAME.fullmatch(name)
-    return None if match is None else (int(match[2]), int(match[1]), int(match[3]))
+def _parse(cls: type[_Document], text: bytes, where: str, what: str) -> _Document:
+    document = unseal(text, where)
+    stated = document.get("format")
+    if stated != FORMAT:
+        raise CheckpointError(f"{where} has format {stated!r:.20}: this version reads format {FORMAT}")
+    try:
+        return cls.model_validate(document)
+    except RecursionError:
+        raise CheckpointError(f"{where} is not {what}: it is nested too deeply") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        at = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise CheckpointError(f"{where} is not {what}: {at}: {first['msg'][:300]}") from None
 
 
-def order_of_shard(name: str) -> tuple[int, int] | None:
-    """(term, version) of a shard's file name, None for any other name."""
-    match = _SHARD_NAME.fullmatch(name)
-    return None if match is None else (int(match[2]), int(match[1]))
+def _check_state(manifest: Manifest) -> None:
+    state = StateRecord.model_validate(manifest.state)
+    if (state.term, state.version) != (manifest.term, manifest.version):
+        raise ValueError(
+            f"the state is of version {state.version} in term {state.term}, the manifest of version "
+            f"{manifest.version} in term {manifest.term}"
+        )
+
+
+def _check_files(manifest: Manifest) -> None:
+    """
+    Raises:
+        ValueError: a file is of another checkpoint, or the ranges of an array overlap or leave a gap.
+    """
+    seen: set[str] = set()
+    shards: set[int] = set()
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for info in manifest.files:
+        name = parse_shard(info.name)
+        assert name is not None  # `FileInfo` has checked it
+        own = (name.history, name.term, name.version, name.shards)
+        if own != (manifest.origin.history, manifest.term, manifest.version, manifest.shards):
+            raise ValueError(f"{info.name} is a file of another checkpoint")
+        if info.name in seen or name.shard >= manifest.shards:
+            raise ValueError(f"{info.name} is named twice, or is of a shard that does not exist")
+        seen.add(info.name)
+        shards.add(name.shard)
+        for part in info.ranges:
+            parts.setdefault(part.key, []).append((part.start, part.stop))
+    if shards != set(range(manifest.shards)):
+        raise ValueError(f"a file of one of the {manifest.shards} shards is missing")
+    for key, ranges in parts.items():
+        if any(start > stop for start, stop in ranges) or list(_gaps(ranges)):
+            raise ValueError(f"the ranges of {key[:200]!r} overlap or leave a gap")
+    paths = [leaf.path for leaf in manifest.leaves]
+    if len(set(paths)) != len(paths):
+        raise ValueError("a leaf of the parameters is named twice")
+    for leaf in manifest.leaves:
+        held = max((stop for _, stop in parts.pop(_PARAMS + leaf.path, ())), default=0)
+        if held != leaf.size:
+            raise ValueError(f"the files hold {held} elements of {leaf.path[:200]!r}, it has {leaf.size}")
+    foreign = next((key for key in parts if key.startswith(_PARAMS)), None)
+    if foreign is not None:
+        raise ValueError(f"the files hold {foreign[:200]!r}, which is not a leaf of the parameters")
+
+
+def _gaps(ranges: list[tuple[int, int]]) -> Iterator[int]:
+    at = 0
+    for start, stop in sorted(ranges):
+        if start != at:
+            yield start
+        at = stop

@@ -6,34 +6,14 @@ import math
 import threading
 from collections import OrderedDict
 
-import ml_dtypes
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
+from ._dtypes import BY_NAME, STORED
 from ._manifest import Manifest
 from ._store import CheckpointStore
-
-# https://huggingface.co/docs/safetensors: the names of dtypes in a file's header.
-_DTYPES: dict[str, np.dtype[np.generic]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "C64": np.dtype(np.complex64),
-}
 
 
 class Reader:
@@ -98,6 +78,8 @@ class Reader:
         """Leaf `index` of the parameters, whole, in its own shape."""
         leaf = self.manifest.leaves[index]
         size = math.prod(leaf.shape)
+        if size == 0:  # nothing of it is stored
+            return np.empty(leaf.shape, BY_NAME[leaf.dtype])
         return self.read(f"params/{leaf.path}", 0, size).reshape(leaf.shape)
 
     def _tensor(self, number: int, tensor: str) -> NDArray[np.generic]:
@@ -123,8 +105,11 @@ class Reader:
         except safetensors.SafetensorError as error:
             raise CheckpointError(f"{info.name} is not a safetensors file: {error}") from error
         for name, spec in tensors:
-            dtype = _DTYPES.get(spec["dtype"])
+            dtype = STORED.get(spec["dtype"])
             if dtype is None:
                 raise CheckpointError(f"{info.name}: tensor {name!r} has the unknown dtype {spec['dtype']}")
             content[name] = np.frombuffer(spec["data"], dtype=dtype)
+        for part in info.ranges:
+            if (array := content.get(part.tensor)) is not None and array.size != part.stop - part.start:
+                raise CheckpointError(f"{info.name}: tensor {part.tensor!r} has {array.size} elements")
         return content

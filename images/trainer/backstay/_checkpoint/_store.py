@@ -1,13 +1,17 @@
 """Writes checkpoints and finds the newest whole one (T6, T7).
 
 A shard's server writes its own file with `write_shard`; the coordinator gathers what was written and makes the
-checkpoint with `write_manifest`; `prune` deletes only what no newer history could need.
+checkpoint with `write_manifest`; `prune` deletes only files of the coordinator's own history.
+
+A term begins with a claim, which names the manifest that it continues from. A manifest that an older lease or term
+wrote after that one is not in the history: a process that lost the folder may still write, and nobody reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,10 +22,22 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, StorageError
 from ._files import Folder, PosixFolder, open_folder
-from ._manifest import FileInfo, FileRange, Manifest, order_of_manifest, order_of_shard, shard_name
+from ._manifest import MAX_BYTES, Claim, FileInfo, FileRange, Manifest
+from ._names import (
+    ClaimName,
+    LeaseName,
+    ManifestName,
+    ShardName,
+    is_format_1,
+    parse_claim,
+    parse_lease,
+    parse_manifest,
+    parse_shard,
+)
 
 _CHUNK = 8 << 20
 _ABANDONED_SECONDS = 3600.0
+_MAX_ATTEMPTS = 1000
 
 
 class Entry(NamedTuple):
@@ -41,17 +57,72 @@ class Newest:
     skipped: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Contents:
+    """The names in a folder; files with any other name are not a part of a checkpoint.
+
+    Attributes:
+        manifests, claims: newest first.
+        format_1: manifests that only older versions can read.
+    """
+
+    names: tuple[str, ...]
+    manifests: tuple[ManifestName, ...]
+    claims: tuple[ClaimName, ...]
+    leases: tuple[LeaseName, ...]
+    shards: tuple[ShardName, ...]
+    format_1: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Contents:
+        """Sort `names` by what they are."""
+        kept = tuple(names)
+        return cls(
+            kept,
+            tuple(sorted((m for name in kept if (m := parse_manifest(name)) is not None), reverse=True)),
+            tuple(sorted((c for name in kept if (c := parse_claim(name)) is not None), reverse=True)),
+            tuple(lease for name in kept if (lease := parse_lease(name)) is not None),
+            tuple(shard for name in kept if (shard := parse_shard(name)) is not None),
+            tuple(name for name in kept if is_format_1(name)),
+        )
+
+    @property
+    def newest_term(self) -> int:
+        """The highest term that any name has; 0 when there is none."""
+        terms = [name.term for name in self.manifests] + [name.term for name in self.claims]
+        return max([*terms, *(name.term for name in self.shards)], default=0)
+
+    @property
+    def newest_lease(self) -> int:
+        """The highest number of a lease that any name has; 0 when there is none."""
+        numbers = [name.lease for name in self.manifests] + [name.lease for name in self.claims]
+        return max([*numbers, *(name.number for name in self.leases)], default=0)
+
+
 class CheckpointStore:
     """Checkpoints in one folder (`uri`: a path or any fsspec URI)."""
 
     def __init__(self, uri: str, folder: Folder | None = None) -> None:
         self.uri = uri
-        self._folder = folder if folder is not None else open_folder(uri)
+        self.folder = folder if folder is not None else open_folder(uri)
+        self._claims: dict[ClaimName, Claim | None] = {}  # they never change; None: damaged
+
+    def uri_of(self, manifest: Manifest) -> str:
+        """Where `manifest` is."""
+        return f"{self.uri.rstrip('/')}/{manifest.name}"
 
     # ---- writing
 
     def write_shard(
-        self, entries: Iterable[Entry], *, version: int, term: int, shard: int, shards: int, incarnation: int
+        self,
+        entries: Iterable[Entry],
+        *,
+        history: str,
+        version: int,
+        term: int,
+        shard: int,
+        shards: int,
+        incarnation: int,
     ) -> FileInfo:
         """Write one shard's arrays as safetensors, whole or not at all.
 
@@ -64,7 +135,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: the file could not be written (a full disk, no rights, an object store that errs).
         """
-        name = shard_name(version, term, shard, shards, incarnation)
+        for attempt in range(_MAX_ATTEMPTS):
+            name = str(ShardName(term, version, shard, shards, incarnation, attempt, history))
+            if self.folder.size(name) is None:
+                break
         kept: list[NDArray[np.generic]] = []
         tensors: dict[str, safetensors.TensorSpec] = {}
         ranges: list[FileRange] = []
@@ -84,95 +158,124 @@ class CheckpointStore:
             safetensors.serialize_file(tensors, path, {"format": "backstay"})
             digest.append(_sha256_of(path))
 
-        self._folder.write(name, fill)
+        self.folder.write(name, fill)
         del kept
         size, sha256 = digest[-1]
         return FileInfo(name=name, size=size, sha256=sha256, ranges=tuple(ranges))
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: Manifest) -> Manifest:
         """Make the checkpoint: after this call it is the newest whole one.
+
+        Returns:
+            The manifest as it is stored: `attempt` is the first that no file has.
 
         Raises:
             CheckpointError: a file that the manifest names is not there with its size, or the write failed.
         """
         for info in manifest.files:
-            size = self._folder.size(info.name)
+            size = self.folder.size(info.name)
             if size != info.size:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
                     f"{self.uri}/{info.name} {found}, {info.size} bytes were written: no checkpoint made"
                 )
-        self._folder.write(manifest.name, manifest.model_dump_json(indent=1).encode())
+        while self.folder.size(manifest.name) is not None and manifest.attempt < _MAX_ATTEMPTS - 1:
+            manifest = manifest.model_copy(update={"attempt": manifest.attempt + 1})
+        self.folder.write(manifest.name, manifest.text())
+        return manifest
 
-    def prune(self, *, keep: int, term: int) -> list[str]:
-        """Delete all but the newest `keep` checkpoints, and shard files that never got a manifest.
+    def write_claim(self, claim: Claim) -> ClaimName:
+        """Begin a term: from now on `claim` says what is in the history.
 
-        A file of a term newer than `term` is never deleted (T6), and neither is anything as new as the newest
-        manifest that this call sees: it may be a checkpoint in the making.
+        Raises:
+            CheckpointError: the write failed.
+        """
+        name = ClaimName(claim.lease, claim.term, secrets.token_hex(8), claim.origin.history)
+        self.folder.write(str(name), claim.text())
+        return name
+
+    def prune(self, *, keep: int, newest: Manifest) -> list[str]:
+        """Delete all but the newest `keep` checkpoints of a history, and its shard files that no manifest names.
+
+        Files of another history are never deleted. Neither is anything as new as `newest`, which may be a checkpoint
+        in the making, nor anything at all once a newer lease is in use (T6).
+
+        Args:
+            newest: the manifest that this process has just stored.
 
         Returns:
             The names of the deleted files.
-        """
-        names = self._folder.names()
-        orders = sorted(
-            ((order, name) for name in names if (order := order_of_manifest(name)) is not None), reverse=True
-        )
-        if not orders:
-            return []
-        mine = [(order, name) for order, name in orders if order[0] <= term]
-        newer = len(orders) - len(mine)
-        doomed = [name for _, name in mine[max(0, keep - newer) :]]
-        if len(doomed) == len(orders):
-            doomed.remove(orders[0][1])
-        kept = [(order, name) for order, name in orders if name not in doomed]
-        needed = {info.name for _, name in kept for info in self._manifest_or_none(name)}
-        newest = orders[0][0]
-        loose = [
-            name
-            for name in names
-            if (made := order_of_shard(name)) is not None
-            and name not in needed
-            and made[0] <= term
-            and made < newest[:2]
-        ]
-        # Manifests go first: a checkpoint without its manifest is no checkpoint, one without its files is a torn one.
-        for name in (*doomed, *loose):
-            self._folder.delete(name)
-        if isinstance(self._folder, PosixFolder):
-            self._sweep_temporaries(self._folder, newest[:2], term)
-        return [*doomed, *loose]
 
-    def _sweep_temporaries(self, folder: PosixFolder, newest: tuple[int, int], term: int) -> None:
+        Raises:
+            CheckpointError: the folder cannot be read, or a file not be deleted.
+        """
+        own, contents = newest.key, self.contents()
+        if contents.newest_lease > own.lease or (contents.manifests and contents.manifests[0] > own):
+            return []
+        claims = self._readable_claims(contents)
+        mine = [name for name in contents.manifests if name.history == own.history]
+        outside = [name for name in mine if excluded(name, claims) is not None]
+        inside = [name for name in mine if name not in outside]
+        kept = inside[: max(1, keep)]
+        needed = {info.name for name in kept for info in self._files_of(str(name))}
+        loose = [
+            str(name)
+            for name in contents.shards
+            if name.history == own.history
+            and (name.term, name.version) < (own.term, own.version)
+            and str(name) not in needed
+        ]
+        # A claim is needed as long as a checkpoint that is kept is older, or if its term began in another history.
+        oldest = min(kept)
+        past = [
+            str(name)
+            for name, claim in claims
+            if name.history == own.history
+            and (name.lease, name.term) < (oldest.lease, oldest.term)
+            and (base := parse_manifest(claim.base)) is not None
+            and base.history == own.history
+        ]
+        # Manifests first: a checkpoint without its manifest does not exist, one without its files is torn.
+        doomed = [*map(str, outside), *map(str, inside[max(1, keep) :]), *loose, *past]
+        for name in doomed:
+            self.folder.delete(name)
+        if isinstance(self.folder, PosixFolder):
+            self._sweep_temporaries(self.folder, own)
+        return doomed
+
+    def _sweep_temporaries(self, folder: PosixFolder, own: ManifestName) -> None:
         for name in folder.names():
             match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", name)
-            if match is None:
-                # What safetensors was writing when its process was killed; the name does not tell of which version.
-                if re.fullmatch(r"\.tmp\w{6}", name) and folder.age(name) > _ABANDONED_SECONDS:
-                    folder.delete(name)
-                continue
-            order = order_of_shard(match[1]) or (order_of_manifest(match[1]) or (None,))[:2]
-            if order[0] is not None and len(order) == 2 and order[0] <= term and order < newest:
+            target = None if match is None else parse_shard(match[1]) or parse_manifest(match[1])
+            if target is not None:
+                stale = target.history == own.history and (target.term, target.version) < (own.term, own.version)
+            else:
+                # What safetensors, or a probe, was writing when its process was killed; only age says so.
+                left = match is not None or re.fullmatch(r"\.tmp\w{6}|\.probe-[0-9a-f]{16}", name) is not None
+                stale = left and folder.age(name) > _ABANDONED_SECONDS
+            if stale:
                 folder.delete(name)
 
-    def _manifest_or_none(self, name: str) -> tuple[FileInfo, ...]:
+    def _files_of(self, name: str) -> tuple[FileInfo, ...]:
         try:
-            return Manifest.parse(self._folder.read(name), f"{self.uri}/{name}").files
+            return self.read_manifest(name).files
+        except StorageError:
+            raise  # it may be whole: its files must stay
         except CheckpointError:
             return ()
 
     # ---- reading
 
-    def manifests(self) -> list[str]:
-        """The names of the manifests in the folder, newest first by (term, version, incarnation)."""
-        found = [(order, name) for name in self._folder.names() if (order := order_of_manifest(name)) is not None]
-        return [name for _, name in sorted(found, reverse=True)]
+    def contents(self) -> Contents:
+        """What is in the folder. Raises `StorageError`."""
+        return Contents.of(self.folder.names())
 
-    def newest(self, *, verify: bool = True, before: tuple[int, int] | None = None) -> Newest:
+    def newest(self, *, verify: bool = True, contents: Contents | None = None) -> Newest:
         """The newest whole checkpoint.
 
         Args:
             verify: read every file and compare its SHA-256; otherwise only sizes are compared.
-            before: only checkpoints of a (term, version) below this one.
+            contents: as listed before.
 
         Returns:
             The manifest, or None when there is no whole checkpoint; and what was skipped, with the reason.
@@ -180,10 +283,14 @@ class CheckpointStore:
         Raises:
             StorageError: the folder cannot be listed, or a file in it not be read.
         """
+        contents = contents or self.contents()
+        claims = self._readable_claims(contents)
         skipped: list[str] = []
-        for name in self.manifests():
-            order = order_of_manifest(name)
-            if before is not None and order is not None and order[:2] >= before:
+        for key in contents.manifests:
+            name = str(key)
+            claim = excluded(key, claims)
+            if claim is not None:
+                skipped.append(f"{name}: stored by a process that had lost the folder to lease {claim.lease}")
                 continue
             try:
                 return Newest(self.open(name, verify=verify), tuple(skipped))
@@ -191,7 +298,13 @@ class CheckpointStore:
                 raise  # it may be whole: to pass it over would throw away what was trained
             except CheckpointError as error:
                 skipped.append(f"{name}: {error}")
+        skipped += [f"{name}: has format 1, this version reads format 2" for name in contents.format_1]
         return Newest(None, tuple(skipped))
+
+    def newest_claim(self, contents: Contents) -> Claim | None:
+        """The newest claim that is not damaged. Raises `StorageError`."""
+        claims = self._readable_claims(contents)
+        return claims[0][1] if claims else None
 
     def open(self, name: str, *, verify: bool = True) -> Manifest:
         """The manifest called `name`, when all it names is whole.
@@ -199,11 +312,9 @@ class CheckpointStore:
         Raises:
             CheckpointError: the manifest or one of its files is missing, truncated or damaged; the message says which.
         """
-        manifest = Manifest.parse(self._folder.read(name), f"{self.uri}/{name}")
-        if manifest.name != name:
-            raise CheckpointError(f"{self.uri}/{name} says of itself that it is {manifest.name}")
+        manifest = self.read_manifest(name)
         for info in manifest.files:
-            size = self._folder.size(info.name)
+            size = self.folder.size(info.name)
             if size is None:
                 raise CheckpointError(f"{info.name} is missing")
             if size != info.size:
@@ -212,18 +323,72 @@ class CheckpointStore:
                 self.read_file(info)
         return manifest
 
+    def read_manifest(self, name: str) -> Manifest:
+        """The manifest called `name`; its files are not looked at.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or `name` is not the name of a manifest.
+        """
+        if is_format_1(name):
+            raise CheckpointError(f"{self.uri}/{name} has format 1: this version reads format 2")
+        if parse_manifest(name) is None:
+            raise CheckpointError(f"{name[:200]!r} is not the name of a checkpoint manifest")
+        manifest = Manifest.parse(self._read_small(name, MAX_BYTES), f"{self.uri}/{name}")
+        if manifest.name != name:
+            raise CheckpointError(f"{self.uri}/{name} says of itself that it is {manifest.name}")
+        return manifest
+
     def read_file(self, info: FileInfo) -> bytes:
         """The whole content of a file, checked against its size and SHA-256.
 
         Raises:
             CheckpointError: it differs.
         """
-        data = self._folder.read(info.name)
+        data = self.folder.read(info.name)
         if len(data) != info.size:
             raise CheckpointError(f"{info.name} has {len(data)} bytes instead of {info.size}")
         if hashlib.sha256(data).hexdigest() != info.sha256:
             raise CheckpointError(f"{info.name} is damaged: its SHA-256 is not the manifest's")
         return data
+
+    def _readable_claims(self, contents: Contents) -> list[tuple[ClaimName, Claim]]:
+        found = []
+        for name in contents.claims:
+            if name not in self._claims:
+                self._claims[name] = self._read_claim(name)
+            claim = self._claims[name]
+            if claim is not None:
+                found.append((name, claim))
+        return found
+
+    def _read_claim(self, name: ClaimName) -> Claim | None:
+        try:
+            claim = Claim.parse(self._read_small(str(name), 1 << 20), f"{self.uri}/{name}")
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None  # then nothing is excluded because of it
+        own = (claim.lease, claim.term, claim.origin.history)
+        return claim if own == (name.lease, name.term, name.history) else None
+
+    def _read_small(self, name: str, limit: int) -> bytes:
+        size = self.folder.size(name)
+        if size is not None and size > limit:
+            raise CheckpointError(f"{self.uri}/{name} has {size} bytes: at most {limit} are valid")
+        return self.folder.read(name)
+
+
+def excluded(manifest: ManifestName, claims: Iterable[tuple[ClaimName, Claim]]) -> ClaimName | None:
+    """The claim that keeps `manifest` out of the history; None: it is in it.
+
+    A claim excludes what older leases and terms stored after the manifest that the claim continues from.
+    """
+    for name, claim in claims:
+        base = parse_manifest(claim.base)
+        newer = (name.lease, name.term) > (manifest.lease, manifest.term)
+        if newer and (base is None or manifest > base):
+            return name
+    return None
 
 
 def _sha256_of(path: str) -> tuple[int, str]:

@@ -66,3 +66,39 @@ def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
                 raise CheckpointError(f"the manifest's structure is damaged at {node!r}")
 
     return walk(structure)
+
+
+def check_structure(structure: Any, leaves: int) -> None:
+    """
+    Raises:
+        ValueError: `structure` is not what `describe_structure` writes for a tree of so many leaves.
+    """
+    numbers: list[int] = []
+
+    def walk(node: Any) -> None:
+        match node:
+            case {"none": True, **rest} if not rest:
+                return
+            case {"leaf": int(index), **rest} if not rest and type(index) is int:
+                numbers.append(index)
+            case {"dict": list(items), **rest} if not rest:
+                if not all(isinstance(item, list) and len(item) == 2 for item in items):
+                    raise ValueError("the structure has a dict that is not a list of pairs")
+                keys = [key for key, _ in items]
+                if any(type(key) not in (str, int, bool) for key in keys) or len(set(keys)) != len(keys):
+                    raise ValueError("the structure has a dict with an invalid key, or with a key twice")
+                for _, child in items:
+                    walk(child)
+            case (
+                {"list": list(children), **rest}
+                | {"tuple": list(children), **rest}
+                | {"other": str(), "children": list(children), **rest}
+            ) if not rest:
+                for child in children:
+                    walk(child)
+            case _:
+                raise ValueError(f"the structure has an unknown node {node!r:.100}")
+
+    walk(structure)
+    if numbers != list(range(leaves)):
+        raise ValueError(f"the structure has the leaves {numbers!r:.100}, must have 0 to {leaves - 1} in order")

@@ -69,6 +69,7 @@ class CoordinatorState:
         non_finite_run: how many of the newest updates in a row had a gradient that was not finite.
         redone: updates lost by going back to checkpoints, which were made again.
         worlds: every world of this history, oldest first; the last one is in force.
+        history: the id of the history, which the names of its checkpoints carry; empty where nothing is stored.
     """
 
     term: int
@@ -78,6 +79,7 @@ class CoordinatorState:
     non_finite_run: int = 0
     redone: int = 0
     worlds: tuple[World, ...] = ()
+    history: str = ""
 
     def __post_init__(self) -> None:
         if not self.worlds:
@@ -102,6 +104,7 @@ class CoordinatorState:
             "nonFiniteRun": self.non_finite_run,
             "redone": self.redone,
             "worlds": [{"version": w.version, "world": w.world, "offset": w.offset} for w in self.worlds],
+            "history": self.history,
         }
 
     @classmethod
@@ -123,6 +126,7 @@ class CoordinatorState:
                     World(version=int(one["version"]), world=int(one["world"]), offset=int(one["offset"]))
                     for one in data["worlds"]
                 ),
+                history=str(data.get("history", "")),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a coordinator's state: {error!r}") from error

@@ -32,7 +32,12 @@ __all__ = ["Succession", "start_of"]
 
 def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
     return Rollback(
-        term=state.term, version=state.version, checkpoint=checkpoint, world=state.world, offset=state.offset
+        term=state.term,
+        version=state.version,
+        checkpoint=checkpoint,
+        world=state.world,
+        offset=state.offset,
+        history=state.history,
     )
 
 

@@ -31,6 +31,7 @@ class Environment:
         pod_ip: what other pods connect to.
         checkpoint_uri: where checkpoints are; None when none are stored.
         timeouts: every deadline and interval of the pod.
+        namespace, uid: of the job; the uid is another one in each run.
     """
 
     job: str
@@ -50,6 +51,8 @@ class Environment:
     termination_log: Path | None
     active: int = 0
     timeouts: Timeouts = field(default_factory=Timeouts)
+    namespace: str = "default"
+    uid: str = ""
 
     @property
     def standby(self) -> bool:
@@ -123,4 +126,6 @@ class Environment:
             checkpoint_uri=config.checkpoint.uri if config.checkpoint else None,
             termination_log=Path(log) if log else None,
             active=number(contract.ENV_ACTIVE, 0),
+            namespace=text(contract.ENV_NAMESPACE, "default"),
+            uid=text(contract.ENV_JOB_UID, ""),
         )

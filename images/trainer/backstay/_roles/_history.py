@@ -1,4 +1,4 @@
-"""Where the job's history begins for shard 0's server: anew, at a checkpoint, or where its predecessor was."""
+"""Where the history of the job begins for shard 0's server: new, at a checkpoint, or where its predecessor was."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .._checkpoint import FolderLease, Holder, Job
 from .._control import Driving
 from .._coordination import Coordinator, Intervals, Rules
-from ._storing import ManifestStorage, NoStorage
+from .._process._exit import SIGTERM_EXIT
+from ..errors import BackstayError
+from ._manifests import Continued, Identity, ManifestStorage, NoStorage
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._process._environment import Environment
+    from .._process._exit import Stop
     from .._shard._follower import Held
     from ._leader import Leader
     from ._script import Plan, Script
@@ -23,6 +27,57 @@ __all__ = ["begin_history"]
 _LOG = logging.getLogger(__name__)
 
 
+def _open_storage(
+    environment: Environment,
+    script: Script,
+    plan: Plan,
+    leader: Leader,
+    store: CheckpointStore | None,
+    stop: Stop,
+    lost: Callable[[BackstayError], None],
+    *,
+    keep: Callable[[], int],
+    world: Callable[[], int],
+) -> ManifestStorage | NoStorage:
+    """The storage; nothing is read or written yet."""
+    if store is None:
+        return NoStorage(world)
+    job = Job(namespace=environment.namespace, name=environment.job, uid=environment.uid)
+    holder = Holder(job, environment.incarnation, environment.pod_name)
+    checkpoint = environment.config.checkpoint
+    identity = Identity(
+        job=job,
+        incarnation=environment.incarnation,
+        seed=script.seed,
+        steps=script.steps,
+        settings=_settings(environment, script, plan),
+        any_history=checkpoint is not None and checkpoint.continue_from == "Any",
+    )
+    return ManifestStorage(
+        store,
+        FolderLease(store, holder, lost=lost, wait=stop.asked.wait),
+        plan.partition,
+        identity,
+        keep=keep,
+        world=world,
+        metrics=leader.evaluation,
+        examples=leader.examples,
+    )
+
+
+def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str, str]:
+    """What a user may change between two runs, and is reported then."""
+    config, program = environment.config, plan.rule.program
+    return {
+        "optimizer": program.sha256.hex(),
+        "optimizer_constants": " ".join(program.constants),
+        "steps": str(script.steps),
+        "clip_norm": str(script.clip_norm),
+        "update.mode": config.mode,
+        "update.stalenessDamping": str(config.staleness_damping),
+    }
+
+
 def begin_history(
     environment: Environment,
     script: Script,
@@ -30,40 +85,51 @@ def begin_history(
     leader: Leader,
     store: CheckpointStore | None,
     held: Held | None,
+    stop: Stop,
+    lost: Callable[[BackstayError], None],
     *,
     keep: Callable[[], int],
     world: Callable[[], int],
-) -> tuple[Driving, bool]:
-    """The coordinator, not started yet; and whether the job was complete before it.
+) -> tuple[ManifestStorage | NoStorage, Driving, bool]:
+    """The storage; the coordinator, not started yet; and whether the job was complete before it.
 
     Args:
         store: None for a job that stores nothing.
         held: what this server held as its shard's standby.
-        keep: how many checkpoints to keep, as the operator wishes now.
-        world: `workers.replicas` as the operator wishes now.
+        lost: see `FolderLease`.
+        keep: how many checkpoints to keep, as the operator last asked for.
+        world: `workers.replicas` as the operator last asked for.
 
     Raises:
+        CheckpointInUse: another run writes into the folder.
+        CheckpointOfAnotherJob: the checkpoints in it are not this job's.
         CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
+        SystemExit: the process was told to stop while it waited for the folder.
     """
-    storage: ManifestStorage | NoStorage
-    if store is None:
-        storage = NoStorage(world)
-    else:
-        storage = ManifestStorage(
-            store,
-            plan.partition,
-            plan.rule,
-            job=environment.job,
-            incarnation=environment.incarnation,
-            steps=script.steps,
-            keep=keep,
-            world=world,
-            metrics=leader.evaluation,
-        )
+    storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
+    try:
+        driving, complete = _begin(environment, script, leader, storage, held, world=world)
+    except BaseException:
+        storage.close()
+        if stop.asked.is_set():
+            raise SystemExit(SIGTERM_EXIT) from None
+        raise
+    return storage, driving, complete
+
+
+def _begin(
+    environment: Environment,
+    script: Script,
+    leader: Leader,
+    storage: ManifestStorage | NoStorage,
+    held: Held | None,
+    *,
+    world: Callable[[], int],
+) -> tuple[Driving, bool]:
     now = time.monotonic()
-    rules, intervals = _rules(environment, script, stores=store is not None), _intervals(environment)
+    rules, intervals = _rules(environment, script), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
-        checkpoint, at = storage.known()
+        checkpoint, at = storage.known(held.coordinator)
         leader.start(held.coordinator, checkpoint, at[1], held.infos)
         successor = Coordinator.resume(
             rules,
@@ -83,12 +149,37 @@ def begin_history(
     state, checkpoint = storage.newest(0)
     if checkpoint:
         _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
+    if storage.continued is not None:
+        _report(storage.continued, leader)
     leader.start(state, checkpoint, state.version)
     coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps
 
 
-def _rules(environment: Environment, script: Script, *, stores: bool) -> Rules:
+def _report(continued: Continued, leader: Leader) -> None:
+    """Say which run stored the checkpoint that training continues from, and what the user changed since."""
+    origin = continued.origin
+    if not continued.own:
+        _LOG.warning(
+            "the checkpoint of step %d belongs to job %s with seed %d: a new history begins with its state, as "
+            "checkpoint.continueFrom asks for",
+            continued.step,
+            origin.job,
+            origin.seed,
+        )
+    elif not continued.same_run:
+        _LOG.info(
+            "this run of job %s continues the run with uid %s at step %d",
+            origin.job,
+            origin.job.uid or "unknown",
+            continued.step,
+        )
+    for change in continued.changes:
+        _LOG.warning("changed since step %d was stored: %s", continued.step, change)
+    leader.continues(continued.changes, None if continued.same_run else continued.examples)
+
+
+def _rules(environment: Environment, script: Script) -> Rules:
     config = environment.config
     return Rules(
         mode=config.mode,
@@ -99,7 +190,7 @@ def _rules(environment: Environment, script: Script, *, stores: bool) -> Rules:
         max_staleness=config.max_staleness,
         staleness_damping=config.staleness_damping,
         clip_norm=script.clip_norm,
-        stores=stores,
+        stores=environment.checkpoint_uri is not None,
         evaluates=script.evaluate is not None,
         replicates=config.standbys > 0,
         timeouts=environment.timeouts,

@@ -13,6 +13,7 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import (
     CheckpointReport,
+    Done,
     EvaluatedRequest,
     GradientInfo,
     ProgressReply,
@@ -59,6 +60,9 @@ class Leader:
         self._first_staged: float | None = None
         self._step = 0
         self._slow_told: dict[int, float] = {}
+        self._examples: int | None = None  # of each contribution of the newest update
+        self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
+        self._changes: list[str] = []
         self.finished_event = threading.Event()
 
     # ---- Observer ----
@@ -102,6 +106,7 @@ class Leader:
             rate = self._per_second = self._rate.per_second(now)
             loss = self._know(infos)
             train_metrics = self._train_metrics
+            self._compare_examples({info.examples for info in infos})
         self._metrics.loss.set(loss)
         self._metrics.examples_per_second.set(rate or 0.0)
         for name, value in train_metrics.items():
@@ -115,6 +120,24 @@ class Leader:
         names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
         self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
         return loss
+
+    def _compare_examples(self, counts: set[int]) -> None:
+        self._examples = counts.pop() if len(counts) == 1 else None
+        before, self._examples_before = self._examples_before, None
+        if before is not None and self._examples not in (None, before):
+            change = f"examples of a contribution were {before} and are {self._examples}: another batch size"
+            _LOG.warning("changed since the checkpoint was stored: %s", change)
+            self._changes.append(change)
+
+    def continues(self, changes: Sequence[str], examples: int | None) -> None:
+        """What differs from the run that stored the checkpoint; and the examples of each of its contributions."""
+        with self._lock:
+            self._changes, self._examples_before = list(changes), examples
+
+    def examples(self) -> int | None:
+        """Of each contribution of the newest update; None: they differ, or there was no update."""
+        with self._lock:
+            return self._examples
 
     def restarted(self, now: float, state: CoordinatorState) -> None:
         """See `Observer`."""
@@ -210,6 +233,20 @@ class Leader:
             known = {"loss": self._loss, "examplesPerSecond": self._per_second}
         return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
 
+    def outcome(self, done: Done, term: int, *, complete: bool) -> dict[str, Any]:
+        """The termination message of a job that has succeeded; `complete`: it was already, before this process."""
+        fields: dict[str, Any] = {
+            "result": "AlreadyComplete" if complete else "Succeeded",
+            "step": done.version,
+            **({"term": term} if term else {}),
+            "checkpoint": done.checkpoint,
+            "metrics": self.evaluation(),
+            **self.last(),
+        }
+        if error := self.evaluation_error():
+            fields["evaluationError"] = error
+        return fields
+
     def evaluation_error(self) -> str:
         """Why the newest evaluation has no metrics; empty when it has."""
         with self._lock:
@@ -233,8 +270,13 @@ class Leader:
     ) -> None:
         """The job's part of a `Progress` reply; `start` is where the term of `state` began."""
         checkpoint = self.checkpoint
-        if start is not None:
-            began = TermStart(term=start.term, step=start.version, checkpoint=start.checkpoint, redone=self.redone)
+        with self._lock:
+            # Only the first update shows whether the batch size changed: the report waits for it.
+            changes = self._changes if self._examples_before is None else None
+        if start is not None and changes is not None:
+            began = TermStart(
+                term=start.term, step=start.version, checkpoint=start.checkpoint, redone=self.redone, changes=changes
+            )
             reply.term_start.CopyFrom(began)
         with self._lock:
             reply.step, reply.term, reply.world = state.version, state.term, state.world

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from backstay_rpc.control_pb2 import (
@@ -21,6 +21,7 @@ from backstay_rpc.control_pb2 import (
     ProgressReply,
     ProgressRequest,
     Reject,
+    ReplicaState,
     Rollback,
     Save,
 )
@@ -28,8 +29,7 @@ from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 
 from .. import _faults
-from .._checkpoint import CheckpointStore
-from .._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
+from .._control import Agreement, ControlServer, Driving, Link, Peers
 from .._coordination import Intervals, Liveness
 from .._coordination.seam import Coordination
 from .._process._environment import Environment
@@ -39,14 +39,16 @@ from .._shard._follower import Held
 from .._shard._replication import Replication
 from .._update._engine import ShardEngine
 from .._wire.server import DataServer
-from ..errors import CheckpointError, JobFailed, Superseded
+from ..errors import BackstayError, CheckpointError, JobFailed, Superseded
 from ._history import begin_history
+from ._last_save import ask_to_save, wait_until
 from ._leader import Leader
+from ._manifests import ManifestStorage, NoStorage
 from ._metrics import HttpPort, Metrics
 from ._relays import Timed, Watched
 from ._script import Plan, Script
 from ._standby import Inherited
-from ._storing import CheckpointWriter, restore
+from ._storing import CheckpointWriter, open_store, restore
 
 __all__ = ["Server"]
 
@@ -98,19 +100,23 @@ class Server:
         self._already_complete = False
         self._newcomers_until = 0.0 if inherited is None else time.monotonic() + self._times.newcomer
 
-        store = CheckpointStore(environment.checkpoint_uri) if environment.checkpoint_uri else None
+        store = open_store(environment, probes=inherited is None)
+        self._history = ""
+        self._storage: ManifestStorage | NoStorage | None = None
         self._leader: Leader | None = None
         self._driving: Driving | None = None
         self._link: Link | None = None
         if self.shard == 0:
             self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every)
-            self._driving, self._already_complete = begin_history(
+            self._storage, self._driving, self._already_complete = begin_history(
                 environment,
                 script,
                 plan,
                 self._leader,
                 store,
                 held,
+                stop,
+                self._folder_lost,
                 keep=lambda: self._keep,
                 world=lambda: self._wished_world,
             )
@@ -136,6 +142,7 @@ class Server:
                 shards=config.shards,
                 incarnation=self.incarnation,
                 metrics=metrics,
+                history=lambda: self._history,
             )
         self._replication: Replication | None = None
         if config.standbys:
@@ -144,7 +151,7 @@ class Server:
                 incarnation=self.incarnation,
                 admitted=self._admit_replica,
                 let_go=self._let_go,
-                coordinator=self._driving.describe if self._driving is not None else lambda _: True,
+                coordinator=self._describe,
                 timeouts=environment.timeouts,
             )
         self._runtime = ShardRuntime(
@@ -187,9 +194,24 @@ class Server:
             self._control.serve(self)
         self._loader = threading.Thread(target=self._load_forever, name="backstay-loading", daemon=True)
 
+    def _describe(self, state: ReplicaState) -> bool:
+        state.history = self._history
+        return self._driving is None or self._driving.describe(state)
+
+    def _folder_lost(self, error: BackstayError) -> None:
+        """Another process has the checkpoint folder. Called by any thread."""
+        if isinstance(error, Superseded):
+            self._superseded = error
+            self._told.set()
+        elif self._driving is not None:
+            self._driving.fail(type(error).__name__, str(error))
+        else:
+            self._crash = error
+        self._wake.set()
+
     def _inherit(self, held: Held) -> None:
         """Go on where the active server was, in the same term."""
-        self._term, self._world = held.term, held.world
+        self._term, self._world, self._history = held.term, held.world, held.history
         self._metrics.term.set(held.term)
         self._runtime.reset(held.term, held.engine, held.world, held.offset)
         self._runtime.inherit(held.prepared, held.last)
@@ -322,56 +344,35 @@ class Server:
         if done.failed or leader is None:
             fields = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
         else:
-            fields = {
-                "result": "AlreadyComplete" if self._already_complete else "Succeeded",
-                "step": done.version,
-                **({"term": self._term} if self._term else {}),
-                "checkpoint": done.checkpoint,
-                "metrics": leader.evaluation(),
-                **leader.last(),
-            }
-            if error := leader.evaluation_error():
-                fields["evaluationError"] = error
+            fields = leader.outcome(done, self._term, complete=self._already_complete)
         write_termination(self._env.termination_log, fields)
 
     def _save_and_stop(self) -> int:
         """SIGTERM: a checkpoint of what there is, so that whoever goes on loses nothing."""
         _LOG.info("told to stop: storing step %d", self._runtime.version)
         self._saved.clear()
+        if self._storage is not None:
+            self._storage.closing()
         if self._driving is not None:
             self._driving.save()
             driving = self._driving
-            self._wait_until(
+            wait_until(
                 lambda: not driving.unstored() or self._done is not None,
                 lambda: not driving.unstored_by_the_gone(),
                 self._times.last_save,
+                gone=self._times.gone,
             )
             if self._done is None and driving.unstored() and (gone := driving.unstored_by_the_gone()):
                 _LOG.warning(
                     "step %d is not stored: the server of shard %d left before", self._runtime.version, gone[0]
                 )
         elif self._writer is not None:
-            self._ask_to_save()
+            ask_to_save(self._env, self._peer)
             # Not for long where nothing is written, because what there is was stored already, or nobody asks for it.
             link = self._link
-            self._wait_until(self._saved.is_set, lambda: link is not None and link.up, 10.0)
+            wait_until(self._saved.is_set, lambda: link is not None and link.up, 10.0, gone=self._times.gone)
             time.sleep(0.5)  # the link carries the news
         return SIGTERM_EXIT
-
-    def _wait_until(self, done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float) -> None:
-        """At most so long, and not for longer than `Timeouts.gone` without hope."""
-        now = time.monotonic()
-        deadline, gone_by = now + seconds, now + self._times.gone
-        while not done() and now < min(deadline, gone_by):
-            time.sleep(0.05)
-            now = time.monotonic()
-            if hopeful():
-                gone_by = now + self._times.gone
-
-    def _ask_to_save(self) -> None:
-        client = ControlClient(self._env.servers[:1], self._env.token, self._peer, self._env.timeouts)
-        client.leave("told to stop")
-        client.close()
 
     def _close(self) -> None:
         self._ready = False
@@ -383,6 +384,8 @@ class Server:
         self._runtime.close()
         if self._writer is not None:
             self._writer.close()
+        if self._storage is not None:
+            self._storage.close()
         self._control.close()
         self._data.close(timeout=2.0)
         self._http.close()
@@ -422,7 +425,7 @@ class Server:
             engine = ShardEngine(plan.partition, self.shard, plan.rule, self._script.initial())
         quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
         engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
-        self._term, self._world = rollback.term, rollback.world
+        self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
         self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)
         if self._link is not None:

@@ -1,4 +1,4 @@
-"""A server's part in checkpoints: its own file, written beside the training; on shard 0 also the manifest (T7)."""
+"""A server's part in checkpoints: it writes its own file beside the training, and reads its part of one (T7)."""
 
 from __future__ import annotations
 
@@ -11,42 +11,52 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backstay_rpc.control_pb2 import File, Range, Written
 
-from .. import _faults
-from .._checkpoint import (
-    CheckpointStore,
-    Entry,
-    FileInfo,
-    FileRange,
-    Manifest,
-    ManifestLeaf,
-    Reader,
-    describe_structure,
-    order_of_manifest,
-)
-from .._coordination import CoordinatorState, WriteManifest
+from .._checkpoint import CheckpointStore, Entry, Manifest, Reader, probe
 from .._coordination.seam import Coordination
-from .._update._engine import ShardEngine, Snapshot, array_specs
+from .._update._engine import ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
 from ._metrics import Metrics
 
 if TYPE_CHECKING:
+    from .._process._environment import Environment
     from .._update._partition import Partition
     from .._update._rules import Rule
 
-__all__ = ["CheckpointWriter", "ManifestStorage", "NoStorage", "restore"]
+__all__ = ["CheckpointWriter", "check_fits", "open_store", "patiently", "restore"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-KNOWN_SECONDS = 2.0
-"""How long a server that takes over waits to hear which checkpoint is the newest."""
-
 READ_SECONDS = 60.0
-"""How long a storage that errs is asked again. After that the process ends, and its replacement asks anew."""
+"""How long a read of a storage that errs is repeated. After that the process ends, and its replacement reads again."""
+
+
+def open_store(environment: Environment, *, probes: bool) -> CheckpointStore | None:
+    """The job's checkpoint folder; None when the job stores nothing.
+
+    Args:
+        probes: find out now whether this process can write and read it. A replacement goes on where the storage errs:
+            it trains, and what cannot be stored is reported. The first server of a shard does not.
+
+    Raises:
+        CheckpointFolderUnusable: this process may not write or read the folder.
+        StorageError: the storage errs, and this is the first server of its shard.
+    """
+    if environment.checkpoint_uri is None:
+        return None
+    store, first = CheckpointStore(environment.checkpoint_uri), environment.incarnation <= 1
+    if probes:
+        try:
+            patiently(lambda: probe(store.folder), seconds=READ_SECONDS if first else 0.0)
+        except StorageError as error:
+            if first:
+                raise
+            _LOG.warning("checkpoints cannot be stored now: %s", error)
+    return store
 
 
 class CheckpointWriter:
-    """Writes snapshots of one shard in a thread of its own, and tells the coordinator. The `on_checkpoint` hook."""
+    """Writes snapshots of one shard in a thread of its own, and reports to the coordinator: a `CheckpointHook`."""
 
     def __init__(
         self,
@@ -57,18 +67,21 @@ class CheckpointWriter:
         shards: int,
         incarnation: int,
         metrics: Metrics,
+        history: Callable[[], str],
     ) -> None:
+        """`history`: of the term in force, a part of the files' names."""
+        self._history = history
         self._store, self._coordination = store, coordination
         self._shard, self._shards, self._incarnation = shard, shards, incarnation
         self._metrics = metrics
-        self._queue: queue.SimpleQueue[tuple[Snapshot, int, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Snapshot, int, int, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="backstay-checkpoint", daemon=True)
         self._thread.start()
 
     def __call__(self, snapshot: object, term: int, version: int) -> None:
         """Queue; the snapshot's arrays never change."""
         assert isinstance(snapshot, Snapshot)
-        self._queue.put((snapshot, term, version))
+        self._queue.put((snapshot, term, version, self._history()))
 
     def close(self) -> None:
         """What is queued is written; nothing more."""
@@ -77,12 +90,13 @@ class CheckpointWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            snapshot, term, version = item
+            snapshot, term, version, history = item
             del item
             began = time.monotonic()
             try:
                 info = self._store.write_shard(
                     [Entry(e.key, e.start, e.stop, e.value) for e in snapshot.entries],
+                    history=history,
                     version=version,
                     term=term,
                     shard=self._shard,
@@ -102,133 +116,7 @@ class CheckpointWriter:
             self._coordination.written(self._shard, written)
 
 
-class ManifestStorage:
-    """The coordinator's `Storage`: manifests, and where to start from."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        partition: Partition,
-        rule: Rule,
-        *,
-        job: str,
-        incarnation: int,
-        steps: int,
-        keep: Callable[[], int],
-        world: Callable[[], int],
-        metrics: Callable[[], dict[str, float]],
-    ) -> None:
-        """
-        Args:
-            keep: how many checkpoints to keep, as the operator wishes now.
-            world: `workers.replicas` as the operator wishes now.
-            metrics: of the newest evaluation.
-        """
-        self._store, self._partition, self._rule = store, partition, rule
-        self._job, self._incarnation, self._steps = job, incarnation, steps
-        self._keep, self._world, self._metrics = keep, world, metrics
-
-    def write_manifest(self, order: WriteManifest) -> str:
-        """See `Storage.write_manifest`."""
-        tree = self._partition.tree
-        files = [file for of_shard in order.files for file in of_shard]
-        manifest = Manifest(
-            job=self._job,
-            version=order.version,
-            term=order.term,
-            incarnation=self._incarnation,
-            shards=len(order.files),
-            steps=self._steps,
-            optimizer=fingerprint(self._rule),
-            leaves=tuple(ManifestLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in tree.leaves),
-            structure=describe_structure(tree.shapes()),
-            files=tuple(
-                FileInfo(
-                    name=file.name,
-                    size=file.size,
-                    sha256=file.sha256,
-                    ranges=tuple(FileRange(key=part.key, start=part.start, stop=part.stop) for part in file.ranges),
-                )
-                for file in files
-            ),
-            state=dict(order.state),
-            metrics=self._metrics(),
-            unix_seconds=time.time(),
-        )
-        self._store.write_manifest(manifest)
-        _faults.reach("manifest", manifest.version)
-        try:
-            self._store.prune(keep=self._keep(), term=order.term)
-        except CheckpointError as error:
-            _LOG.warning("old checkpoints could not be deleted: %s", error)
-        return f"{self._store.uri.rstrip('/')}/{manifest.name}"
-
-    def known(self) -> tuple[str, tuple[int, int]]:
-        """The newest checkpoint as far as names and sizes tell, and its (term, version); ('', (0, -1)) when there is
-        none, or when the storage does not answer at once: whoever goes on from memory does not wait for it."""
-        found: list[Manifest | None] = []
-
-        def look() -> None:
-            try:
-                found.append(self._store.newest(verify=False).manifest)
-            except CheckpointError as error:
-                _LOG.warning("the newest checkpoint is not known: %s", error)
-
-        thread = threading.Thread(target=look, name="backstay-newest", daemon=True)
-        thread.start()
-        thread.join(KNOWN_SECONDS)
-        manifest = found[0] if found else None
-        if manifest is None:
-            return "", (0, -1)
-        return f"{self._store.uri.rstrip('/')}/{manifest.name}", manifest.order[:2]
-
-    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
-        """See `Storage.newest`."""
-        newest = patiently(self._store.newest)
-        for line in newest.skipped:
-            _LOG.warning("passed over a checkpoint that is not whole: %s", line)
-        # Also above those that were passed over: their names must not be written again (T6).
-        orders = [order_of_manifest(name) for name in patiently(self._store.manifests)]
-        term = max([above_term, *(order[0] for order in orders if order is not None)]) + 1
-        manifest = newest.manifest
-        if manifest is None:
-            return CoordinatorState(term=term, version=0, world=self._world()), ""
-        check_fits(manifest, self._partition, self._rule)
-        try:
-            state = CoordinatorState.from_json(manifest.state)
-        except ValueError as error:
-            raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
-        state.term = term
-        return state, f"{self._store.uri.rstrip('/')}/{manifest.name}"
-
-
-class NoStorage:
-    """A job that stores nothing starts again from its seed."""
-
-    def __init__(self, world: Callable[[], int]) -> None:
-        self._world = world
-
-    def write_manifest(self, order: WriteManifest) -> str:
-        raise CheckpointError(f"version {order.version} cannot be stored: the job has no checkpoint")
-
-    def known(self) -> tuple[str, tuple[int, int]]:
-        """See `ManifestStorage.known`."""
-        return "", (0, -1)
-
-    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
-        """See `Storage.newest`."""
-        return CoordinatorState(term=above_term + 1, version=0, world=self._world()), ""
-
-
-def fingerprint(rule: Rule) -> str:
-    """What the optimizer's state looks like; another optimizer's checkpoint cannot be continued."""
-    import hashlib
-
-    specs = [f"{spec.key} {spec.dtype.name} {spec.shape}" for spec in array_specs(rule)]
-    return hashlib.sha256("\n".join(specs).encode()).hexdigest()
-
-
-def check_fits(manifest: Manifest, partition: Partition, rule: Rule) -> None:
+def check_fits(manifest: Manifest, partition: Partition) -> None:
     """
     Raises:
         CheckpointError: the checkpoint is of other parameters or of another optimizer; the message names the leaf.
@@ -241,7 +129,7 @@ def check_fits(manifest: Manifest, partition: Partition, rule: Rule) -> None:
                 f"the checkpoint {manifest.name} does not fit init: {path} is {_shown(stored.get(path))} in it and "
                 f"{_shown(own.get(path))} here; use another checkpoint.uri, or the parameters it was made with"
             )
-    if manifest.optimizer and manifest.optimizer != fingerprint(rule):
+    if manifest.origin.structure != partition.structure_digest.hex():
         raise CheckpointError(
             f"the checkpoint {manifest.name} does not fit the optimizer: its state has other arrays than this one's; "
             "use another checkpoint.uri, or the optimizer it was made with"
@@ -266,7 +154,7 @@ def restore(uri: str, partition: Partition, shard: int, rule: Rule) -> ShardEngi
     def read() -> ShardEngine:
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
-        check_fits(manifest, partition, rule)
+        check_fits(manifest, partition)
         return ShardEngine.restore(partition, shard, rule, Reader(store, manifest).read, manifest.version)
 
     return patiently(read)
@@ -279,7 +167,7 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _T:
-    """What `read` returns, however often the storage errs within `seconds` (T8).
+    """What `read` returns; a read that fails with `StorageError` is repeated for `seconds` (T8).
 
     Raises:
         StorageError: it erred to the end.

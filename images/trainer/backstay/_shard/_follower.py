@@ -40,6 +40,7 @@ class Held:
         infos: of the gradients in `last`.
         coordinator, start: shard 0's: the state of the coordinator, and where the term began.
         checkpoint_at: shard 0's: when a checkpoint was begun last, as `time.monotonic` counts.
+        history: the id of the term's history.
     """
 
     term: int
@@ -52,6 +53,7 @@ class Held:
     coordinator: CoordinatorState | None = None
     start: Rollback | None = None
     checkpoint_at: float = 0.0
+    history: str = ""
 
 
 class Follower:
@@ -159,6 +161,7 @@ class Follower:
             coordinator=coordinator,
             start=state.start if state.HasField("start") else None,
             checkpoint_at=time.monotonic() - state.since_checkpoint,
+            history=state.history,
         )
 
         def change() -> None:

@@ -1,0 +1,406 @@
+"""One writer at a time for a checkpoint folder, without comparing the clocks of different machines.
+
+The holder rewrites its lease file with a counter. A challenger reads the file for longer than the holder's longest
+silence, on its own monotonic clock: a counter that moves is a holder that lives. Incarnations of one run do not wait
+for each other, because the operator has decided already which one serves. A holder that was silent for too long, and
+wakes up, finds the newer lease before it stores anything; docs/decisions/0025 has the whole argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import BackstayError, CheckpointError, CheckpointInUse, StorageError, Superseded
+from ._files import Folder, PosixFolder
+from ._manifest import Job
+from ._names import LeaseName
+from ._sealed import seal, unseal
+from ._store import CheckpointStore, Contents
+
+__all__ = ["FolderLease", "Holder", "Interrupted", "LeaseTimes"]
+
+_LOG = logging.getLogger(__name__)
+
+_WIDTH: Final = 2048
+"""Bytes of a lease file: all contents have one length, so that rewriting it in place needs no room on the disk."""
+
+_ATTEMPTS: Final = 20
+
+
+class Interrupted(CheckpointError):  # noqa: N818
+    """The process was told to stop while it waited."""
+
+
+@dataclass(frozen=True)
+class LeaseTimes:
+    """In seconds.
+
+    Attributes:
+        renew: between two renewals.
+        silence: a holder that renews nothing for so long has lost the lease.
+        settle: a holder of the same job that may be about to end is watched for so long before a challenger gives up.
+        closing: the same, of a holder that is storing its last checkpoint.
+        confirm: between two looks for a newer lease.
+    """
+
+    renew: float = 1.0
+    silence: float = 5.0
+    settle: float = 10.0
+    closing: float = 90.0
+    confirm: float = 10.0
+
+    @classmethod
+    def of(cls, folder: Folder) -> LeaseTimes:
+        """An object store takes a request for each renewal: there they are rarer."""
+        return cls() if isinstance(folder, PosixFolder) else cls(renew=3.0, silence=12.0, settle=15.0, confirm=30.0)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease, or wants it."""
+
+    job: Job
+    incarnation: int
+    pod: str = ""
+
+    def __str__(self) -> str:
+        return f"job {self.job} (uid {self.job.uid or 'unknown'}, pod {self.pod or 'unknown'})"
+
+
+class _Record(BaseModel):
+    """The content of a lease file."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    job: Job
+    incarnation: int = Field(ge=0)
+    pod: str
+    number: int = Field(ge=1)
+    silence: float = Field(gt=0, le=600)
+    beat: int = Field(ge=0)
+    state: Literal["held", "closing", "released"]
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.job, self.incarnation, self.pod)
+
+
+@dataclass
+class _Watched:
+    """A lease of another run while a challenger watches it."""
+
+    content: bytes
+    record: _Record | None
+    since: float
+    looks: int = 0
+    silent: bool = False
+    told: set[str] = field(default_factory=set)
+
+
+class FolderLease:
+    """The right to write into a folder. Thread-safe; `acquire` is called before the other methods."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        holder: Holder,
+        *,
+        lost: Callable[[BackstayError], None],
+        wait: Callable[[float], bool],
+        times: LeaseTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            lost: called once, from any thread, when another process has the lease: `Superseded` when it is a newer
+                incarnation of this one, `CheckpointInUse` otherwise.
+            wait: waits so many seconds; returns whether the process was told to stop meanwhile.
+        """
+        self._store, self._folder, self._holder = store, store.folder, holder
+        self._lost, self._wait, self._clock = lost, wait, clock
+        self.times = times or LeaseTimes.of(store.folder)
+        self._lock = threading.RLock()
+        self._name: LeaseName | None = None
+        self._beat = 0
+        self._state: Literal["held", "closing", "released"] = "held"
+        self._records: dict[LeaseName, _Record | None] = {}  # as first read: who they belong to never changes
+        self._error: BackstayError | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the lease; 0: it is not acquired."""
+        return 0 if self._name is None else self._name.number
+
+    # ---- Acquiring ----
+
+    def acquire(self) -> None:
+        """Take the lease; returns at once where this is its second call.
+
+        Raises:
+            CheckpointInUse: another run holds it and renews it.
+            Superseded: a newer incarnation of this process holds it.
+            StorageError: the folder cannot be read.
+            CheckpointError: the lease cannot be written.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._name is not None:
+                return
+            dead: set[LeaseName] = set()
+            for _ in range(_ATTEMPTS):
+                contents = self._store.contents()
+                self._not_superseded(contents)
+                dead |= self._watch([name for name in contents.leases if name not in dead])
+                # The number follows from what was seen before: whoever came meanwhile has the same one, and a lease
+                # is lost only to a higher number.
+                name = LeaseName(contents.newest_lease + 1, secrets.token_hex(8))
+                self._folder.write(str(name), self._text(name.number))
+                if self._alone(name, dead):
+                    break
+                # Two processes wrote at once: both withdraw, and try again at different times.
+                self._folder.delete(str(name))
+                if self._wait(self.times.renew * random.random()):  # noqa: S311
+                    raise Interrupted("told to stop while waiting for the checkpoint folder")
+            else:
+                raise CheckpointInUse(f"several runs try to write checkpoints into {self._store.uri} at the same time")
+            self._name = name
+            for old in self._store.contents().leases:
+                if old.number < name.number:
+                    self._discard(old)
+            self._thread = threading.Thread(target=self._renew_forever, name="backstay-lease", daemon=True)
+            self._thread.start()
+
+    def observe(self) -> None:
+        """Find out whether another run writes into the folder, without taking the lease.
+
+        Raises:
+            CheckpointInUse: one does.
+            StorageError: the folder cannot be read.
+        """
+        with self._lock:
+            self._watch(list(self._store.contents().leases))
+
+    def _alone(self, own: LeaseName, dead: set[LeaseName]) -> bool:
+        contents = self._store.contents()
+        try:
+            self._not_superseded(contents)
+        except Superseded:
+            self._folder.delete(str(own))
+            raise
+        for name in contents.leases:
+            record = self._read(name)
+            rival = name != own and name not in dead and (record is None or record.job != self._holder.job)
+            if rival and (record is None or record.state != "released"):
+                return False
+        return True
+
+    def _not_superseded(self, contents: Contents) -> None:
+        for name in contents.leases:
+            record = self._read(name)
+            if record is not None and record.job == self._holder.job and record.incarnation > self._holder.incarnation:
+                raise Superseded(
+                    "PERMISSION_DENIED",
+                    f"incarnation {record.incarnation} of this server writes the checkpoints in {self._store.uri} now",
+                )
+
+    def _watch(self, names: list[LeaseName]) -> set[LeaseName]:
+        """Until every one of these leases that belongs to another run is released or silent; returns those.
+
+        Raises:
+            CheckpointInUse: one of them is renewed.
+        """
+        began = self._clock()
+        watched: dict[LeaseName, _Watched] = {}
+        for name in names:
+            content = self._content(name)
+            record = _parse(content)
+            if content and (record is None or record.job != self._holder.job):
+                watched[name] = _Watched(content, record, self._clock())
+        while waiting := [name for name, one in watched.items() if not one.silent]:
+            for name in waiting:
+                self._look(name, watched[name], began)
+            if all(one.silent for one in watched.values()):
+                break
+            if self._wait(self.times.renew / 4):
+                raise Interrupted("told to stop while waiting for the checkpoint folder")
+        return set(watched)
+
+    def _look(self, name: LeaseName, one: _Watched, began: float) -> None:
+        content, now = self._content(name), self._clock()
+        record = _parse(content) or one.record
+        if not content or (record is not None and record.state == "released"):
+            one.silent = True
+            return
+        one.looks += 1
+        silence = record.silence if record is not None else self.times.silence
+        who = str(record.holder) if record is not None else "an unknown process"
+        if content == one.content:
+            # Several looks: a process that was stopped between the first and the second has seen nothing.
+            if now - one.since >= silence and one.looks >= 5:
+                _LOG.info("%s was silent for %.0f s: taking over the checkpoint folder", who, silence)
+                one.silent = True
+            elif "wait" not in one.told:
+                one.told.add("wait")
+                _LOG.info(
+                    "the checkpoint folder %s is held by %s: waiting up to %.0f s for its next renewal",
+                    self._store.uri,
+                    who,
+                    silence,
+                )
+            return
+        one.content, one.since, one.looks, one.record = content, now, 0, record
+        same = record is not None and record.job.same_job(self._holder.job)
+        closing = record is not None and record.state == "closing"
+        patience = self.times.closing if closing else self.times.settle if same else 0.0
+        if now - began >= patience:
+            raise CheckpointInUse(
+                f"{who} writes checkpoints into {self._store.uri} now: a folder has one writer at a time; wait until "
+                "it ends, or use another checkpoint.uri"
+            )
+        if closing and "closing" not in one.told:
+            one.told.add("closing")
+            _LOG.info("%s is storing its last checkpoint: waiting for it", who)
+
+    # ---- Holding ----
+
+    def check(self) -> None:
+        """Make sure that no other process has taken the lease.
+
+        Raises:
+            CheckpointInUse, Superseded: one has; `lost` was called.
+            StorageError: the folder cannot be read.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._name is None:
+                raise CheckpointError("the lease of the checkpoint folder is not acquired")
+            contents = self._store.contents()
+            try:
+                self._not_superseded(contents)
+                for name in contents.leases:
+                    if name.number <= self._name.number:
+                        continue
+                    record = self._read(name)
+                    if record is not None and record.job != self._holder.job:
+                        raise CheckpointInUse(
+                            f"{record.holder} took over {self._store.uri} while this process was silent: nothing more "
+                            "is stored"
+                        )
+                if self._name not in contents.leases:
+                    self._folder.write(str(self._name), self._text(self._name.number))  # somebody emptied the folder
+            except (CheckpointInUse, Superseded) as error:
+                self._give_up(error)
+                raise
+
+    def closing(self) -> None:
+        """This process stores its last checkpoint and ends: a challenger waits for that."""
+        with self._lock:
+            if self._state == "held":
+                self._state = "closing"
+                self._renew()
+
+    def release(self) -> None:
+        """Give the lease back, so that the next run does not wait. Nothing may be written after this."""
+        self._stopped.set()
+        with self._lock:
+            if self._name is not None and self._state != "released" and self._error is None:
+                self._state = "released"
+                self._renew()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _give_up(self, error: BackstayError) -> None:
+        self._error = error
+        self._stopped.set()
+        self._lost(error)
+
+    def _renew_forever(self) -> None:
+        renewed = confirmed = self._clock()
+        while not self._stopped.wait(self.times.renew):
+            with self._lock:
+                if self._stopped.is_set():
+                    return
+                now = self._clock()
+                # After a pause this process may have lost the lease: it looks before it does anything else.
+                late = now - renewed > self.times.silence / 2
+                ok = self._renew()
+                if ok:
+                    renewed = now
+                if late or not ok or now - confirmed >= self.times.confirm:
+                    try:
+                        self.check()
+                    except StorageError as error:
+                        _LOG.debug("the lease could not be confirmed: %s", error)
+                    except BackstayError:
+                        pass  # `lost` was called
+                    else:
+                        confirmed = now
+
+    def _renew(self) -> bool:
+        if self._name is None:
+            return True
+        self._beat += 1
+        try:
+            self._folder.rewrite(str(self._name), self._text(self._name.number))
+        except CheckpointError as error:
+            _LOG.debug("the lease could not be renewed: %s", error)
+            return False
+        return True
+
+    # ---- Files ----
+
+    def _text(self, number: int) -> bytes:
+        record = _Record(
+            job=self._holder.job,
+            incarnation=self._holder.incarnation,
+            pod=self._holder.pod,
+            number=number,
+            silence=self.times.silence,
+            beat=self._beat,
+            state=self._state,
+        )
+        return seal(record.model_dump(mode="json")).ljust(_WIDTH)
+
+    def _read(self, name: LeaseName) -> _Record | None:
+        known = self._records.get(name)
+        if known is None:
+            known = self._records[name] = _parse(self._content(name))
+        return known
+
+    def _content(self, name: LeaseName) -> bytes:
+        """Empty when there is no such file."""
+        if self._folder.size(str(name)) is None:
+            return b""
+        try:
+            return self._folder.read(str(name))[: 16 * _WIDTH]
+        except StorageError:
+            raise
+        except CheckpointError:
+            return b""
+
+    def _discard(self, name: LeaseName) -> None:
+        try:
+            self._folder.delete(str(name))
+        except CheckpointError as error:
+            _LOG.debug("an old lease could not be deleted: %s", error)
+
+
+def _parse(content: bytes) -> _Record | None:
+    """None: it is damaged, or was read while its holder rewrote it."""
+    try:
+        return _Record.model_validate(unseal(content, "the lease"))
+    except (CheckpointError, ValidationError):
+        return None

@@ -1,0 +1,80 @@
+"""Finds a checkpoint folder that cannot be written or read before training begins, by a file of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from typing import Final
+
+from ..errors import CheckpointError, CheckpointFolderUnusable, StorageError
+from ._files import Folder, PosixFolder
+
+__all__ = ["probe"]
+
+_PERMANENT: Final = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.ENOENT,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+    }
+)
+
+
+def probe(folder: Folder) -> None:
+    """Write a file, list it, read it and delete it.
+
+    Raises:
+        CheckpointFolderUnusable: this process may not do one of these; trying again does not help.
+        StorageError: the storage errs (a full disk, say), which may pass.
+    """
+    name, content = f".probe-{secrets.token_hex(8)}", secrets.token_hex(32).encode()
+    try:
+        folder.write(name, content)
+        found = folder.read(name)
+        listed = name in folder.names()
+        folder.delete(name)
+    except CheckpointError as error:
+        if _is_permanent(error):
+            raise CheckpointFolderUnusable(f"{error}; {_who(folder)}") from error
+        raise StorageError(f"{error}; {_who(folder)}") from error
+    if found != content or not listed:
+        what = "is not listed" if not listed else "has another content"
+        raise StorageError(f"a file that was just written to {folder.uri} {what}; {_who(folder)}")
+
+
+def _is_permanent(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NotImplementedError) or (isinstance(cause, OSError) and cause.errno in _PERMANENT):
+            return True
+        if isinstance(cause, PermissionError | FileNotFoundError | NotADirectoryError):
+            return True  # object stores raise them without a number
+        cause = cause.__cause__
+    return False
+
+
+def _who(folder: Folder) -> str:
+    """This process, and the owner of the folder, for a person who repairs it."""
+    me = f"this process has uid {os.getuid()} and gid {os.getgid()}"
+    if not isinstance(folder, PosixFolder):
+        return f"{me}; the credentials must allow to write, read, list and delete objects in {folder.uri}"
+    path = folder.path
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = path.stat()
+    except OSError:
+        return f"{me}, and must be able to write to {folder.path}"
+    return (
+        f"{me}; {path} has the owner {found.st_uid}:{found.st_gid} and the mode {stat.S_IMODE(found.st_mode):04o}: "
+        f"let uid {os.getuid()} write to {folder.path}"
+    )

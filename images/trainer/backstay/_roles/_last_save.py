@@ -1,0 +1,34 @@
+"""How a server that was told to stop waits for the checkpoint of what it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from backstay_rpc.control_pb2 import Peer
+
+from .._control import ControlClient
+
+if TYPE_CHECKING:
+    from .._process._environment import Environment
+
+__all__ = ["ask_to_save", "wait_until"]
+
+
+def ask_to_save(environment: Environment, peer: Peer) -> None:
+    """Ask the coordinator for a checkpoint, because this server leaves."""
+    client = ControlClient(environment.servers[:1], environment.token, peer, environment.timeouts)
+    client.leave("told to stop")
+    client.close()
+
+
+def wait_until(done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float, *, gone: float) -> None:
+    """Wait until `done`, for at most `seconds`, and for at most `gone` seconds while `hopeful` returns false."""
+    now = time.monotonic()
+    deadline, gone_by = now + seconds, now + gone
+    while not done() and now < min(deadline, gone_by):
+        time.sleep(0.05)
+        now = time.monotonic()
+        if hopeful():
+            gone_by = now + gone

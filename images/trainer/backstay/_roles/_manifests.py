@@ -1,0 +1,408 @@
+"""Shard 0's part in checkpoints: the manifests of one history, and where that history begins (T6, T7)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .. import _faults
+from .._checkpoint import (
+    CheckpointStore,
+    Claim,
+    Contents,
+    FileInfo,
+    FileRange,
+    FolderLease,
+    Interrupted,
+    Job,
+    Manifest,
+    ManifestLeaf,
+    Origin,
+    describe_structure,
+)
+from .._coordination import CoordinatorState, WriteManifest
+from ..errors import (
+    BackstayError,
+    CheckpointError,
+    CheckpointInUse,
+    CheckpointOfAnotherJob,
+    StorageError,
+    Superseded,
+)
+from ._storing import check_fits, patiently
+
+if TYPE_CHECKING:
+    from .._update._partition import Partition
+
+__all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
+
+_LOG = logging.getLogger(__name__)
+
+KNOWN_SECONDS = 2.0
+"""How long a server that takes over waits for the name of the newest checkpoint."""
+
+_OPTIMIZER = ("optimizer", "optimizer_constants")
+
+CLOSE_SECONDS = 10.0
+"""How long a server that ends waits for a manifest that is being stored."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes checkpoints.
+
+    Attributes:
+        seed: of the script.
+        settings: what may change between two runs, as text.
+        any_history: whether a history of another job or seed may be continued.
+    """
+
+    job: Job
+    incarnation: int
+    seed: int
+    steps: int
+    settings: Mapping[str, str]
+    any_history: bool = False
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The checkpoint that training continues from.
+
+    Attributes:
+        own: it is of this job and seed.
+        same_run: it is of this run: the job's uid is equal.
+        changes: settings that differ from those of the run that stored it, as text.
+        examples: of one contribution of its last update; None: unknown.
+    """
+
+    step: int
+    origin: Origin
+    own: bool
+    same_run: bool
+    changes: tuple[str, ...]
+    examples: int | None
+
+
+class ManifestStorage:
+    """The coordinator's `Storage`: manifests, and where to start from. It writes only while it holds the lease."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        lease: FolderLease,
+        partition: Partition,
+        identity: Identity,
+        *,
+        keep: Callable[[], int],
+        world: Callable[[], int],
+        metrics: Callable[[], dict[str, float]],
+        examples: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            keep: how many checkpoints to keep, as the operator last asked for.
+            world: `workers.replicas` as the operator last asked for.
+            metrics: of the newest evaluation.
+            examples: of one contribution of the newest update, if all had the same number.
+        """
+        self._store, self._lease, self._partition = store, lease, partition
+        self._identity = identity
+        self._keep, self._world, self._metrics, self._examples = keep, world, metrics, examples
+        self._lock = threading.Lock()
+        self._term = 0
+        self._history = ""
+        self._base: Manifest | None = None
+        self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
+        self.continued: Continued | None = None
+
+    def write_manifest(self, order: WriteManifest) -> str:
+        """See `Storage.write_manifest`."""
+        with self._lock:
+            self._hold()
+            self._lease.check()
+            manifest = self._store.write_manifest(self._manifest(order))
+            # Another process that took the lease before the manifest was there does not count it.
+            self._lease.check()
+        _faults.reach("manifest", manifest.version)
+        try:
+            self._store.prune(keep=self._keep(), newest=manifest)
+        except CheckpointError as error:
+            _LOG.warning("old checkpoints could not be deleted: %s", error)
+        return self._store.uri_of(manifest)
+
+    def _manifest(self, order: WriteManifest) -> Manifest:
+        tree = self._partition.tree
+        examples = self._examples()
+        settings = {**self._identity.settings, **({} if examples is None else {"examples": str(examples)})}
+        return Manifest(
+            origin=self._origin(settings),
+            lease=self._lease.number,
+            version=order.version,
+            term=order.term,
+            incarnation=self._identity.incarnation,
+            shards=len(order.files),
+            steps=self._identity.steps,
+            leaves=tuple(ManifestLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in tree.leaves),
+            structure=describe_structure(tree.shapes()),
+            files=tuple(
+                FileInfo(
+                    name=file.name,
+                    size=file.size,
+                    sha256=file.sha256,
+                    ranges=tuple(FileRange(key=part.key, start=part.start, stop=part.stop) for part in file.ranges),
+                )
+                for of_shard in order.files
+                for file in of_shard
+            ),
+            state=dict(order.state),
+            metrics=self._metrics(),
+            unix_seconds=time.time(),
+        )
+
+    def _origin(self, settings: Mapping[str, str]) -> Origin:
+        return Origin(
+            history=self._history,
+            job=self._identity.job,
+            seed=self._identity.seed,
+            digest=self._partition.digest.hex(),
+            structure=self._partition.structure_digest.hex(),
+            settings=dict(settings),
+        )
+
+    def known(self, state: CoordinatorState) -> tuple[str, tuple[int, int]]:
+        """Take the folder over in the middle of a term, from memory.
+
+        Args:
+            state: as this server held it while it was a standby.
+
+        Returns:
+            The newest checkpoint as far as names and sizes tell, and its (term, version); ('', (0, -1)) when there is
+            none, or when the storage does not answer at once: training does not wait for it.
+        """
+        found: list[Manifest | None] = []
+
+        def look() -> None:
+            try:
+                with self._lock:
+                    self._term, self._history = state.term, state.history
+                    self._hold()
+                    found.append(self._base)
+            except (CheckpointInUse, Superseded) as error:
+                _LOG.debug("the checkpoint folder is lost: %s", error)  # the lease has reported it
+            except BackstayError as error:
+                _LOG.warning("the newest checkpoint is not known: %s", error)
+
+        thread = threading.Thread(target=look, name="backstay-newest", daemon=True)
+        thread.start()
+        thread.join(KNOWN_SECONDS)
+        manifest = found[0] if found else None
+        if manifest is None:
+            return "", (0, -1)
+        return self._store.uri_of(manifest), (manifest.term, manifest.version)
+
+    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+        """See `Storage.newest`.
+
+        Raises:
+            CheckpointInUse, CheckpointOfAnotherJob: the folder is not this run's.
+            CheckpointError: the newest checkpoint does not fit.
+        """
+        with self._lock:
+            contents = patiently(self._store.contents)
+            if self._lease.number:
+                self._lease.check()
+            else:
+                self._identify(contents)
+                self._acquire(contents)
+                contents = patiently(self._store.contents)
+            newest = patiently(lambda: self._store.newest(contents=contents))
+            for line in newest.skipped:
+                _LOG.warning("passed over a checkpoint: %s", line)
+            # Also above those that were passed over: no term has two beginnings (T6).
+            term = max(above_term, contents.newest_term) + 1
+            manifest = newest.manifest
+            if manifest is None:
+                if contents.format_1:
+                    raise CheckpointError(
+                        f"{self._store.uri} holds checkpoints of format 1, which an earlier version of Backstay wrote "
+                        "and this one does not read: use another checkpoint.uri, or delete them"
+                    )
+                state = CoordinatorState(
+                    term=term, version=0, world=self._world(), history=self._unused_history(contents)
+                )
+            else:
+                state = self._continue(manifest)
+                state.term = term
+            self._term, self._history, self._base = term, state.history, manifest
+            try:
+                self._claim()
+            except CheckpointError as error:
+                # The claim is written before the first manifest; until then only this run can read a wrong one.
+                _LOG.warning("the start of term %d could not be stored, it is stored later: %s", term, error)
+            return state, "" if manifest is None else self._store.uri_of(manifest)
+
+    def closing(self) -> None:
+        """This process was told to stop, and stores what there is."""
+        self._lease.closing()
+
+    def close(self) -> None:
+        """Give the folder back, unless a manifest is being stored for longer than this process can wait."""
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
+            try:
+                self._lease.release()
+            finally:
+                self._lock.release()
+
+    # ---- The lease and the claim ----
+
+    def _hold(self) -> None:
+        """Have the lease, and the claim of the term. What could not be written before is written now."""
+        if not self._lease.number:
+            self._lease.acquire()
+            self._base = self._store.newest(verify=False).manifest
+        if self._claimed != (self._lease.number, self._term):
+            self._claim()
+
+    def _claim(self) -> None:
+        if not self._lease.number:
+            return  # it is acquired before the first manifest
+        claim = Claim(
+            origin=self._origin(self._identity.settings),
+            lease=self._lease.number,
+            term=self._term,
+            incarnation=self._identity.incarnation,
+            base="" if self._base is None else self._base.name,
+        )
+        self._store.write_claim(claim)
+        self._claimed = claim.lease, claim.term
+
+    def _acquire(self, contents: Contents) -> None:
+        def acquire() -> None:
+            try:
+                self._lease.acquire()
+            except (CheckpointInUse, Interrupted, StorageError):
+                raise
+            except CheckpointError as error:
+                raise StorageError(str(error)) from error  # a full disk, say: it may pass
+
+        claim = self._store.newest_claim(contents)
+        if claim is None or claim.origin.job != self._identity.job:
+            patiently(acquire)
+            return
+        # This run has the folder already: its next incarnation trains on, even while nothing can be written.
+        try:
+            acquire()
+        except StorageError as error:
+            _LOG.warning("the lease of the checkpoint folder could not be taken over, it is tried again: %s", error)
+
+    # ---- Whose history it is ----
+
+    def _identify(self, contents: Contents) -> None:
+        """Refuse a history of another job before anything is written into its folder."""
+        manifest = patiently(lambda: self._store.newest(verify=False, contents=contents)).manifest
+        try:
+            if manifest is not None:
+                self._check_owner(manifest)
+        except CheckpointOfAnotherJob:
+            patiently(self._lease.observe)  # a job that still writes is the better reason
+            raise
+
+    def _check_owner(self, manifest: Manifest) -> None:
+        """
+        Raises:
+            CheckpointOfAnotherJob: `manifest` belongs to another job, or to another seed, and that was not allowed.
+        """
+        identity, origin = self._identity, manifest.origin
+        if self._is_own(origin):
+            return
+        theirs = f"job {origin.job} with seed {origin.seed}"
+        mine = f"job {identity.job} with seed {identity.seed}"
+        if not identity.any_history:
+            raise CheckpointOfAnotherJob(
+                f"the checkpoints in {self._store.uri} belong to {theirs} (step {manifest.version}), this is {mine}: "
+                "use another checkpoint.uri, or set checkpoint.continueFrom: Any to start from them"
+            )
+        if manifest.version >= identity.steps:
+            raise CheckpointOfAnotherJob(
+                f"the checkpoint of {theirs} is of step {manifest.version}, {mine} has only {identity.steps} steps: "
+                f"set steps to more than {manifest.version}, or use another checkpoint.uri"
+            )
+
+    def _is_own(self, origin: Origin) -> bool:
+        return origin.job.same_job(self._identity.job) and origin.seed == self._identity.seed
+
+    def _unused_history(self, contents: Contents) -> str:
+        """The id of a history without any checkpoint: the one that this job has begun, or a new one."""
+        claim = self._store.newest_claim(contents)
+        if claim is not None and self._is_own(claim.origin) and not claim.base:
+            return claim.origin.history
+        return secrets.token_hex(8)
+
+    def _continue(self, manifest: Manifest) -> CoordinatorState:
+        """The state in `manifest`, in this job's history.
+
+        Raises:
+            CheckpointError: it belongs to another job, or does not fit.
+        """
+        self._check_owner(manifest)
+        check_fits(manifest, self._partition)
+        try:
+            state = CoordinatorState.from_json(manifest.state)
+        except ValueError as error:
+            raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
+        origin, own = manifest.origin, self._is_own(manifest.origin)
+        state.history = origin.history if own else secrets.token_hex(8)
+        examples = origin.settings.get("examples", "")
+        self.continued = Continued(
+            step=manifest.version,
+            origin=origin,
+            own=own,
+            same_run=own and origin.job == self._identity.job,
+            changes=changes_of(origin.settings, self._identity.settings),
+            examples=int(examples) if examples.isascii() and examples.isdigit() else None,
+        )
+        return state
+
+
+def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """What differs between the settings of two runs, for people; settings that only one of them knows are left out."""
+    different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    changes = [f"{name} was {before[name]} and is {now[name]}" for name in different if name not in _OPTIMIZER]
+    if different and "optimizer" in different:
+        mine, theirs = now.get("optimizer_constants", "").split(), before.get("optimizer_constants", "").split()
+        old, new = [one for one in theirs if one not in mine], [one for one in mine if one not in theirs]
+        shown = f": {' '.join(old) or 'nothing'} was replaced by {' '.join(new) or 'nothing'}" if old or new else ""
+        changes.insert(0, f"the optimizer computes another update{shown}")
+    return tuple(changes)
+
+
+class NoStorage:
+    """A job that stores nothing starts again from its seed."""
+
+    def __init__(self, world: Callable[[], int]) -> None:
+        self._world = world
+        self.continued: Continued | None = None
+
+    def write_manifest(self, order: WriteManifest) -> str:
+        raise CheckpointError(f"version {order.version} cannot be stored: the job has no checkpoint")
+
+    def known(self, state: CoordinatorState) -> tuple[str, tuple[int, int]]:
+        """See `ManifestStorage.known`."""
+        del state
+        return "", (0, -1)
+
+    def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+        """See `Storage.newest`."""
+        return CoordinatorState(term=above_term + 1, version=0, world=self._world()), ""
+
+    def closing(self) -> None:
+        """See `ManifestStorage.closing`."""
+
+    def close(self) -> None:
+        """See `ManifestStorage.close`."""

@@ -1,0 +1,202 @@
+"""T6, T7: one writer at a time in a folder, whatever its clock says. Time is injected: nothing here waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Interrupted, Job, LeaseTimes
+from backstay.errors import BackstayError, CheckpointInUse, Superseded
+
+TIMES = LeaseTimes(renew=100.0, silence=500.0, settle=1000.0, closing=9000.0, confirm=1000.0)
+"""So long that the thread of a lease does nothing by itself."""
+
+
+class Process:
+    """One process with a clock of its own, which starts anywhere."""
+
+    def __init__(self, folder: str, name: str, uid: str, incarnation: int = 1, clock: float = 0.0) -> None:
+        self.store = CheckpointStore(folder)
+        self.now = clock
+        self.waits = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.stopped = False
+        self.lost: list[BackstayError] = []
+        self.lease = FolderLease(
+            self.store,
+            Holder(Job(namespace="default", name=name, uid=uid), incarnation, f"{name}-pod"),
+            lost=self.lost.append,
+            wait=self.wait,
+            times=TIMES,
+            clock=lambda: self.now,
+        )
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        self.waits += 1
+        self.meanwhile()
+        return self.stopped
+
+    def renew(self) -> None:
+        """What the thread of its lease does every `renew` seconds."""
+        assert self.lease._renew()
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture(params=["posix", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "c") if request.param == "posix" else f"memory://{tmp_path.name}-{time.monotonic_ns()}/c"
+
+
+@pytest.fixture
+def start(folder: str) -> Iterator[Start]:
+    made: list[Process] = []
+
+    def make(name: str = "a", uid: str = "1", incarnation: int = 1, clock: float = 0.0) -> Process:
+        made.append(Process(folder, name, uid, incarnation, clock))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.lease.release()
+
+
+def test_t7_a_second_living_writer_is_refused_and_the_first_is_named(start: Start) -> None:
+    first, second = start("a", "1"), start("b", "2", clock=1e9)
+    first.lease.acquire()
+    second.meanwhile = first.renew
+    with pytest.raises(CheckpointInUse, match=r"job default/a \(uid 1, pod a-pod\) writes checkpoints into"):
+        second.lease.acquire()
+    assert second.now - 1e9 < TIMES.renew
+    first.lease.check()
+    assert first.lost == []
+
+
+def test_t7_two_runs_of_one_job_are_two_writers(start: Start) -> None:
+    """Such as `backstay run` in two terminals."""
+    first, second = start("a", "1"), start("a", "2")
+    first.lease.acquire()
+    second.meanwhile = first.renew
+    with pytest.raises(CheckpointInUse, match="uid 1"):
+        second.lease.acquire()
+    assert second.now <= TIMES.settle + TIMES.renew
+
+
+def test_t7_a_silent_writer_is_succeeded_after_its_silence_and_finds_out(start: Start) -> None:
+    """The same job after SIGKILL; and what SIGSTOP does: the first one wakes up, and stores nothing more (T6)."""
+    first, second = start("a", "1", clock=50.0), start("a", "2", clock=-70.0)
+    first.lease.acquire()
+    second.lease.acquire()
+    assert TIMES.silence <= second.now + 70.0 <= TIMES.silence + 2 * TIMES.renew
+    assert second.lease.number > first.lease.number
+    for _ in range(2):
+        with pytest.raises(CheckpointInUse, match=r"uid 2.*took over"):
+            first.lease.check()
+    assert [type(error) for error in first.lost] == [CheckpointInUse]
+    second.lease.check()
+
+
+def test_t8_a_writer_that_ended_well_leaves_nothing_to_wait_for(start: Start) -> None:
+    first, second = start("a", "1"), start("b", "2")
+    first.lease.acquire()
+    first.lease.release()
+    second.lease.acquire()
+    assert second.waits == 0
+
+
+def test_t8_a_writer_that_stores_its_last_checkpoint_is_waited_for(start: Start) -> None:
+    first, second = start("a", "1"), start("a", "2")
+    first.lease.acquire()
+
+    def meanwhile() -> None:
+        if second.waits == 2:
+            first.lease.closing()
+        elif second.now > 2 * TIMES.settle:
+            first.lease.release()
+        else:
+            first.renew()
+
+    second.meanwhile = meanwhile
+    second.lease.acquire()
+    assert 2 * TIMES.settle < second.now < TIMES.closing
+
+
+def test_t6_the_next_incarnation_of_a_server_does_not_wait(start: Start) -> None:
+    first, second = start("a", "1", 1), start("a", "1", 2)
+    first.lease.acquire()
+    second.lease.acquire()
+    assert second.waits == 0
+    with pytest.raises(Superseded, match="incarnation 2"):
+        first.lease.check()
+    with pytest.raises(Superseded, match="incarnation 2"):
+        start("a", "1", 1).lease.acquire()
+    second.lease.check()
+
+
+def test_t8_a_writer_that_is_told_to_stop_while_it_waits_stops(start: Start) -> None:
+    first, second = start("a", "1"), start("a", "2")
+    first.lease.acquire()
+    second.stopped = True
+    with pytest.raises(Interrupted):
+        second.lease.acquire()
+
+
+def test_t7_two_that_come_at_once_do_not_both_get_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one writes its lease between the first one's listing and the first one's lease."""
+    first, second = start("a", "1"), start("b", "2")
+    held: list[str] = []
+    write = first.store.folder.write
+    paused = [True]
+
+    def pause(name: str, fill: bytes) -> None:
+        if paused:
+            paused.clear()
+            second.lease.acquire()
+            held.append("second")
+        write(name, fill)
+
+    monkeypatch.setattr(first.store.folder, "write", pause)
+    first.meanwhile = second.renew
+    with pytest.raises(CheckpointInUse, match="default/b"):
+        first.lease.acquire()
+    assert held == ["second"]
+    second.lease.check()
+    assert second.lost == []
+
+
+def test_t7_a_lease_that_somebody_deleted_is_written_again(start: Start) -> None:
+    first = start()
+    first.lease.acquire()
+    for name in first.store.folder.names():
+        first.store.folder.delete(name)
+    first.lease.check()
+    second = start("b", "2")
+    second.meanwhile = first.renew
+    with pytest.raises(CheckpointInUse):
+        second.lease.acquire()
+
+
+def test_t7_a_damaged_lease_blocks_nobody_for_ever(start: Start) -> None:
+    first, second = start("a", "1"), start("b", "2")
+    first.lease.acquire()
+    name = first.store.folder.names()[0]
+    first.store.folder.rewrite(name, b"\x00" * 2048)
+    second.lease.acquire()
+    assert second.now <= TIMES.silence + 2 * TIMES.renew
+
+
+def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) -> None:
+    """A lease is rewritten in place: its file keeps its size and its place on the disk."""
+    first = Process(str(tmp_path), "a", "1")
+    first.lease.acquire()
+    file = next(tmp_path.iterdir())
+    before = file.stat()
+    first.renew()
+    after = file.stat()
+    assert (before.st_ino, before.st_size, before.st_blocks) == (after.st_ino, after.st_size, after.st_blocks)
+    first.lease.release()

@@ -1,0 +1,126 @@
+"""T6, T7: two jobs, one checkpoint folder, by real processes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from backstay import load
+from backstay._checkpoint import CheckpointStore
+
+
+def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> None:
+    """The second one fails and names the first, which ends with its own parameters; then the folder is still its."""
+    tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "folder"), "every_steps": 2})
+    tiny.environment = {"BACKSTAY_JOB": "a", "BACKSTAY_JOB_UID": "1", "STEPS": "12"}
+    server, worker = tiny.server(0), tiny.worker(0, HOLD_AT="3")
+    tiny.wait_for(server, "checkpoint of step 2")
+    other = job(1, 1, checkpoint={"uri": str(tmp_path / "folder"), "every_steps": 2})
+    other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2", "SEED": "7", "STEPS": "3"}
+    second = other.server(0)
+    assert second.wait() == 1
+    assert (second.words()["result"], second.words()["reason"]) == ("Failed", "CheckpointInUse")
+    assert "job default/a (uid 1, pod parameter-server-0)" in str(second.words()["message"])
+    server.process.send_signal(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+    # Its next incarnation goes on at once with its own history, whoever else tries.
+    third = other.server(0, 1)
+    server = tiny.server(0, 1)
+    tiny.wait_for(server, "continuing from the checkpoint of step 2: ")
+    assert "waiting up to" not in server.output()
+    tiny.let()
+    assert [server.wait(), worker.wait()] == [0, 0]
+    assert server.words()["result"] == "Succeeded"
+    assert third.wait() == 1
+    assert third.words()["reason"] in ("CheckpointInUse", "CheckpointOfAnotherJob")
+    fourth = other.server(0, 2)
+    assert fourth.wait() == 1
+    assert fourth.words()["reason"] == "CheckpointOfAnotherJob"
+    said = str(fourth.words()["message"])
+    assert "belong to job default/a with seed 0 (step 12), this is job default/b with seed 7" in said
+    assert load(str(tmp_path / "folder")).step == 12
+
+
+def test_t6_a_writer_that_was_stopped_stores_nothing_more(job, tmp_path: Path) -> None:
+    """SIGSTOP; another run of the job takes over and ends; SIGCONT: the first one stores nothing and says why."""
+    folder = tmp_path / "folder"
+    first = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2})
+    first.environment = {"BACKSTAY_JOB": "a", "BACKSTAY_JOB_UID": "1", "STEPS": "12"}
+    stopped, worker = first.server(0), first.worker(0, HOLD_AT="3")
+    first.wait_for(stopped, "checkpoint of step 2")
+    stopped.process.send_signal(signal.SIGSTOP)
+    second = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 5, "keep": 10})
+    second.environment = {
+        "BACKSTAY_JOB": "a",
+        "BACKSTAY_JOB_UID": "2",
+        "STEPS": "12",
+        "LEARNING_RATE": "0.02",
+        "BATCH": "8",
+    }
+    second.start_all()
+    assert [pod.wait() for pod in second.pods] == [0, 0]
+    said = second.pods[0].output()
+    assert "the checkpoint folder" in said
+    assert "is held by job default/a (uid 1, pod parameter-server-0): waiting up to 5 s" in said
+    assert "was silent for 5 s: taking over" in said
+    assert "continuing from the checkpoint of step 2: " in said
+    assert "this run of job default/a continues the run with uid 1 at step 2" in said
+    assert "changed since step 2 was stored: the optimizer computes another update" in said
+    assert "examples of a contribution were 4 and are 8" in said
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    stopped.process.send_signal(signal.SIGCONT)
+    first.let()
+    assert stopped.wait() == 1
+    assert stopped.words()["reason"] == "CheckpointInUse"
+    assert "job default/a (uid 2" in str(stopped.words()["message"])
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    newest = CheckpointStore(str(folder)).newest().manifest
+    assert newest is not None
+    assert (newest.version, newest.origin.job.uid) == (12, "2")
+    assert worker.wait() == 1
+
+
+def test_t7_another_seed_is_refused_and_any_history_may_be_asked_for(job, tmp_path: Path) -> None:
+    """`AlreadyComplete` is for the same job and seed; `continueFrom: Any` begins a new history and deletes nothing."""
+    folder = tmp_path / "folder"
+    checkpoint: dict[str, Any] = {"uri": str(folder), "every_steps": 2, "keep": 1}
+    first = job(1, 1, checkpoint=checkpoint)
+    first.environment = {"BACKSTAY_JOB": "a", "BACKSTAY_JOB_UID": "1", "STEPS": "4"}
+    first.start_all()
+    assert [pod.wait() for pod in first.pods] == [0, 0]
+    theirs = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
+    seed = first.server(0, 1, SEED="7")
+    assert seed.wait() == 1
+    assert seed.words()["reason"] == "CheckpointOfAnotherJob"
+    assert "with seed 0 (step 4), this is job default/a with seed 7" in str(seed.words()["message"])
+    again = first.server(0, 1, BACKSTAY_JOB_UID="9")
+    assert again.wait() == 0
+    assert again.words()["result"] == "AlreadyComplete"
+    other = job(1, 1, checkpoint={**checkpoint, "continue_from": "Any"})
+    other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2"}
+    short = other.server(0, STEPS="4")
+    assert short.wait() == 1
+    assert short.words()["reason"] == "CheckpointOfAnotherJob"
+    assert "set steps to more than 4" in str(short.words()["message"])
+    server, worker = other.server(0, 1), other.worker(0)
+    assert [server.wait(), worker.wait()] == [0, 0]
+    assert "continuing from the checkpoint of step 4: " in server.output()
+    assert "belongs to job default/a with seed 0: a new history begins" in server.output()
+    assert server.words()["result"] == "Succeeded"
+    left = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
+    assert theirs < left
+    assert len(left) == len(theirs) + 2
+    assert load(str(folder)).step == 8
+
+
+def test_t8_a_folder_that_cannot_be_written_is_found_before_the_first_update(job, tmp_path: Path) -> None:
+    """Every server looks for itself, before it opens a port; the message names the path and the uid."""
+    (tmp_path / "file").write_text("not a folder")
+    tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "file" / "folder")})
+    servers = [tiny.server(shard) for shard in range(2)]
+    assert [server.wait() for server in servers] == [1, 1]
+    for server in servers:
+        assert (server.words()["result"], server.words()["reason"]) == ("Failed", "CheckpointFolderUnusable")
+        assert f"cannot write {tmp_path}/file/folder/" in str(server.words()["message"])
+        assert "this process has uid " in str(server.words()["message"])
