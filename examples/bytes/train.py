@@ -109,4 +109,5 @@ if __name__ == "__main__":
         steps=700,
         evaluate=evaluate,
     )
-    print(f"held-out bits per byte {result.metrics.get('bits_per_byte', float('nan')):.3f} after {result.step} updates")
+    if "bits_per_byte" in result.metrics:  # not where the evaluation failed
+        print(f"held-out bits per byte {result.metrics['bits_per_byte']:.3f} after {result.step} updates")

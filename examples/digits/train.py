@@ -64,4 +64,5 @@ if __name__ == "__main__":
         steps=400,
         evaluate=lambda params: {"accuracy": float(accuracy(params))},
     )
-    print(f"held-out accuracy {result.metrics.get('accuracy', float('nan')):.4f} after {result.step} updates")
+    if "accuracy" in result.metrics:  # not where the evaluation failed
+        print(f"held-out accuracy {result.metrics['accuracy']:.4f} after {result.step} updates")

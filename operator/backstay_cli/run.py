@@ -229,10 +229,12 @@ def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> i
 
     async def serve() -> None:
         async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:
-            say("The embedded cluster is up, the operator is running. Point kubectl at it:\n")
-            say(f"  export KUBECONFIG={session.kubeconfig}\n")
-            say("then for example: kubectl apply -f job.yaml; kubectl get trainingjobs -w")
-            say(f"Logs of every pod in {session.folder / _LOGS}. Ctrl-C stops it.")
+            say("The embedded cluster and the operator are running. In another terminal:\n")
+            say(f"  export KUBECONFIG={session.kubeconfig}")
+            say("  kubectl create configmap NAME --from-file=train.py   # for a job with spec.code.configMap: NAME")
+            say("  kubectl apply -f job.yaml")
+            say("  kubectl get trainingjobs --watch\n")
+            say(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
             name = await session.died
             raise SessionError(f"the {name} died, see {session.folder / name}.log")
 

@@ -282,6 +282,16 @@ class ReturnedStrategy(Strategy):
     returns_deleted = True
 
 
+class ClaimStrategy(ReturnedStrategy):
+    """A claim is bound at once: its volume is a folder of the one node, which the kubelet makes for it."""
+
+    def before_create(self, obj: Obj, *, dry_run: bool) -> None:
+        del dry_run
+        spec = obj.get("spec") or {}
+        capacity = (spec.get("resources") or {}).get("requests") or {}
+        obj["status"] = {"phase": "Bound", "accessModes": spec.get("accessModes") or [], "capacity": dict(capacity)}
+
+
 class LeaseStrategy(Strategy):
     """A replace of a lease that is not there creates it."""
 
@@ -329,7 +339,7 @@ def install(api: Api, network: str) -> None:
     api.use(("", "events"), EventStrategy)
     api.use(("", "nodes"), NodeStrategy)
     api.use(("", "serviceaccounts"), ReturnedStrategy)
-    api.use(("", "persistentvolumeclaims"), ReturnedStrategy)
+    api.use(("", "persistentvolumeclaims"), ClaimStrategy)
     api.use(("", "persistentvolumes"), ReturnedStrategy)
     api.use(("coordination.k8s.io", "leases"), LeaseStrategy)
     for plural in ("roles", "rolebindings", "clusterroles", "clusterrolebindings"):

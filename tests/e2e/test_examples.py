@@ -1,0 +1,70 @@
+"""The commands of the README run as they are printed, against `backstay up` with the real kubectl."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readme_prints_the_example_as_it_is() -> None:
+    example = (ROOT / "examples/digits/job.yaml").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert [list(yaml.safe_load_all(block)) for block in blocks] == [list(yaml.safe_load_all(example))]
+    assert blocks[0].strip() in example
+
+
+def kubectl_commands() -> list[list[str]]:
+    """The kubectl commands of the README."""
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("kubectl ")]
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path) -> Iterator[str]:
+    """What `backstay up` prints; it runs during the test."""
+    up = subprocess.Popen(
+        [sys.executable, "-m", "backstay_cli.main", "up", "--data-dir", str(tmp_path / "up")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert up.stdout is not None
+    try:
+        yield next(line for line in up.stdout if "export KUBECONFIG=" in line).partition("=")[2].strip()
+    finally:
+        up.send_signal(signal.SIGINT)
+        out, _ = up.communicate(timeout=60)
+    assert up.returncode == 0 or "nothing is left running" in out
+
+
+@pytest.mark.tool("kubectl")
+def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readme(kubeconfig: str) -> None:
+    """It waited for a ConfigMap and a claim that nobody made."""
+    environment = {**os.environ, "KUBECONFIG": kubeconfig}
+
+    def run(*command: str, seconds: float = 60) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=seconds)
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    commands = kubectl_commands()
+    assert [command[1] for command in commands] == ["create", "apply"]
+    for command in commands:
+        run(*command)
+    # A step, and not the end: 400 updates take long on a busy machine.
+    run("kubectl", "wait", "--for=jsonpath={.status.trainMetrics.accuracy}", "tj/digits", "--timeout=120s", seconds=130)
+    assert "Bound" in run("kubectl", "get", "pvc", "digits-checkpoints")
