@@ -148,7 +148,7 @@ class Check:
             value: what a person wrote; not changed.
             schema: what it must be.
             path: where it is, for messages.
-            place: the same with ``[]`` for every item.
+            place: the same with ``[]`` for every item of a list and ``{}`` for every value of a map.
             lenient: drop unknown fields instead of refusing them.
         """
         if INT_OR_STRING in schema:
@@ -213,7 +213,7 @@ class Check:
                     clean[name] = self.value(inner, properties[name], here, there, lenient=lenient)
             elif extra is not None:
                 if inner is not None:
-                    clean[name] = self.value(inner, extra, here, there, lenient=lenient)
+                    clean[name] = self.value(inner, extra, here, f"{place}{{}}", lenient=lenient)
             elif schema.get(PRESERVE):
                 clean[name] = self._free(inner, here)
             elif not lenient:
@@ -238,7 +238,8 @@ class Check:
         elif isinstance(value, int) and not isinstance(value, bool):
             self._range(value, schema, path)
         else:
-            self.refuse(path, f"is {display(value)}: must be {_RIGHT.get(place) or 'a whole number or a string'}")
+            hint = f"; write {display(str(value))} in quotes" if isinstance(value, float) else ""
+            self.refuse(path, f"is {display(value)}: must be {_RIGHT.get(place) or 'a whole number or a string'}{hint}")
         return value
 
     def _string(self, value: str, schema: Schema, path: str, place: str) -> None:

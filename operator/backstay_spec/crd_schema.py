@@ -118,13 +118,15 @@ def schema_of(model: type[BaseModel]) -> Schema:
 
 
 def _reach(schema: Schema, path: str) -> Schema:
-    """The part of a schema at a path such as ``env[].name``."""
+    """The part of a schema at a path such as ``env[].name`` or ``limits{}``."""
     here = schema
     for part in path.split(".") if path else ():
-        name = part.removesuffix("[]")
+        name = part.rstrip("[]{}")
         here = here["properties"][name]
         if part.endswith("[]"):
             here = here["items"]
+        elif part.endswith("{}"):
+            here = here["additionalProperties"]
     return here
 
 
@@ -157,6 +159,8 @@ def _whole() -> Schema:
         if place.get("format") == "int64" and place.get("maximum", 2**31) < 2**31:
             place["format"] = "int32"
     for rule in RULES:
+        if rule.cel is None:
+            continue
         place = root if rule.field == "metadata.name" else _reach(root, rule.at)
         place.setdefault(VALIDATIONS, []).append(_cel(rule.cel, rule.message, rule.field))
     spec = root["properties"]["spec"]

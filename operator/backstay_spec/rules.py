@@ -9,7 +9,7 @@ Three tables:
   Python predicate for us, over the same JSON with defaults filled in; a test holds that their verdicts agree.
 - `CHANGES`: what may change while a job runs. From one path come both the CEL transition rule and the Python predicate.
 
-Paths are as in `errors.SpecError`; ``[]`` stands for every item of a list.
+Paths are as in `errors.SpecError`; ``[]`` stands for every item of a list, ``{}`` for every value of a map.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ MAX_NAME: Final = 40
 """Longest name of a job: role, index, incarnation and a hash follow it in pod names, which are labels of at most 63."""
 
 INT32_MAX: Final = 2**31 - 1
+MAX_STRING: Final = 128 * 1024
+"""Bytes of one argument or environment variable with its name and its end: MAX_ARG_STRLEN of execve(2)."""
+MAX_STRINGS: Final = 1024 * 1024
+"""Bytes of the command, arguments and environment of a container. Linux gives them 2 MiB (a quarter of the stack's
+limit); the rest is for what the image, `envFrom` and the operator add."""
 DNS_LABEL: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 DNS_SUBDOMAIN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 CONTAINER_NAME: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -82,6 +87,16 @@ def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, right
 
 TEMPLATES: Final = ("spec.parameterServers.template", "spec.workers.template", "spec.evaluator.template")
 _ENVS: Final = ("spec.env", *(f"{template}.spec.containers[].env" for template in TEMPLATES))
+_AMOUNTS: Final = tuple(
+    f"{template}.spec.containers[].resources.{which}" for template in TEMPLATES for which in ("requests", "limits")
+)
+# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+QUANTITY: Final = r"^[+-]?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE][+-]?[0-9]+))?$"
+_TEXTS: Final = (
+    "spec.command",
+    "spec.args",
+    *(f"{template}.spec.containers[].{field}" for template in TEMPLATES for field in ("command", "args")),
+)
 _ENV_NAME = "the name of an environment variable: printable ASCII without '='"
 
 # The lengths and numbers of items are for the API server, which refuses a CRD whose CEL rules could cost too much.
@@ -145,6 +160,15 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     *(Bound(f"{template}.spec.containers[].command", max_items=256) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].args", max_items=1024) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
+    *(Bound(amount, max_properties=64) for amount in _AMOUNTS),
+    *(
+        Bound(f"{amount}{{}}", min_length=1, max_length=64, pattern=QUANTITY, right="an amount such as 500m, 2 or 4Gi")
+        for amount in _AMOUNTS
+    ),
+    *(
+        Bound(f"{env}[].value", max_length=MAX_STRING, right="a string that Linux can pass to a program")
+        for env in _ENVS
+    ),
 )
 
 
@@ -156,7 +180,8 @@ class Rule:
         at: path of the value that carries the rule, `self` in `cel`; empty for the object itself.
         field: the field that is reported, relative to `at`; empty for `at` itself.
         reads: fields that the rule looks at, relative to `at`; it is not judged where one of them is malformed.
-        cel: the rule for the API server.
+        cel: the rule for the API server; None where its limits on the cost of rules do not allow it. Then
+            `backstay validate` refuses the job, and the operator fails it before it creates a pod.
         holds: the same for us: takes the JSON value at `at`, with defaults filled in.
         message: what must be, and what would be right.
     """
@@ -164,7 +189,7 @@ class Rule:
     at: str
     field: str
     reads: tuple[str, ...]
-    cel: str
+    cel: str | None
     holds: Callable[[Any], bool]
     message: str
 
@@ -176,6 +201,25 @@ def _few_backups(spec: Any) -> bool:
 
 def _backups_in_sync(update: Any) -> bool:
     return update["mode"] == "Sync" or update["backups"] in (0, "0%")
+
+
+def _bytes(text: str) -> int:
+    """Of a string as an argument of a program: its end is a byte too."""
+    return len(text.encode("utf-8", "replace")) + 1
+
+
+def _short_value(env: Any) -> bool:
+    # An unresolved reference such as $(OTHER) may become longer; the kernel finds that, and nobody before it.
+    return "value" not in env or _bytes(env["name"]) + _bytes(env["value"]) <= MAX_STRING
+
+
+def _strings_of(container: Any) -> int:
+    listed = sum(_bytes(text) for field in ("command", "args") for text in container.get(field) or ())
+    return listed + sum(_bytes(one["name"]) + _bytes(one.get("value") or "") for one in container.get("env") or ())
+
+
+def _has_image(container: Any) -> bool:
+    return container["name"] == CONTAINER or "image" in container
 
 
 def _good_name(job: Any) -> bool:
@@ -282,6 +326,54 @@ RULES: Final[tuple[Rule, ...]] = (
             message="must be left out together with value: a variable has one source",
         )
         for env in _ENVS
+    ),
+    *(
+        Rule(
+            at=f"{env}[]",
+            field="value",
+            reads=("name", "value"),
+            cel=None,
+            holds=_short_value,
+            message=f"must be at most {MAX_STRING} bytes together with the variable's name, which is what Linux passes "
+            "to a program; mount a file from a ConfigMap instead",
+        )
+        for env in _ENVS
+    ),
+    *(
+        Rule(
+            at=f"{texts}[]",
+            field="",
+            reads=("",),
+            cel=None,
+            holds=lambda text: _bytes(text) <= MAX_STRING,
+            message=f"must be at most {MAX_STRING} bytes, which is what Linux passes to a program; mount a file from a "
+            "ConfigMap instead",
+        )
+        for texts in _TEXTS
+    ),
+    *(
+        Rule(
+            at=at,
+            field="",
+            reads=("command", "args", "env"),
+            cel=None,
+            holds=lambda container: _strings_of(container) <= MAX_STRINGS,
+            message=f"must have a command, arguments and an environment of at most {MAX_STRINGS} bytes together, "
+            "because Linux limits what it passes to a program; mount files from a ConfigMap instead",
+        )
+        for at in ("spec", *(f"{template}.spec.containers[]" for template in TEMPLATES))
+    ),
+    *(
+        Rule(
+            at=f"{template}.spec.containers[]",
+            field="image",
+            reads=("name", "image"),
+            cel=f"self.name == '{CONTAINER}' || has(self.image)",
+            holds=_has_image,
+            message=f"must be set: only the container {CONTAINER} gets the job's image. A container of another name "
+            f"runs beside it; to change the one that trains, write name: {CONTAINER}",
+        )
+        for template in TEMPLATES
     ),
     *(
         Rule(

@@ -35,6 +35,9 @@ class Anything(BaseModel):
 
 AnyValue: TypeAlias = Annotated[Any, Shape(Anything)]
 
+Quantity: TypeAlias = int | str
+"""An amount, such as 2, "500m" or "4Gi"."""
+
 
 class OpenModel(BaseModel):
     """An object that has other fields too, which are kept."""
@@ -75,6 +78,16 @@ class Volume(OpenModel):
     """Not for checkpoints: it is each pod's own and is deleted with the pod."""
 
 
+class Resources(OpenModel):
+    """What a container requests and may use at most (ResourceRequirements)."""
+
+    requests: dict[str, Quantity] | None = None
+    """What a node must have free, such as `cpu: 500m` and `memory: 4Gi`."""
+
+    limits: dict[str, Quantity] | None = None
+    """What the container may use at most, such as `nvidia.com/gpu: 1`."""
+
+
 class Container(OpenModel):
     """A container of a pod template (Container)."""
 
@@ -93,7 +106,7 @@ class Container(OpenModel):
     env: Annotated[list[Free] | None, Shape(EnvVar)] = None
     """Environment variables of this container."""
 
-    resources: AnyValue = None
+    resources: Annotated[Free | None, Shape(Resources)] = None
     """Resources of this container, such as `limits: {nvidia.com/gpu: 1}`."""
 
     volume_mounts: AnyValue = None
