@@ -148,6 +148,24 @@ def test_everything_is_installed_by_hash(root: Path, name: str) -> None:
     assert locks == {"build", *DOCKERFILES[name].values()}
 
 
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_they_build_on_a_base_with_python3_alone_and_from_a_private_index(root: Path, name: str) -> None:
+    """Debian has no `python`. A password or a certificate comes as a secret, so that no layer keeps it."""
+    file = Dockerfile.read(root / name)
+    fetching = 0
+    for stage in file.stages:
+        for run in stage.of("RUN"):
+            mounts = re.findall(r"--mount=type=secret,id=([\w.]+),target=(\S+)", run)
+            commands = [shlex.split(part) for part in re.sub(r"--mount=\S+", "", run).split("&&")]
+            assert not [words for words in commands if words[0] in ("python", "pip")]
+            if "--require-hashes" in run:
+                fetching += 1
+                assert mounts == [("pip.conf", "/etc/pip.conf"), ("ca.crt", "/run/secrets/ca.crt")], run
+                assert "PIP_INDEX_URL" in stage.of("ARG")
+    assert fetching >= 2
+    assert "cert = /run/secrets/ca.crt" in (root / "docs/cluster.md").read_text()
+
+
 def pins(path: Path) -> dict[tuple[str, str], frozenset[str]]:
     """(name, version) -> hashes of a lock file."""
     found: dict[tuple[str, str], frozenset[str]] = {}

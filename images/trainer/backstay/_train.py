@@ -153,6 +153,11 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     stop = Stop()
     stop.install()
     metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
+    if environment.role != contract.ROLE_WORKER and environment.checkpoint_uri is not None:
+        from ._checkpoint._files import open_folder
+
+        # An unknown scheme ends the job before JAX is imported and anything is compiled.
+        open_folder(environment.checkpoint_uri)
     _share_compilations()
     plan = script.plan(environment.config.shards)
     _LOG.debug("planned after %.2f s", time.monotonic() - began)

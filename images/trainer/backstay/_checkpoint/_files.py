@@ -213,7 +213,10 @@ def open_folder(uri: str) -> Folder:
     try:
         filesystem, path = fsspec.core.url_to_fs(uri)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"cannot open the checkpoint folder {uri}: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint folder {uri} cannot be opened: {error}: it must be a path, or a URI with a scheme that "
+            "fsspec knows, such as s3 or gs, whose package is installed (in a pod: in its image)"
+        ) from error
     return RemoteFolder(uri.rstrip("/"), filesystem, path)
 
 
