@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,37 @@ def replaced(kubelet: FakeKubelet, victim: dict[str, Any], incarnation: int) -> 
     )
 
 
-async def deaths(kubelet: FakeKubelet, count: int) -> list[float]:
-    """Kill workers one after another; seconds from the request that makes a pod Failed until its replacement is seen.
+@dataclass(frozen=True)
+class Replacement:
+    """How long one replacement took, and what of it.
 
-    Both ways are part of it: the kubelet's PATCH, the watch that shows it to the operator, its plan, its writes, and
+    Attributes:
+        seconds: from the request that makes a pod Failed until its replacement is seen here.
+        shown: seconds of these until the watch of this process showed the death; the operator has no part in them.
+        cpu: seconds of CPU time that the operator had meanwhile; the rest of its time it waited, for the API server or
+            for a processor.
+    """
+
+    seconds: float
+    shown: float
+    cpu: float
+
+    def __str__(self) -> str:
+        rest = self.seconds - self.shown
+        return (
+            f"{self.shown * 1e3:.0f} ms API server, then {rest * 1e3:.0f} ms; {self.cpu * 1e3:.0f} ms CPU of operator"
+        )
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """CPU time of a process so far, in seconds."""
+    return sum(process.cpu_times()[:2])
+
+
+async def deaths(kubelet: FakeKubelet, operator: psutil.Process, count: int) -> list[Replacement]:
+    """Kill workers one after another, and wait for each one's replacement.
+
+    Both ways are measured: the kubelet's PATCH, the watch that shows it to the operator, its plan, its writes, and
     the watch that shows the replacement here.
     """
     found = []
@@ -103,15 +131,31 @@ async def deaths(kubelet: FakeKubelet, count: int) -> list[float]:
         )
         victim = living[(number * 7919) % len(living)]
         incarnation = int(victim["metadata"]["labels"][contract.LABEL_INCARNATION])
-        killed = time.perf_counter()
+        key = (victim["metadata"]["namespace"], victim["metadata"]["name"])
+        killed, cpu, shown = time.perf_counter(), cpu_of(operator), None
         kubelet.kill("default", victim["metadata"]["name"], condition=PREEMPTED)
         while not replaced(kubelet, victim, incarnation):
             if time.perf_counter() - killed > 120:
                 raise SystemExit(f"{victim['metadata']['name']} was not replaced within 120 s")
+            if shown is None and (key not in kubelet.pods or phase(kubelet.pods[key]) == "Failed"):
+                shown = time.perf_counter() - killed
             await asyncio.sleep(0.001)  # what is measured is far longer
-        found.append(time.perf_counter() - killed)
+        seconds = time.perf_counter() - killed
+        found.append(Replacement(seconds, seconds if shown is None else shown, cpu_of(operator) - cpu))
         await asyncio.sleep(0.2)
     return found
+
+
+def rows_of(jobs: str, found: list[Replacement], goals: tuple[str, str]) -> None:
+    """The table's lines about replacements."""
+    slowest = max(found, key=lambda one: one.seconds)
+    row(
+        f"{jobs}: pod dead -> replacement created, median",
+        f"{statistics.median(o.seconds for o in found) * 1e3:.0f} ms",
+        goals[0],
+    )
+    row(f"the slowest of {len(found)}", f"{slowest.seconds * 1e3:.0f} ms", goals[1])
+    row("", "", f"({slowest})")
 
 
 def row(what: str, value: str, goal: str = "") -> None:
@@ -153,9 +197,7 @@ async def _tell(
     await client.create(JOBS_PATH, job_of("single"))
     await wait_for(kubelet, 10, 60)
     idle = operator.memory_info().rss
-    alone = await deaths(kubelet, kills)
-    row("1 job: pod dead -> replacement created, median", f"{statistics.median(alone) * 1e3:.0f} ms", "100 ms")
-    row("1 job: the slowest of " + str(len(alone)), f"{max(alone) * 1e3:.0f} ms")
+    rows_of("1 job", await deaths(kubelet, operator, kills), ("50 ms", ""))
     started = time.perf_counter()
     for number in range(jobs - 1):
         await client.create(JOBS_PATH, job_of(f"job-{number}"))
@@ -163,12 +205,19 @@ async def _tell(
     await wait_for(kubelet, jobs * 10, 600)
     total = time.perf_counter() - started
     row(f"{jobs} jobs: all {jobs * 10} pods running after", f"{total:.1f} s", f"{jobs * 10 / total:.0f} pods/s")
-    many = await deaths(kubelet, kills)
-    row(f"{jobs} jobs: pod dead -> replacement created, median", f"{statistics.median(many) * 1e3:.0f} ms", "1000 ms")
-    row("the slowest of " + str(len(many)), f"{max(many) * 1e3:.0f} ms")
+    goals = ("200 ms", "1000 ms") if jobs <= 200 else ("", "5000 ms")
+    rows_of(f"{jobs} jobs", await deaths(kubelet, operator, kills), goals)
     row("operator's memory, 1 job", f"{idle / 1e6:.0f} MB")
-    row(f"operator's memory, {jobs} jobs of 10 pods", f"{operator.memory_info().rss / 1e6:.0f} MB", "300 MB")
-    row("operator's CPU time in all", f"{sum(operator.cpu_times()[:2]):.1f} s")
+    row(
+        f"operator's memory, {jobs} jobs of 10 pods",
+        f"{operator.memory_info().rss / 1e6:.0f} MB",
+        "200 MB" if jobs <= 200 else "500 MB",
+    )
+    row("operator's CPU time in all", f"{cpu_of(operator):.1f} s")
+    before = cpu_of(operator)
+    await asyncio.sleep(10)
+    row("operator's CPU while nothing changes", f"{(cpu_of(operator) - before) * 10:.0f} %", "of one processor")
+    row("load of this machine", "/".join(f"{load:.1f}" for load in os.getloadavg()), f"{os.cpu_count()} processors")
     if server_pid is not None:
         tree = [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]
         row("API server's CPU time in all", f"{sum(sum(process.cpu_times()[:2]) for process in tree):.1f} s")

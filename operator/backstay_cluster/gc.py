@@ -18,8 +18,8 @@ from backstay_cluster.kubelet.objects import Key, Object
 logger = logging.getLogger(__name__)
 DISCOVER_SECONDS = 2.0
 RETRY_SECONDS = 0.5
-# These come in numbers and own nothing.
-IGNORED = {("", "events"), ("events.k8s.io", "events"), ("", "bindings"), ("coordination.k8s.io", "leases")}
+# These come in numbers, own nothing and have no owner.
+IGNORED = {("", "events"), ("events.k8s.io", "events"), ("", "bindings")}
 
 
 class GarbageCollector:

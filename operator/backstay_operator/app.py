@@ -10,15 +10,17 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from backstay_operator.backoff import Backoffs, Curve
 from backstay_operator.cluster import Cluster
+from backstay_operator.collector import Collector
 from backstay_operator.dispatch import Dispatcher
 from backstay_operator.errors import KubeError
 from backstay_operator.execute import Executor
 from backstay_operator.health import Health, Verdict
 from backstay_operator.kube import Kube
-from backstay_operator.leader import Leader, identity
+from backstay_operator.leader import Leader, identity, pod_reference
 from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Poller
 from backstay_operator.reconcile import Reconciler
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 #: A write that the watch has not shown after this many seconds means that the watch is dead.
 WATCH_LIMIT = 60.0
+
+#: Seconds in which the events of one job are collected, unless one of them says that a pod has ended.
+SETTLE = 0.05
 
 
 class WatchEnded(Exception):  # noqa: N818  what happened
@@ -53,12 +58,16 @@ class App:
         clock = time.monotonic
         self.metrics = Metrics(clock)
         self._kube = Kube(options.kubeconfig, observe=self.metrics.request)
+        # A connection of its own: a renewal must not wait for a free one while hundreds of pods are created.
+        self._lease_kube = Kube(options.kubeconfig, observe=self.metrics.request)
         self._leader = Leader(
-            self._kube,
+            self._lease_kube,
             options.lease_namespace,
             identity(environ, draw),
             clock=clock,
             changed=self._lead,
+            # An owner is of the same namespace as what it owns.
+            owner=pod_reference(environ) if options.lease_namespace == options.operator_namespace else None,
         )
         self.cluster = Cluster(clock, self.metrics, self._mark)
         backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
@@ -73,6 +82,8 @@ class App:
             backoffs=backoffs,
             instance=self._leader.me,
         )
+        # Jobs that lost a pod and have not been looked at since. They come first when this operator acts again.
+        self._lost_pods: set[JobKey] = set()
         self._reconciler = Reconciler(
             self.cluster,
             executor,
@@ -84,7 +95,7 @@ class App:
             leads=self._leader.leads,
         )
         self._dispatcher: Dispatcher[JobKey] = Dispatcher(
-            self._reconciler, limit=options.parallel, draw=draw, failed=self._failed
+            self._work, limit=options.parallel, draw=draw, failed=self._failed, settle=SETTLE
         )
         self._poller = Poller(
             self._reconciler.round,
@@ -95,7 +106,7 @@ class App:
             contacted=self._reconciler.contacted,
             clock=clock,
         )
-        self._reconciler.mark = self._dispatcher.mark
+        self._reconciler.mark = lambda key: self._dispatcher.mark(key, urgent=True)
         self._reconciler.mark_after = self._dispatcher.mark_after
         self._reconciler.follow = self._poller.follow
         self._reconciler.hurry = self._poller.hurry
@@ -107,7 +118,8 @@ class App:
             changed=self._mark,
             every=options.verify_seconds,
         )
-        self.cluster.ended = self._reconciler.ended
+        self._collector = Collector()
+        self.cluster.ended = self._ended
         self.cluster.relisted = self._verifier.listed
         self._watch = Watch(
             options.kubeconfig,
@@ -115,7 +127,7 @@ class App:
             slim=SLIM,
             sink=self.cluster.event,
             indexed=self.cluster.attach,
-            lease=self._leader.saw,
+            lease=lambda lease, deleted: self._leader.deleted(lease) if deleted else self._leader.saw(lease),
             me=self._leader.me,
         )
         self._health = Health(self.metrics, self.alive, self.ready)
@@ -144,12 +156,13 @@ class App:
             # Before Kopf starts: it takes every task that is younger than itself for its own when it ends.
             parts.append(loop.create_task(self._leader.run(), name="leader"))
             parts.append(loop.create_task(self._verifier.run(), name="verifier"))
+            parts.append(loop.create_task(self._collector.run(), name="collector"))
             parts.append(loop.create_task(self._after_kopf(loop, stop), name="signals"))
             watch = loop.create_task(self._watch.run(), name="kopf")
             self._watching = True
-            await asyncio.wait([stopping, watch, *parts[1:3]], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopping, watch, *parts[1:4]], return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
-                self._raise(watch, parts[1:3])
+                self._raise(watch, parts[1:4])
         finally:
             await self._stop(stopping, parts, watch)
 
@@ -180,6 +193,7 @@ class App:
             self._watch.stop()
             await asyncio.gather(watch, return_exceptions=True)
         await self._kube.close()
+        await self._lease_kube.close()
 
     # What the parts tell each other.
 
@@ -187,12 +201,24 @@ class App:
         if self._leader.leads():
             self._dispatcher.mark(key)
 
+    def _ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
+        self._reconciler.ended(key, raw)
+        self._lost_pods.add(key)
+        if self._leader.leads():
+            self._dispatcher.mark(key, urgent=True)
+
+    async def _work(self, key: JobKey) -> float | None:
+        if self._leader.leads():
+            self._lost_pods.discard(key)
+        return await self._reconciler(key)
+
     def _lead(self, leads: bool) -> None:
         self.metrics.leader.set(1 if leads else 0)
         self._reconciler.took_over()
         if leads and self.cluster.synced:
             for key in self.cluster.jobs():
-                self._dispatcher.mark(key)
+                self._dispatcher.mark(key, urgent=key in self._lost_pods)
+            self._lost_pods &= self.cluster.jobs()
 
     def _failed(self, key: JobKey, error: Exception) -> None:
         if isinstance(error, KubeError):

@@ -87,9 +87,17 @@ class Cluster:
     # How the watches fare.
 
     def owed(self) -> float:
-        """For how many seconds a watch has owed us the oldest of our own writes; 0 when nothing is owed."""
-        since = [at for at in (overlay.owed_since() for overlay in self.overlays.values()) if at is not None]
-        return self._clock() - min(since) if since else 0.0
+        """For how many seconds a watch that owes us a write of ours has shown nothing at all; 0 when none is owed.
+
+        A watch that moves is not dead, however late it is: with a slow API server, or after a pause of the operator, it
+        catches up, and a restart would only begin anew.
+        """
+        silent = [0.0]
+        for resource, overlay in self.overlays.items():
+            since = overlay.owed_since()
+            if since is not None:
+                silent.append(self._clock() - max(since, self._metrics.moved.get(resource.plural, since)))
+        return max(silent)
 
     def pardon(self) -> None:
         """The API server was away: count what is owed from now."""

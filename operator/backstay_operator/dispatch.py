@@ -3,6 +3,9 @@
 A trigger while a key is being worked on is remembered, not queued: any number of them is one more run, because the work
 is level-based and reads everything afresh. Timers of our own stand in for Kopf's, which would force finalizers on
 the objects.
+
+Keys that are marked as urgent are worked on before all others. So the replacement of a dead pod does not wait until
+hundreds of other jobs have been looked at, as after the creation of many jobs or a change of the leader.
 """
 
 from __future__ import annotations
@@ -20,10 +23,51 @@ K = TypeVar("K", bound=Hashable)
 log = logging.getLogger(__name__)
 
 
+class _Slots(Generic[K]):
+    """A semaphore with two queues; a key in the urgent queue gets the next free slot."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._queues: tuple[dict[K, asyncio.Future[None]], dict[K, asyncio.Future[None]]] = ({}, {})
+
+    async def acquire(self, key: K, *, urgent: bool) -> None:
+        """Wait for a slot. One key waits at most once."""
+        if self._free > 0:
+            self._free -= 1
+            return
+        admitted = asyncio.get_running_loop().create_future()
+        self._queues[not urgent][key] = admitted
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            for queue in self._queues:
+                queue.pop(key, None)
+            if admitted.done() and not admitted.cancelled():
+                self.release()  # admitted and cancelled in the same moment
+            raise
+
+    def hurry(self, key: K) -> None:
+        """Move `key` to the urgent queue, if it waits."""
+        admitted = self._queues[1].pop(key, None)
+        if admitted is not None:
+            self._queues[0][key] = admitted
+
+    def release(self) -> None:
+        """Give a slot to whoever waits."""
+        for queue in self._queues:
+            while queue:
+                admitted = queue.pop(next(iter(queue)))
+                if not admitted.done():
+                    admitted.set_result(None)
+                    return
+        self._free += 1
+
+
 @dataclass
 class _State:
     task: asyncio.Task[None] | None = None
     dirty: bool = False
+    urgent: bool = False
     timer: asyncio.TimerHandle | None = None
     failures: int = 0
 
@@ -40,6 +84,8 @@ class Dispatcher(Generic[K]):
         curve: the back-off after an exception.
         impatient: while a key backs off, a trigger brings its next try forward to this many seconds from now, so that a
             stream of triggers (which a failing write may itself cause) cannot turn into a busy loop.
+        settle: seconds from a trigger that is not urgent to the work. Events of one job that come at once, such as
+            those of its ten new pods, become one run.
     """
 
     def __init__(
@@ -51,27 +97,39 @@ class Dispatcher(Generic[K]):
         failed: Callable[[K, Exception], None],
         curve: Curve | None = None,
         impatient: float = 1.0,
+        settle: float = 0.0,
     ) -> None:
         self._work = work
-        self._slots = asyncio.Semaphore(limit)
+        self._slots: _Slots[K] = _Slots(limit)
         self._draw = draw
         self._failed = failed
         self._curve = curve or Curve(first=0.2, most=30.0)
         self._impatient = impatient
+        self._settle = settle
         self._states: dict[K, _State] = {}
         self._closed = False
 
-    def mark(self, key: K) -> None:
-        """Work on `key` as soon as may be."""
+    def mark(self, key: K, *, urgent: bool = False) -> None:
+        """Work on `key` as soon as a slot is free.
+
+        Args:
+            key: what to work on.
+            urgent: work on it before all keys that are not.
+        """
         if self._closed:
             return
         state = self._states.setdefault(key, _State())
+        if urgent and not state.urgent:
+            state.urgent = True
+            self._slots.hurry(key)
         if state.task is not None:
             state.dirty = True
         elif state.failures:
             self._wake_at(key, state, self._impatient)
-        else:
+        elif urgent or not self._settle:
             self._start(key, state)
+        else:
+            self._wake_at(key, state, self._settle)
 
     def mark_after(self, key: K, seconds: float) -> None:
         """Work on `key` after `seconds` at the latest; an earlier timer stays."""
@@ -129,17 +187,22 @@ class Dispatcher(Generic[K]):
         again: float | None = None
         try:
             while True:
-                async with self._slots:
+                await self._slots.acquire(key, urgent=state.urgent)
+                try:
                     # Only now, with a slot in hand, is what will be read newer than every trigger so far.
-                    state.dirty = False
-                    try:
-                        again = await self._work(key)
-                        state.failures = 0
-                    except Exception as error:  # noqa: BLE001  one job's trouble must not become another's
-                        self._failed(key, error)
-                        again = self._curve.seconds(state.failures, self._draw)
-                        state.failures += 1
+                    state.dirty = state.urgent = False
+                    again = await self._work(key)
+                    state.failures = 0
+                except Exception as error:  # noqa: BLE001  one job's trouble must not become another's
+                    self._failed(key, error)
+                    again = self._curve.seconds(state.failures, self._draw)
+                    state.failures += 1
+                finally:
+                    self._slots.release()
                 if state.failures or not state.dirty:
+                    break
+                if self._settle and not state.urgent:
+                    again = self._settle if again is None else min(again, self._settle)
                     break
         finally:
             state.task = None

@@ -1,4 +1,6 @@
-"""Carries out a plan: the status first, then the events, then the actions, as `backstay_spec.actions` says.
+"""Carries out a plan: the status first, then the actions, as `backstay_spec.actions` says.
+
+Events are sent meanwhile: each is a request of its own, and a replacement must not wait for them.
 
 Neighbouring actions of one kind are independent of each other and are sent at once. What the API server refuses is told
 to the planner; what it could not answer is tried again, each action with its own back-off, so that one pod over its
@@ -11,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,6 +30,7 @@ from backstay_operator.slim import Json
 from backstay_operator.tell import tell
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
+from backstay_spec.events import Event
 from backstay_spec.names import ROLE_OF_LABEL
 from backstay_spec.observed import HELD, Refusal
 from backstay_spec.token import token_for
@@ -108,8 +111,15 @@ class Executor:
                 self._metrics.pod_deaths.labels(ROLE_OF_LABEL[death.role], str(death.cause)).inc()
                 uncharged = "" if death.charged else " (uncharged)"
                 log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
-            for event in plan.events:
-                await tell(self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics)
+        events = plan.events if plan.status is not None else ()
+        done, _ = await asyncio.gather(self._act(key, plan, memory), self._send_events(key, job, events, memory))
+        return done
+
+    async def _send_events(self, key: JobKey, job: Json, events: Sequence[Event], memory: JobMemory) -> None:
+        for event in events:
+            await tell(self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics)
+
+    async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
         waits: list[float] = []
         did = False
         slots = asyncio.Semaphore(self._at_once)
@@ -194,6 +204,14 @@ class Executor:
                 await self._create(key, NETWORK_POLICIES, action.manifest, memory)
             case act.CreateSecret():
                 await self._create_secret(key, action, memory)
+            case act.DeleteSecret():
+                with contextlib.suppress(errors.NotFound):
+                    await self._kube.delete(SECRETS, key[0], action.name)
+                memory.secret_at, memory.secret_deleted = None, True
+            case act.DeleteService():
+                await self._delete(key, SERVICES, action.name, action.uid)
+            case act.DeleteNetworkPolicy():
+                await self._delete(key, NETWORK_POLICIES, action.name, action.uid)
             case act.DeleteJob():
                 with contextlib.suppress(errors.NotFound, errors.Conflict):
                     await self._kube.delete(JOBS, *key, uid=action.uid)
@@ -258,6 +276,12 @@ class Executor:
             self._cluster.wrote(PODS, answer)  # it ends gracefully
         else:
             self._cluster.removed(PODS, key, action.uid)
+
+    async def _delete(self, key: JobKey, resource: Resource, name: str, uid: str) -> None:
+        """Delete an object that ends at once; one that is gone already, or another of its name, is no error."""
+        with contextlib.suppress(errors.NotFound, errors.Conflict):
+            await self._kube.delete(resource, key[0], name, uid=uid)
+        self._cluster.removed(resource, key, uid)
 
     async def _look_up(self, key: JobKey, name: str, memory: JobMemory) -> None:
         try:

@@ -38,6 +38,12 @@ def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
     return f"{socket.gethostname()}_{_pid_namespace()}_{os.getpid()}_{int(draw() * 16**8):08x}"
 
 
+def pod_reference(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The owner reference to this process' pod (``BACKSTAY_OPERATOR_POD``, name/uid); None outside a pod."""
+    name, _, uid = environ.get("BACKSTAY_OPERATOR_POD", "").partition("/")
+    return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid} if name and uid else None
+
+
 def is_dead(holder: str, me: str) -> bool:
     """Is it certain that `holder` no longer runs? Only a process of this very machine can be known to be dead."""
     theirs, mine = holder.split("_"), me.split("_")
@@ -71,6 +77,10 @@ class _Beat:
 class Leader:
     """Holds, or waits for, the operator's Lease.
 
+    The Lease of an operator in a pod is owned by that pod. When a chart is uninstalled, the rights are deleted
+    before its container is stopped, so it cannot give the Lease back. Kubernetes then deletes the Lease with the pod,
+    and the operator of the next installation acts at once.
+
     Args:
         kube: the API server.
         namespace: where the Lease is.
@@ -78,6 +88,7 @@ class Leader:
         clock: seconds, monotonic.
         now: the time of day, for people who read the Lease.
         changed: is told when this operator begins (True) or ceases (False) to act.
+        owner: the owner reference that the Lease gets, to an object of its own namespace; None: none.
         seconds: how long a Lease holds without being renewed.
         period: how often it is renewed, or looked at.
     """
@@ -91,6 +102,7 @@ class Leader:
         clock: Callable[[], float],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         changed: Callable[[bool], None] = lambda _: None,
+        owner: Mapping[str, Any] | None = None,
         seconds: float = 15.0,
         period: float = 4.0,
     ) -> None:
@@ -102,8 +114,10 @@ class Leader:
         self._changed = changed
         self._seconds = seconds
         self._period = period
+        self._owner = owner
         self._until: float | None = None  # we act before this
         self._was = False
+        self._held: dict[str, Any] | None = None  # the Lease as the last renewal left it
         self._foreign: tuple[str, int, float] | None = None  # holder, version, when we first saw that version
         self._beat: _Beat | None = None
         self._shown = -1
@@ -128,17 +142,31 @@ class Leader:
         """The watch showed the Lease."""
         if lease["metadata"].get("namespace") != self.namespace:
             return
-        self._shown = max(self._shown, version_of(lease["metadata"]))
-        if self._beat is not None and self._shown >= self._beat.version:
+        version = version_of(lease["metadata"])
+        if self._beat is not None and version >= self._beat.version:
             self._beat = None
+        elif self._beat is not None and version > self._shown:
+            self._beat.at = self._clock()  # it is late, but it moves
+        self._shown = max(self._shown, version)
         if not (lease.get("spec") or {}).get("holderIdentity") and not self.leads():
             self._wake.set()  # it was given back: take it now
+
+    def deleted(self, lease: Mapping[str, Any]) -> None:
+        """The watch showed that the Lease was deleted, as it is with its holder's pod: whoever is first holds it now.
+
+        The holder ceases to act until it has made the Lease anew, because another operator may be faster.
+        """
+        if lease["metadata"].get("namespace") != self.namespace:
+            return
+        self._held = self._beat = self._until = None
+        self._tell()
+        self._wake.set()
 
     async def run(self) -> None:
         """Renew or wait for ever; cancel it to stop."""
         while True:
+            self._wake.clear()  # before the step: what wakes us meanwhile is not lost
             await self.step()
-            self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._period)
             except TimeoutError:
@@ -168,6 +196,9 @@ class Leader:
             version = version_of(lease["metadata"])
             if self._beat is None and version > self._shown:
                 self._beat = _Beat(version, self._clock())
+            # The Lease may have run out while the API server answered. Triggers of that time were dropped, so the lapse
+            # is reported before the renewal ends it.
+            self._tell()
             if (lease.get("spec") or {}).get("holderIdentity") == self.me:
                 # A third less than the Lease holds for others, so that two clocks that drift never overlap.
                 self._until = started + self._seconds * 2 / 3
@@ -176,8 +207,11 @@ class Leader:
         self._tell()
 
     async def release(self) -> None:
-        """Give the Lease back, so that a successor need not wait for it to run out."""
-        if not self.leads():
+        """Give the Lease back, so that a successor need not wait for it to run out.
+
+        A Lease that ran out is given back too: others wait for longer than its holder acts.
+        """
+        if self._until is None:
             return
         self._until = None
         try:
@@ -189,21 +223,31 @@ class Leader:
             log.info("the Lease was not given back: %s", error)
 
     async def _attempt(self) -> dict[str, Any]:
+        # A renewal needs no GET: the version of the last one is sent, and a foreign write since then is a Conflict.
+        held, self._held = self._held, None
         try:
-            lease = await self._kube.get(LEASES, self.namespace, LEASE_NAME)
+            lease = held or await self._kube.get(LEASES, self.namespace, LEASE_NAME)
+            spec = lease.setdefault("spec", {})
+            holder = spec.get("holderIdentity") or ""
+            if holder not in ("", self.me) and not self._expired(lease, holder):
+                return lease
+            if holder != self.me:
+                spec["acquireTime"] = self._stamp()
+                spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
+            spec["holderIdentity"] = self.me
+            spec["leaseDurationSeconds"] = int(self._seconds)
+            spec["renewTime"] = self._stamp()
+            if self._owner is not None:
+                lease["metadata"]["ownerReferences"] = [dict(self._owner)]
+            lease = await self._kube.replace(LEASES, self.namespace, LEASE_NAME, lease)
+        except errors.Conflict:
+            if held is None:
+                raise
+            return await self._attempt()  # somebody wrote the Lease since the last renewal: read it
         except errors.NotFound:
-            return await self._kube.create(LEASES, self.namespace, self._fresh())
-        spec = lease.setdefault("spec", {})
-        holder = spec.get("holderIdentity") or ""
-        if holder not in ("", self.me) and not self._expired(lease, holder):
-            return lease
-        if holder != self.me:
-            spec["acquireTime"] = self._stamp()
-            spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
-        spec["holderIdentity"] = self.me
-        spec["leaseDurationSeconds"] = int(self._seconds)
-        spec["renewTime"] = self._stamp()
-        return await self._kube.replace(LEASES, self.namespace, LEASE_NAME, lease)
+            lease = await self._kube.create(LEASES, self.namespace, self._fresh())
+        self._held = lease
+        return lease
 
     def _expired(self, lease: Mapping[str, Any], holder: str) -> bool:
         if is_dead(holder, self.me):
@@ -226,6 +270,7 @@ class Leader:
                 "name": LEASE_NAME,
                 "namespace": self.namespace,
                 "labels": {"app.kubernetes.io/name": "backstay", "app.kubernetes.io/component": "operator"},
+                **({} if self._owner is None else {"ownerReferences": [dict(self._owner)]}),
             },
             "spec": {
                 "holderIdentity": self.me,

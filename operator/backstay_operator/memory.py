@@ -25,7 +25,7 @@ class JobMemory:
 
     Attributes:
         uid: the job's.
-        secret_at, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
+        secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
             `backstay_spec.observed.Observed`.
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
@@ -34,6 +34,7 @@ class JobMemory:
 
     uid: str
     secret_at: datetime | None = None
+    secret_deleted: bool = False
     witnessed: set[str] = field(default_factory=set)
     progress: Progress | None = None
     contact: Contact | None = None

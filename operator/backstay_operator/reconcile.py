@@ -169,6 +169,7 @@ class Reconciler:
             network_policies=self._cluster.objects(NETWORK_POLICIES, key),
             secret_ensured=memory.secret_at is not None,
             secret_at=memory.secret_at,
+            secret_deleted=memory.secret_deleted,
             progress=memory.progress,
             contact=memory.contact,
             updates=memory.updates,

@@ -44,9 +44,9 @@ RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
     (JOBS.group, JOBS.plural): frozenset({"get", "list", "watch", "delete"}),
     (JOBS.group, f"{JOBS.plural}/status"): frozenset({"patch"}),
     (PODS.group, PODS.plural): frozenset({"get", "list", "watch", "create", "delete"}),
-    (SERVICES.group, SERVICES.plural): frozenset({"get", "list", "watch", "create", "patch"}),
-    (SECRETS.group, SECRETS.plural): frozenset({"create"}),
-    (NETWORK_POLICIES.group, NETWORK_POLICIES.plural): frozenset({"get", "list", "watch", "create"}),
+    (SERVICES.group, SERVICES.plural): frozenset({"get", "list", "watch", "create", "patch", "delete"}),
+    (SECRETS.group, SECRETS.plural): frozenset({"create", "delete"}),
+    (NETWORK_POLICIES.group, NETWORK_POLICIES.plural): frozenset({"get", "list", "watch", "create", "delete"}),
     (EVENTS.group, EVENTS.plural): frozenset({"create", "patch"}),
 }
 

@@ -51,7 +51,7 @@ class Watch:
         slim: what is kept in memory of an object of each resource.
         sink: is told of each event, after the indexes know of it and not before all first lists are in.
         indexed: is given the index of each resource when Kopf starts.
-        lease: is told of the operator's Lease.
+        lease: is given the operator's Lease at each event, and whether it was deleted.
         me: this process. Kopf would else ask for the user's name, and the user of a pod often has none.
     """
 
@@ -63,7 +63,7 @@ class Watch:
         slim: Mapping[Resource, Callable[[Mapping[str, Any]], Any]],
         sink: Sink,
         indexed: Callable[[Resource, Mapping[JobKey, Iterable[Seen[Any]]]], None],
-        lease: Callable[[Mapping[str, Any]], None],
+        lease: Callable[[Mapping[str, Any], bool], None],
         me: str,
     ) -> None:
         self._kubeconfig = kubeconfig
@@ -108,8 +108,7 @@ class Watch:
 
         @kopf.on.event(*LEASES, registry=registry, id="lease")
         async def lease(event: kopf.RawEvent, **_: Any) -> None:
-            if event["type"] != "DELETED":
-                self._lease(event["object"])
+            self._lease(event["object"], event["type"] == "DELETED")
 
         @kopf.on.startup(registry=registry)
         async def startup(**kwargs: Any) -> None:

@@ -135,9 +135,17 @@ def open_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=_CLIENT)
 
 
-def open_aio_channel(address: str) -> grpc.aio.Channel:
-    """As `open_channel`, for the running event loop."""
-    return grpc.aio.insecure_channel(address, options=_CLIENT)
+def open_aio_channel(address: str, *, reconnect_within: float | None = None) -> grpc.aio.Channel:
+    """As `open_channel`, for the running event loop.
+
+    Args:
+        address: as in `open_channel`.
+        reconnect_within: the longest pause in seconds between two attempts to connect; None: as in `open_channel`.
+    """
+    options = dict(_CLIENT)
+    if reconnect_within is not None:
+        options["grpc.max_reconnect_backoff_ms"] = round(reconnect_within * 1e3)
+    return grpc.aio.insecure_channel(address, options=list(options.items()))
 
 
 def listen(handler: grpc.GenericRpcHandler, bind: str, port: int) -> tuple[grpc.aio.Server, int]:

@@ -4,9 +4,10 @@ How to carry out a `Plan`, in this order:
 
 1. Write `status` if it is not None, all of it, with the resourceVersion that was planned from. If that fails, do
    nothing else and plan again: incarnations and counters must be on record before what they number exists (O2).
-2. Send `events`; count `deaths`.
+2. Count `deaths`.
 3. Do `actions` in order. One that fails does not stop the others, with one exception: when a `CreatePod` is refused, no
-   pod of a later `stage` is created; record a refusal with the reason `HELD` under its name.
+   pod of a later `stage` is created; record a refusal with the reason `HELD` under its name. Meanwhile, send `events`:
+   no action waits for them.
 4. If there were any, plan again with what the API server answered laid over the index.
 5. Plan again `requeue_after` from now, if given, also when nothing happens.
 
@@ -53,6 +54,29 @@ class CreateService:
     """Create a shard's Service (v1)."""
 
     manifest: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteSecret:
+    """Delete the job's Secret. Its name holds the job's uid, so it cannot be another's; Secrets are never read (O7)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteService:
+    """Delete a shard's Service, with its uid as a precondition."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteNetworkPolicy:
+    """Delete the job's NetworkPolicy, with its uid as a precondition."""
+
+    name: str
+    uid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +139,17 @@ class DeleteJob:
 
 
 Action: TypeAlias = (
-    CreateSecret | CreateNetworkPolicy | CreateService | PatchService | CreatePod | DeletePod | LookUpPod | DeleteJob
+    CreateSecret
+    | CreateNetworkPolicy
+    | CreateService
+    | DeleteSecret
+    | DeleteNetworkPolicy
+    | DeleteService
+    | PatchService
+    | CreatePod
+    | DeletePod
+    | LookUpPod
+    | DeleteJob
 )
 
 

@@ -5,11 +5,17 @@ An event goes with a change of status and with nothing else, so a plan that is r
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
 # events.k8s.io refuses longer notes; https://kubernetes.io/docs/reference/kubernetes-api/cluster-resources/event-v1/
 MAX_NOTE: Final = 1000
+# Of an event of ours: `kubectl describe` prints a table with one line for each.
+MAX_EVENT: Final = 400
+_TRACEBACK: Final = "Traceback (most recent call last):"
+# The line of a traceback that names the exception. Notes may follow it.
+_EXCEPTION: Final = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning|Group)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Event:
     Attributes:
         type: ``Normal`` or ``Warning``.
         reason: one CamelCase word for programs.
-        message: a sentence for people.
+        message: a sentence for people, on one line.
     """
 
     type: Literal["Normal", "Warning"]
@@ -29,12 +35,28 @@ class Event:
 
 def normal(reason: str, message: str) -> Event:
     """An event about the ordinary course of things."""
-    return Event("Normal", reason, shortened(message))
+    return Event("Normal", reason, one_line(message))
 
 
 def warning(reason: str, message: str) -> Event:
     """An event about something that somebody may have to mend."""
-    return Event("Warning", reason, shortened(message))
+    return Event("Warning", reason, one_line(message))
+
+
+def one_line(text: str, limit: int = MAX_EVENT) -> str:
+    """The first line of `text` and the one that says why, in at most `limit` characters.
+
+    Where `text` ends with the last lines of a log, that is the line that names an exception, or else the last one. The
+    whole text is in the job's conditions, and the log is in the pod.
+    """
+    first, *rest = [line.strip() for line in shortened(text, len(text)).splitlines() if line.strip()] or [""]
+    if rest:
+        why = next((line for line in reversed(rest) if _EXCEPTION.match(line)), rest[-1])
+        first = f"{first.removesuffix(_TRACEBACK).rstrip()} … {why}"
+    if len(first) <= limit:
+        return first
+    end = limit // 3
+    return f"{first[: limit - end - 1]}…{first[-end:]}"
 
 
 def shortened(text: str, limit: int = MAX_NOTE) -> str:

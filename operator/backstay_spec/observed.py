@@ -195,6 +195,7 @@ class Observed:
             ``backstay.dev/job=<its name>``, other owners' included; the planner leaves those alone.
         secret_ensured: this operator process created the job's Secret, or was told 409. Secrets are never read (O7).
         secret_at: when it last did so.
+        secret_deleted: this operator process deleted the job's Secret, or was told 404.
         progress: the newest answers of the servers; None until there were any.
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.
@@ -211,6 +212,7 @@ class Observed:
     network_policies: tuple[Manifest, ...] = ()
     secret_ensured: bool = False
     secret_at: datetime | None = None
+    secret_deleted: bool = False
     progress: Progress | None = None
     contact: Contact | None = None
     updates: Updates | None = None

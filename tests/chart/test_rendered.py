@@ -316,6 +316,33 @@ def test_o6_the_rights_are_those_that_the_operator_uses(helm: Any, watch: str) -
         ]
 
 
+def test_the_roles_for_people_are_each_enough_alone(helm: Any, root: Path) -> None:
+    """`kubectl apply` reads before it writes, and who looks at a job looks at its pods' logs; the docs name both."""
+    roles = {
+        o["metadata"]["name"]: rights_of(o["rules"])
+        for o in helm.objects("--namespace=backstay-system")
+        if o["kind"] == "ClusterRole"
+    }
+    edit, view = roles["backstay-system-backstay-edit"], roles["backstay-system-backstay-view"]
+    jobs = ("backstay.dev", "trainingjobs")
+    assert edit[jobs] >= {"get", "list", "watch", "create", "update", "patch", "delete"}
+    assert set(edit) == {jobs, ("backstay.dev", "trainingjobs/scale")}, "no right on pods or Secrets"
+    assert view == {
+        key: frozenset({"get", "list", "watch"})
+        for key in (
+            jobs,
+            ("backstay.dev", "trainingjobs/status"),
+            ("backstay.dev", "trainingjobs/scale"),
+            ("", "pods"),
+            ("", "pods/log"),
+            ("", "events"),
+        )
+    }
+    for page in ("docs/cluster.md", "helm/backstay/README.md"):
+        text = (root / page).read_text()
+        assert all(f"`{name}`" in text for name in roles if name.endswith(("-view", "-edit"))), page
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_the_operator_understands_how_the_chart_runs_it(helm: Any, name: str) -> None:
     objects = helm.objects(values_of(name))

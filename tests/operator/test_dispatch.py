@@ -43,7 +43,9 @@ class Work:
         return [at for at, which in self.runs if which == key]
 
 
-def dispatcher(work: Work, failed: list[str] | None = None, limit: int = 10, impatient: float = 1.0) -> Dispatcher[str]:
+def dispatcher(
+    work: Work, failed: list[str] | None = None, limit: int = 10, impatient: float = 1.0, settle: float = 0.0
+) -> Dispatcher[str]:
     sink = [] if failed is None else failed
     return Dispatcher(
         work,
@@ -52,6 +54,7 @@ def dispatcher(work: Work, failed: list[str] | None = None, limit: int = 10, imp
         failed=lambda key, _: sink.append(key),
         curve=NO_CHANCE,
         impatient=impatient,
+        settle=settle,
     )
 
 
@@ -82,6 +85,64 @@ def test_keys_run_beside_each_other_up_to_the_limit(virtual: Callable[..., Any])
         assert work.most == 3
         assert len(work.runs) == 9
         assert max(at for at, _ in work.runs) == 2.0
+        await it.close()
+
+    virtual(story())
+
+
+def test_an_urgent_key_gets_the_next_free_slot(virtual: Callable[..., Any]) -> None:
+    """A dead pod of one job does not wait until hundreds of other jobs have been looked at."""
+
+    async def story() -> None:
+        work = Work(1.0)
+        it = dispatcher(work, limit=2)
+        for number in range(200):
+            it.mark(f"job-{number}")
+        await asyncio.sleep(0.5)
+        it.mark("job-199", urgent=True)  # it waits already
+        it.mark("new", urgent=True)
+        await asyncio.sleep(200)
+        assert work.times("job-199") == [1.0]
+        assert work.times("new") == [1.0]
+        assert work.times("job-0") == [0.0]
+        assert work.most == 2
+        assert len(work.runs) == 201
+        assert len(it) == 0
+        await it.close()
+
+    virtual(story())
+
+
+def test_triggers_that_come_together_are_one_run_unless_one_is_urgent(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        work = Work(0.0)
+        it = dispatcher(work, settle=0.5)
+        for _ in range(4):
+            it.mark("a")
+            await asyncio.sleep(0.1)
+        it.mark("b")
+        it.mark("b", urgent=True)
+        await asyncio.sleep(5)
+        assert work.times("a") == [0.5]
+        assert work.times("b") == pytest.approx([0.4])
+        await it.close()
+
+    virtual(story())
+
+
+def test_a_trigger_at_work_settles_too_unless_it_is_urgent(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        work = Work(1.0)
+        it = dispatcher(work, settle=0.5)
+        for key in ("a", "b"):
+            it.mark(key, urgent=True)
+        await asyncio.sleep(0.5)
+        it.mark("a")
+        it.mark("b", urgent=True)
+        await asyncio.sleep(5)
+        assert work.times("a") == [0.0, 1.5]
+        assert work.times("b") == [0.0, 1.0]
+        assert len(it) == 0
         await it.close()
 
     virtual(story())

@@ -13,7 +13,7 @@ import pytest
 
 from backstay_operator import errors
 from backstay_operator.kube import Kube
-from backstay_operator.leader import Leader, identity, is_dead
+from backstay_operator.leader import Leader, identity, is_dead, pod_reference
 
 
 class Leases:
@@ -48,10 +48,17 @@ class Leases:
 
     async def replace(self, _resource: Any, _namespace: str, _name: str, body: dict[str, Any]) -> dict[str, Any]:
         self._reach()
-        assert self.stored is not None
+        if self.stored is None:
+            raise errors.NotFound("update", 404, "NotFound", "")
         if body["metadata"]["resourceVersion"] != self.stored["metadata"]["resourceVersion"]:
             raise errors.Conflict("update", 409, "Conflict", "")
         return self._store(body)
+
+    def delete(self, *leaders: Leader) -> None:
+        assert self.stored is not None
+        gone, self.stored = self.stored, None
+        for one in leaders:
+            one.deleted(gone)
 
     @property
     def holder(self) -> str:
@@ -145,6 +152,121 @@ def test_who_could_not_renew_ceases_and_is_told_when_it_acts_again(virtual: Call
     virtual(story())
 
 
+def test_a_lease_goes_with_its_holders_pod_and_the_next_operator_acts_at_once(virtual: Callable[..., Any]) -> None:
+    """Uninstalling the chart deletes the operator's rights first, so it cannot give the Lease back."""
+    owner = pod_reference({"BACKSTAY_OPERATOR_POD": "backstay-7/0d9e"})
+    assert owner == {"apiVersion": "v1", "kind": "Pod", "name": "backstay-7", "uid": "0d9e"}
+    assert pod_reference({}) is None
+
+    async def story() -> None:
+        leases = Leases()
+        loop = asyncio.get_running_loop()
+        first = Leader(cast(Kube, leases), "ns", "a", clock=loop.time, owner=owner)
+        second = Leader(cast(Kube, leases), "ns", "b", clock=loop.time, owner={**owner, "name": "backstay-8"})
+        await first.step()
+        assert leases.stored is not None
+        assert leases.stored["metadata"]["ownerReferences"] == [owner]
+        task = asyncio.create_task(second.run())
+        await asyncio.sleep(1)
+        assert not second.leads()
+        leases.delete(second)
+        await asyncio.sleep(0.1)
+        assert second.leads()
+        assert leases.stored["metadata"]["ownerReferences"][0]["name"] == "backstay-8"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    virtual(story())
+
+
+def test_whose_lease_is_deleted_acts_no_longer_until_it_holds_it_again(virtual: Callable[..., Any]) -> None:
+    """A pod that was deleted by force may still run: it must not act beside its successor."""
+
+    async def story() -> None:
+        leases, told = Leases(), list[bool]()
+        one, other = leader(leases, "a", told), leader(leases, "b")
+        await one.step()
+        leases.delete(one)
+        assert not one.leads()
+        await other.step()
+        await one.step()
+        assert (one.leads(), other.leads()) == (False, True)
+        assert told == [True, False]
+        leases.delete(one, other)
+        await one.step()
+        await other.step()
+        assert (one.leads(), other.leads()) == (True, False)
+        assert told == [True, False, True]
+
+    virtual(story())
+
+
+def test_a_renewal_is_one_request_and_survives_a_foreign_write(virtual: Callable[..., Any]) -> None:
+    class Counting(Leases):
+        gets = 0
+
+        async def get(self, *arguments: Any) -> dict[str, Any]:
+            self.gets += 1
+            return await super().get(*arguments)
+
+    async def story() -> None:
+        leases = Counting()
+        one = leader(leases, "a")
+        await one.step()
+        for _ in range(3):
+            await asyncio.sleep(4)
+            await one.step()
+        assert leases.gets == 1  # the first look
+        assert leases.stored is not None
+        leases.stored["metadata"]["resourceVersion"] = "7000"  # `kubectl annotate lease`
+        await asyncio.sleep(4)
+        await one.step()
+        assert (one.leads(), leases.gets) == (True, 2)
+        leases.stored["spec"]["holderIdentity"] = "b"
+        leases.stored["metadata"]["resourceVersion"] = "8000"
+        await one.step()
+        assert not one.leads()
+        assert leases.holder == "b"
+
+    virtual(story())
+
+
+def test_a_lease_that_ran_out_is_given_back_too(virtual: Callable[..., Any]) -> None:
+    async def story() -> None:
+        leases = Leases()
+        one = leader(leases, "a")
+        await one.step()
+        await asyncio.sleep(11)
+        assert not one.leads()
+        await one.release()
+        assert leases.holder == ""
+
+    virtual(story())
+
+
+def test_a_lapse_while_the_renewal_is_under_way_is_reported(virtual: Callable[..., Any]) -> None:
+    """O5: the operator drops triggers while it does not hold the Lease, however short the lapse was."""
+
+    class Slow(Leases):
+        seconds = 0.0
+
+        async def replace(self, *arguments: Any) -> dict[str, Any]:
+            await asyncio.sleep(self.seconds)
+            return await super().replace(*arguments)
+
+    async def story() -> None:
+        leases, told = Slow(), list[bool]()
+        one = leader(leases, "a", told)
+        await one.step()
+        await asyncio.sleep(9.5)
+        leases.seconds = 1.0  # the Lease runs out after 10 s, and the answer arrives after 10.5 s
+        await one.step()
+        assert one.leads()
+        assert told == [True, False, True]
+
+    virtual(story())
+
+
 def test_a_watch_that_does_not_move_is_noticed_only_while_the_api_server_answers(
     virtual: Callable[..., Any],
 ) -> None:
@@ -173,6 +295,25 @@ def test_a_watch_that_does_not_move_is_noticed_only_while_the_api_server_answers
         assert one.behind() == pytest.approx(4.0)
         show(leases, one)
         assert one.behind() == 0.0
+
+    virtual(story())
+
+
+def test_a_watch_that_is_late_but_moves_is_not_dead(virtual: Callable[..., Any]) -> None:
+    """A slow API server shows each renewal 100 s later: a restart would not make it faster."""
+
+    async def story() -> None:
+        leases = Leases()
+        one = leader(leases, "a")
+        written: list[dict[str, Any]] = []
+        for number in range(60):
+            await one.step()
+            assert leases.stored is not None
+            written.append(copy.deepcopy(leases.stored))
+            if number >= 25:
+                one.saw(written[number - 25])
+            assert one.behind() <= 100.0 if number < 25 else one.behind() <= 8.0
+            await asyncio.sleep(4)
 
     virtual(story())
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay_operator.cluster import Cluster
+from backstay_operator.metrics import Metrics
 from backstay_operator.overlay import Overlay, Seen, version_of
+from backstay_operator.rights import PODS
+from backstay_spec import contract
 
 Key: TypeAlias = tuple[str, str]
 Index: TypeAlias = dict[Key, list[Seen[str]]]
@@ -168,3 +172,25 @@ def test_the_view_is_never_older_than_our_own_writes_and_ends_right(steps: list[
         show_one()
     assert [one.version for one in overlay.view(KEY)] == ([version] if alive else [])
     assert overlay.owed_since() is None
+
+
+def pod(name: str, version: int) -> dict[str, Any]:
+    labels = {contract.LABEL_JOB: "job"}
+    return {
+        "metadata": {"namespace": "ns", "name": name, "uid": name, "resourceVersion": str(version), "labels": labels}
+    }
+
+
+def test_a_watch_that_moves_is_not_dead_however_much_it_owes() -> None:
+    """The liveness probe asks for this: it must not restart the operator because the API server is slow."""
+    now = [0.0]
+    metrics = Metrics(lambda: now[0])
+    cluster = Cluster(lambda: now[0], metrics, lambda _: None)
+    cluster.wrote(PODS, pod("mine", 10))
+    for second in range(1, 200):
+        now[0] = float(second)
+        if second < 100:
+            cluster.event(PODS, ("ns", "job"), pod("other", second - 100), deleted=False, listed=False)
+    assert cluster.owed() == 100.0  # it showed something last at 99 s
+    cluster.event(PODS, ("ns", "job"), pod("mine", 10), deleted=False, listed=False)
+    assert cluster.owed() == 0.0

@@ -534,7 +534,7 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     """O6: every request of a whole life of jobs is in the table, and everything in the table is asked for."""
     api.server.seen.clear()
     operator = start("--log-format", "json")
-    api.apply(make("rights", workers={"replicas": 1}, runPolicy={"ttlSecondsAfterFinished": 0, "cleanPods": "All"}))
+    api.apply(make("rights", workers={"replicas": 1}, runPolicy={"cleanPods": "All"}))
     running(api, "rights", 2)
     gone = api.pods("rights", "worker")[0]["metadata"]
     # Deleted while no operator looks: a live GET must find that out.
@@ -558,6 +558,10 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     for line in operator.said().splitlines():
         assert set(json.loads(line)) >= {"time", "level", "message"}
     finish(api)
+    # It has ended: what its pods used is deleted after them, and then the job itself, as its time to live is over.
+    eventually(lambda: not terminated(api, "rights") and not api.all(SERVICES) and not api.all(NETWORK_POLICIES))
+    change = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 0}}}
+    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
     eventually(lambda: "rights" not in [job["metadata"]["name"] for job in api.all(JOBS)])
     operator.stop()
 

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,8 +82,18 @@ def test_patience_is_endless_and_starts_anew_for_each_request() -> None:
         assert [next(delays) for _ in range(4)] == [0.1, 1, 5, 5]
 
 
-def test_kopf_writes_nothing_and_keeps_any_state_under_our_own_prefix() -> None:
+def test_kopf_writes_nothing_and_copies_nothing_of_an_object() -> None:
     settings = kopf_settings()
+    body = kopf.Body({"metadata": {"name": "a"}, "spec": {"image": "b"}})
+    storage = settings.persistence.diffbase_storage
+    assert storage is settings.persistence.progress_storage
+    assert storage.fetch(body=body) is None
+    essence = storage.build(body=body)
+    assert essence == {}
+    assert settings.persistence.progress_storage.clear(essence=essence) is essence
+    patch = kopf.Patch()
+    storage.store(body=body, patch=patch, essence=essence)
+    assert not patch
     assert not settings.posting.enabled
     assert settings.scanning.disabled
     assert settings.persistence.finalizer.startswith("backstay.dev/")

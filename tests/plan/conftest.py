@@ -17,7 +17,10 @@ from backstay_spec.actions import (
     CreateSecret,
     CreateService,
     DeleteJob,
+    DeleteNetworkPolicy,
     DeletePod,
+    DeleteSecret,
+    DeleteService,
     LookUpPod,
     PatchService,
     Plan,
@@ -55,6 +58,8 @@ class Cluster:
         self.secret_ensured = False
         self.secret_at: datetime | None = None
         self.witnessed: set[str] = set()
+        self.secret_deleted = False
+        self.secrets_deleted = 0  # how often that was asked for
         self.secrets = 0  # how often a Secret was asked for
         self.progress: Progress | None = None
         self.updates: Updates | None = None
@@ -95,6 +100,7 @@ class Cluster:
             network_policies=tuple(self.policies.values()),
             secret_ensured=self.secret_ensured,
             secret_at=self.secret_at,
+            secret_deleted=self.secret_deleted,
             witnessed=frozenset(self.witnessed),
             progress=self.progress,
             contact=self.contact(),
@@ -181,6 +187,15 @@ class Cluster:
             case LookUpPod():
                 assert action.name not in self.pods
                 self.missing.add(action.name)
+            case DeleteSecret():
+                assert self.secrets, "there never was one"
+                self.secret_ensured, self.secret_at, self.secret_deleted = False, None, True
+                self.secrets_deleted += 1
+            case DeleteService():
+                assert self.services.pop(action.name)["metadata"]["uid"] == action.uid
+            case DeleteNetworkPolicy():
+                assert self.secret_deleted, "nothing would tell the next operator that there is a Secret"
+                assert self.policies.pop(action.name)["metadata"]["uid"] == action.uid
             case DeleteJob():
                 assert action.uid == UID
                 self.job_deleted = True
@@ -357,7 +372,7 @@ class Cluster:
 
     def restart_operator(self) -> None:
         """All that an operator remembers is lost."""
-        self.secret_ensured, self.secret_at = False, None
+        self.secret_ensured, self.secret_at, self.secret_deleted = False, None, False
         self.witnessed = set()
         self.missing = set()
         self.refused = {}

@@ -70,6 +70,58 @@ def test_clean_pods(running, policy):
     assert len(cluster.pods) == {"Running": 1, "All": 0, "None": 5}[policy]
 
 
+@pytest.mark.parametrize("policy", ["Running", "All", "None"])
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_the_pods_used_is_deleted_when_none_of_them_runs(running, policy, code):
+    """Services, Secret and NetworkPolicy of a job that has ended. A new operator does not delete them again."""
+    cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": policy}})
+    result = {"result": "Succeeded", "step": 9} if code == 0 else {"result": "Failed", "reason": "X", "message": "m"}
+    cluster.end(cluster.named(SERVER, 0), code, json.dumps(result))
+    cluster.settle()
+    assert (len(cluster.services), len(cluster.policies), cluster.secrets_deleted) == (2, 1, 0), "pods still use them"
+    cluster.tick(10)
+    cluster.settle()
+    if policy == "None":
+        assert len(cluster.services) == 2
+        for name in list(cluster.living()):
+            cluster.end(name, 0)
+    cluster.bury()
+    cluster.settle()
+    assert (cluster.services, cluster.policies, cluster.secrets_deleted) == ({}, {}, 1)
+    cluster.restart_operator()
+    cluster.settle()
+    assert cluster.secrets_deleted == 1
+
+
+def test_an_operator_that_dies_while_it_deletes_leaves_nothing_behind(running):
+    for done in range(5):
+        cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": "All"}})
+        cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+        cluster.settle()
+        cluster.tick(10)
+        cluster.settle()
+        cluster.bury()
+        for action in cluster.plan().actions[:done]:
+            cluster.act(action)
+        cluster.restart_operator()
+        cluster.settle()
+        assert (cluster.services, cluster.policies) == ({}, {})
+        assert cluster.secrets_deleted
+
+
+def test_a_suspended_job_keeps_what_its_next_pods_use(running):
+    cluster = running(TWO_SERVERS)
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(3):
+        cluster.settle()
+        cluster.bury()
+    assert not cluster.pods
+    assert (len(cluster.services), len(cluster.policies), cluster.secrets_deleted) == (2, 1, 0)
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.settle()
+    assert len(cluster.living()) == 5
+
+
 def test_time_to_live(running):
     cluster = running(TWO_SERVERS | {"runPolicy": {"ttlSecondsAfterFinished": 30}})
     cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))

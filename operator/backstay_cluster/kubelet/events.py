@@ -62,7 +62,7 @@ class EventRecorder:
         try:
             self._queue.put_nowait(event)
         except asyncio.QueueFull:
-            logger.warning("event dropped, %d are waiting: %s %s", MAX_WAITING, reason, message)
+            logger.debug("event dropped, %d are waiting: %s %s", MAX_WAITING, reason, message)
 
     async def run(self) -> None:
         """Write what is told until cancelled."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from backstay_spec.actions import Death, LookUpPod
 from backstay_spec.causes import Cause, Verdict
-from backstay_spec.events import Event, warning
+from backstay_spec.events import MAX_EVENT, Event, one_line, warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import HELD, Refusal
 from backstay_spec.planner import budgets
@@ -69,4 +69,7 @@ def death_event(
     if verdict.cause.charged:
         then += f"; restart {record.restarts_of(slot)} of {budgets.max_restarts(facts.spec, slot.role)}"
     who = f"the standby of {slot.text}" if standby else slot.text
-    return warning(verdict.cause, f"{who} (pod {pod}) died: {verdict.text}; {then}")
+    why = one_line(verdict.text, MAX_EVENT // 2)
+    if why != verdict.text:
+        then += f"; `kubectl logs {pod}` shows more"
+    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}")

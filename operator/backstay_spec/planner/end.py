@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeAlias
 
-from backstay_spec import contract, status
-from backstay_spec.actions import Action, DeleteJob, DeletePod
+from backstay_spec import contract, names, status
+from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
 from backstay_spec.causes import Blocked, Outcome, outcome_of
 from backstay_spec.planner.effects import Effects, Failure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, gone_by
+from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status, readable
 from backstay_spec.quorum import quorum_of
@@ -154,7 +154,8 @@ def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, b
 
 
 def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
-    """What is left to do for a job that has ended: its pods by `cleanPods`, then the job itself by its time to live.
+    """What is left to do for a job that has ended: its pods by `cleanPods`, then what its pods used, then the job
+    itself by its time to live.
 
     Args:
         completed: when the job ended.
@@ -171,6 +172,7 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
         effects += Effects(wake=leave_by)
     else:
         effects += Effects(actions=tuple(DeletePod(pod.name, pod.uid, None, "Finished") for pod in deletable))
+        effects += _delete_objects(facts)
     if policy.ttl_seconds_after_finished is None:
         return effects
     expiry = completed + timedelta(seconds=policy.ttl_seconds_after_finished)
@@ -178,3 +180,24 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
         return effects + Effects(wake=expiry)
     last: Action = DeleteJob(facts.meta.name, facts.meta.uid)
     return effects + Effects(actions=(last,))
+
+
+def _delete_objects(facts: Facts) -> Effects:
+    """Delete the Secret, the Services and the NetworkPolicy once no pod of the job runs.
+
+    The Secret is deleted before the NetworkPolicy: nobody sees whether a Secret exists, so as long as the policy does,
+    the Secret may. After both are gone there is nothing to do, whichever operator looks.
+    """
+    meta = facts.meta
+    if any(not pod.terminal for pods in facts.pods.values() for pod in pods):
+        return Effects()
+    services = [found for found in facts.observed.services if is_owned(found, meta.uid) and not is_deleting(found)]
+    policies = [
+        found for found in facts.observed.network_policies if is_owned(found, meta.uid) and not is_deleting(found)
+    ]
+    actions: list[Action] = [DeleteService(found["metadata"]["name"], found["metadata"]["uid"]) for found in services]
+    if policies and not facts.observed.secret_deleted:
+        actions.append(DeleteSecret(names.secret_name(meta.name, meta.uid)))
+    elif policies:
+        actions += [DeleteNetworkPolicy(found["metadata"]["name"], found["metadata"]["uid"]) for found in policies]
+    return Effects(actions=tuple(actions))

@@ -1,0 +1,57 @@
+"""Events are for `kubectl describe`: a table with one line for each."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay_spec import contract
+from backstay_spec.events import MAX_EVENT, normal, one_line, warning
+
+TAIL = """Traceback (most recent call last):
+  File "/work/train.py", line 7, in <module>
+    loss(params)
+jax.errors.ConcretizationTypeError: Abstract tracer value
+--------------------
+For simplicity, JAX has removed its internal frames."""
+
+
+@given(st.text())
+def test_an_event_is_one_short_line(text: str) -> None:
+    for event in (normal("A", text), warning("A", text)):
+        assert len(event.message.splitlines()) <= 1
+        assert len(event.message) <= MAX_EVENT
+
+
+def test_of_a_log_the_line_that_says_why_is_kept() -> None:
+    assert one_line(f"exit code 1: {TAIL}") == (
+        "exit code 1: … jax.errors.ConcretizationTypeError: Abstract tracer value"
+    )
+    assert one_line("exit code 1: step 7\nstep 8\nkilled") == "exit code 1: step 7 … killed"
+    assert one_line("one line") == "one line"
+    assert one_line("") == ""
+    long = one_line("who " + "x" * 1000 + " why")
+    assert len(long) == MAX_EVENT
+    assert long.startswith("who x")
+    assert long.endswith("x why")
+
+
+def test_the_death_of_a_pod_says_why_and_what_happens_next(running):
+    """The whole text is in the conditions of a job that failed by it, and the log is in the pod."""
+    cluster = running({"workers": {"replicas": 2, "maxRestarts": 1}, "checkpoint": {"uri": "file:///c"}})
+    pod = cluster.named(contract.ROLE_WORKER, 0)
+    cluster.end(pod, 1, TAIL)
+    cluster.settle()
+    message = next(text for reason, text in cluster.events if reason == "Crashed")
+    assert "ConcretizationTypeError: Abstract tracer value" in message
+    assert message.endswith(f"`kubectl logs {pod}` shows more")
+    assert "restart 1 of 1" in message
+    assert len(message.splitlines()) == 1
+    cluster.tick(60)
+    cluster.settle()
+    cluster.run_all()
+    cluster.end(cluster.named(contract.ROLE_WORKER, 0), 1, TAIL)
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+    assert "For simplicity" in cluster.condition("Failed")["message"]
+    assert len(next(text for reason, text in cluster.events if reason == "Failed").splitlines()) == 1
