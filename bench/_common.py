@@ -147,10 +147,18 @@ class Quorum:
         self._staged: dict[int, dict[int, Any]] = {}
         self.sink: Any = None
 
-    def staged(self, shard: int, staged: Any) -> None:
-        from backstay_rpc.control_pb2 import Commit, Contribution
+    def report(self, report: Any) -> None:
+        from backstay_rpc.control_pb2 import Commit, Contribution, Lost, ShardFailed, Staged
 
-        gradient = staged.id
+        if isinstance(report, ShardFailed):
+            print(report.why, file=sys.stderr)
+            os._exit(1)
+        if isinstance(report, Lost):
+            print(f"a gradient was lost: {report.id}", file=sys.stderr)
+            os._exit(1)
+        if not isinstance(report, Staged):
+            return
+        gradient = report.id
         with self._lock:
             ranks = self._staged.setdefault(gradient.version, {})
             ranks[gradient.rank] = gradient
@@ -158,7 +166,7 @@ class Quorum:
                 return
             del self._staged[gradient.version]
         contributions = [Contribution(id=ranks[rank], weight=1.0) for rank in sorted(ranks)]
-        self.sink.on_commit(
+        self.sink.deliver(
             Commit(
                 term=gradient.term,
                 version=gradient.version,
@@ -167,17 +175,6 @@ class Quorum:
                 clip_factor=1.0,
             )
         )
-
-    def lost(self, shard: int, gradient: Any) -> None:
-        raise RuntimeError(f"a gradient was lost: {gradient}")
-
-    def norm(self, shard: int, norm: Any) -> None: ...
-    def written(self, shard: int, written: Any) -> None: ...
-    def applied(self, shard: int, version: int) -> None: ...
-
-    def failed(self, shard: int, why: str) -> None:
-        print(why, file=sys.stderr)
-        os._exit(1)
 
 
 class Server:

@@ -36,8 +36,8 @@ class Heard:
         self.stored = threading.Event()
         self.error = ""
 
-    def written(self, shard: int, written: object) -> None:
-        self.error = getattr(written, "error", "")
+    def report(self, report: object) -> None:
+        self.error = getattr(report, "error", "")
         self.stored.set()
 
 

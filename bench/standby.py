@@ -39,11 +39,11 @@ class TwoSteps(Quorum):
     def lead(self, shard: Any) -> None:
         self._shard, self.sink = shard, self
 
-    def on_commit(self, commit: Any) -> None:
+    def deliver(self, commit: Any) -> None:
         from backstay_rpc.control_pb2 import NormRequest
 
         self._commit = commit
-        self._shard.on_norm_request(
+        self._shard.deliver(
             NormRequest(
                 term=commit.term,
                 version=commit.version,
@@ -53,8 +53,12 @@ class TwoSteps(Quorum):
             )
         )
 
-    def norm(self, shard: int, norm: Any) -> None:
-        self._shard.on_commit(self._commit)
+    def report(self, report: Any) -> None:
+        from backstay_rpc.control_pb2 import Norm
+
+        super().report(report)
+        if isinstance(report, Norm):
+            self._shard.deliver(self._commit)
 
 
 class Replicated:

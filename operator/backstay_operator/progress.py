@@ -57,13 +57,12 @@ class Round:
     Attributes:
         servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
         token: the job's.
-        generation, world, incarnations, checkpoint, stall_seconds: what is sent to the servers.
+        world, incarnations, checkpoint, stall_seconds: what is sent to the servers.
         workers: URLs of the health ports of some running workers, by uid of the pod.
     """
 
     servers: Sequence[Server]
     token: str
-    generation: int
     world: int
     incarnations: Mapping[str, int]
     checkpoint: control_pb2.CheckpointSettings
@@ -75,7 +74,6 @@ class Round:
         return control_pb2.ProgressRequest(
             shard=server.shard,
             expected_incarnation=server.incarnation,
-            generation=self.generation,
             world=self.world,
             incarnations=dict(self.incarnations),
             checkpoint=self.checkpoint,

@@ -208,7 +208,6 @@ class Reconciler:
         return Round(
             servers=servers,
             token=token_for(self._key, memory.uid),
-            generation=int(job["metadata"].get("generation") or 0),
             world=spec.workers.replicas,
             incarnations=incarnations,
             checkpoint=control_pb2.CheckpointSettings(

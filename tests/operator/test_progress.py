@@ -58,7 +58,6 @@ def round_of(*servers: Server, token: str = TOKEN) -> Round:
     return Round(
         servers=servers,
         token=token,
-        generation=3,
         world=5,
         incarnations={"worker-0": 2},
         checkpoint=pb.CheckpointSettings(every_steps=10, every_seconds=60, keep=3),
@@ -122,7 +121,7 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
         )
         assert redone == 9
         asked = one.asked[0]
-        assert (asked.shard, asked.expected_incarnation, asked.generation, asked.world) == (1, 4, 3, 5)
+        assert (asked.shard, asked.expected_incarnation, asked.world) == (1, 4, 5)
         assert dict(asked.incarnations) == {"worker-0": 2}
         assert (asked.checkpoint.every_steps, asked.checkpoint.keep, asked.stall_seconds) == (10, 3, 300)
 

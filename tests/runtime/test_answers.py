@@ -79,7 +79,7 @@ def joins(address: str) -> None:
 def beats(address: str) -> None:
     client = client_of(address)
     try:
-        client.beat(0, 1, 1, 0, TRAINING, 0.0)
+        client.beat(0, 1, TRAINING, 0.0)
     finally:
         client.close()
 

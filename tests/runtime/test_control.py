@@ -21,6 +21,8 @@ from backstay_rpc import bearer
 from backstay_rpc.channels import open_channel
 from backstay_rpc.control_pb2 import (
     COMPILING,
+    Applied,
+    Commit,
     CoordinatorMessage,
     GradientId,
     GradientInfo,
@@ -89,15 +91,13 @@ class FakeHost:
 
 
 class Recorder:
-    """A `ServerSink` that keeps what it is told."""
+    """A `ShardSink` that keeps what it is told."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def __getattr__(self, name: str) -> Callable[[object], None]:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return self.heard.append
+    def deliver(self, message: object) -> None:
+        self.heard.append(message)
 
     def kinds(self) -> list[str]:
         return [type(message).__name__ for message in self.heard]
@@ -236,7 +236,7 @@ def test_an_incarnation_that_was_replaced_is_told_to_stop(server: ControlServer,
     with pytest.raises(Superseded, match="replaced by incarnation 1"):
         join(old)
     with pytest.raises(Superseded):
-        old.beat(0, 3, 1, 0, COMPILING, 0.0)
+        old.beat(0, 3, COMPILING, 0.0)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         request = ProgressRequest(incarnations={"worker-4": 2, "nonsense": 9})
         ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=10)
@@ -283,7 +283,7 @@ def test_t6_what_the_operator_says_now_is_its_word(host: FakeHost) -> None:
 def test_another_incarnation_of_the_server_means_joining_again(server: ControlServer, host: FakeHost) -> None:
     client = client_of(server)
     with pytest.raises(PeerLost, match="has incarnation 3, not 2: join again"):
-        client.beat(0, 2, 1, 0, COMPILING, 0.0)
+        client.beat(0, 2, COMPILING, 0.0)
     host.loading = "shard 0 is still loading"
     with pytest.raises(PeerLost, match="still loading"):
         join(client)
@@ -357,22 +357,22 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     port = server.port
     server.close()  # all links break
     until(lambda: driving._sinks.keys() == {0})
-    link.staged(1, staged(0))
-    driving.staged(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
+    link.report(staged(0))
+    driving.report(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
     assert "Commit" not in first.kinds()
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
     until(lambda: "Commit" in sink.kinds())
-    link.applied(1, 1)
-    driving.applied(0, 1)
+    link.report(Applied(version=1))
+    driving.report(0, Applied(version=1))
     # Decided while the link is down: told when it is up again, and the files it wrote meanwhile are not forgotten.
-    link.staged(1, staged(1))
+    link.report(staged(1))
     until(lambda: bool(driving._coordinator.open_gradients()))
     server.close()
     until(lambda: driving._sinks.keys() == {0})
-    link.written(1, Written(term=1, version=1))
+    link.report(Written(term=1, version=1))
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
     until(lambda: len(driving._sinks) == 2)
-    driving.staged(0, staged(1))
+    driving.report(0, staged(1))
     until(lambda: [m.version for m in sink.heard if type(m).__name__ == "Commit"][-1:] == [1])
     assert {m.version for m in sink.heard if type(m).__name__ == "Commit"} == {0, 1}
     assert sink.kinds().count("Rollback") == 1
@@ -389,7 +389,7 @@ def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
     driving.attach(1, older, 0, 0, incarnation=1)
     driving.attach(1, newer, 0, 0, incarnation=2)
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
-    message = ShardMessage(staged=Staged(id=gradient, info=GradientInfo(finite=True)))
+    message = Staged(id=gradient, info=GradientInfo(finite=True))
     driving.hear(1, older, message)
     assert not list(driving._coordinator.open_gradients())
     driving.hear(1, newer, message)
@@ -406,18 +406,18 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     driving.attach(1, one, 1, 0)
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     for shard in (0, 1):
-        driving.staged(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
-        driving.applied(shard, 1)
+        driving.report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
+        driving.report(shard, Applied(version=1))
     driving.save()
     until(lambda: "Save" in zero.kinds())
-    driving.written(0, Written(term=1, version=1))
+    driving.report(0, Written(term=1, version=1))
     assert driving.unstored()
     assert driving.unstored_by_the_gone() == []
     driving.detach(1, one)
     assert driving.unstored_by_the_gone() == [1]
     driving.attach(1, one, 1, 1)
     assert driving.unstored_by_the_gone() == []
-    driving.written(1, Written(term=1, version=1))
+    driving.report(1, Written(term=1, version=1))
     until(lambda: not driving.unstored())
     driving.close()
 
@@ -451,14 +451,16 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
 
     class Echo(Recorder):
-        def on_commit(self, commit: object) -> None:
+        def deliver(self, commit: object) -> None:
             self.heard.append(commit)
-            driving.applied(0, commit.version + 1)
+            if not isinstance(commit, Commit):
+                return
+            driving.report(0, Applied(version=commit.version + 1))
             push(commit.version + 1)
 
     def push(version: int) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=1)
-        driving.staged(0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        driving.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
 
     echo = Echo()
     driving.attach(0, echo, 0, 0)

@@ -30,6 +30,7 @@ from backstay_cluster.net import claim_block
 from backstay_rpc.channels import Credentials
 from backstay_rpc.control_pb2 import (
     TRAINING,
+    Applied,
     CoordinatorMessage,
     GradientId,
     GradientInfo,
@@ -207,16 +208,16 @@ def test_256_shards_need_no_thread_each(pool: ThreadPoolExecutor) -> None:
     for version in range(steps):
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         staged = Staged(id=gradient, info=GradientInfo(finite=True))
-        driving.staged(0, staged)
+        driving.report(0, staged)
         for each in calls[:-1]:
             each.say(staged=staged)
         until(lambda: all(each.incoming.empty() for each in calls))
         assert calls[0].commits() == list(range(version))  # not before the last shard has it
         calls[-1].say(staged=staged)
         until(lambda: all(each.commits() == list(range(version + 1)) for each in calls))  # noqa: B023
-        driving.applied(0, version + 1)
+        driving.report(0, Applied(version=version + 1))
         for each in calls:
-            each.say(applied=version + 1)
+            each.say(applied=Applied(version=version + 1))
     assert threading.active_count() <= before + 2
     for each in calls:
         rpc_loop().call_soon_threadsafe(each.incoming.put_nowait, b"")
@@ -233,8 +234,8 @@ class Sink:
     def __init__(self, heard: list[Any]) -> None:
         self.heard = heard
 
-    def __getattr__(self, name: str) -> Callable[[Any], None]:
-        return self.heard.append
+    def deliver(self, message: Any) -> None:
+        self.heard.append(message)
 
 
 def test_heartbeats_are_answered_beside_256_links() -> None:
@@ -262,7 +263,7 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
             link.start()
         until(lambda: all(heard[1:]))  # each was told where to start
         client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
-        client.beat(0, 1, 1, 0, TRAINING, 0.0)
+        client.beat(0, 1, TRAINING, 0.0)
         client.close()
         assert server.linked() == shards - 1
     finally:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -37,6 +38,7 @@ from backstay_rpc import bearer
 from backstay_rpc.channels import MAX_MESSAGE_BYTES
 from backstay_rpc.control_pb2 import (
     TRAINING,
+    Applied,
     Commit,
     Frame,
     GradientId,
@@ -46,6 +48,7 @@ from backstay_rpc.control_pb2 import (
     Leaf,
     Peer,
     Pull,
+    Rollback,
     Staged,
 )
 
@@ -202,33 +205,35 @@ class Training:
     def fence(self, _: object) -> None: ...
 
     def _sink(self, shard: int) -> object:
-        def on_rollback(_: object) -> None:
-            if shard == 1:
-                self.link.started(1, 0)
-            self._stage(shard, 0)
+        def deliver(message: object) -> None:
+            match message:
+                case Rollback():
+                    if shard == 1:
+                        self.link.started(1, 0)
+                    self._stage(shard, 0)
+                case Commit():
+                    if shard == 1:
+                        self.version = message.version + 1
+                    self._report(shard, Applied(version=message.version + 1))
+                    self._stage(shard, message.version + 1)
 
-        def on_commit(commit: Commit) -> None:
-            if shard == 1:
-                self.version = commit.version + 1
-            self._report(shard).applied(shard, commit.version + 1)
-            self._stage(shard, commit.version + 1)
+        return SimpleNamespace(deliver=deliver)
 
-        ignore = lambda _: None  # noqa: E731
-        names = ("on_reject", "on_norm_request", "on_save", "on_done")
-        return SimpleNamespace(on_commit=on_commit, on_rollback=on_rollback, **dict.fromkeys(names, ignore))
-
-    def _report(self, shard: int) -> Driving | Link:
-        return self.driving if shard == 0 else self.link
+    def _report(self, shard: int, report: Any) -> None:
+        if shard == 0:
+            self.driving.report(0, report)
+        else:
+            self.link.report(report)
 
     def _stage(self, shard: int, version: int) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
-        self._report(shard).staged(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
+        self._report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
 
     def goes_on(self) -> None:
         """Updates are made from now on, and heartbeats are answered."""
         start = self.version
         until(lambda: self.version > start + 10)
-        self.client.beat(0, 1, 1, 0, TRAINING, 0.0)
+        self.client.beat(0, 1, TRAINING, 0.0)
 
     def close(self) -> None:
         self.client.close()

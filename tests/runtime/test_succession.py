@@ -124,7 +124,7 @@ def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, 
     """The link breaks while the shard loads, as when it first hears who leads: the coordinator tells the beginning of
     the term again, and that comes when the shard stands there already."""
     until(lambda: not server.not_ready())
-    server.on_rollback(Rollback(term=1, version=0, world=1))
+    server.deliver(Rollback(term=1, version=0, world=1))
     until(lambda: not server.not_ready())
 
 
@@ -142,7 +142,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     held = Held(term=1, world=1, offset=0, engine=engine, last=None)
     inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready)
     server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
-    server.on_done(Done(version=0))
+    server.deliver(Done(version=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"127.0.0.1:{inherited.control.port}"

@@ -17,7 +17,19 @@ from backstay._timeouts import Timeouts
 from backstay._wire.client import ShardedClient, connect
 from backstay._wire.memory import aligned_empty
 from backstay._wire.server import DataServer
-from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo, Hello, Peer, RejectReason
+from backstay_rpc.control_pb2 import (
+    Applied,
+    Commit,
+    Contribution,
+    GradientId,
+    GradientInfo,
+    Hello,
+    Lost,
+    Peer,
+    RejectReason,
+    ShardFailed,
+    Staged,
+)
 
 TOKEN = "a" * 64
 DIGEST = b"d" * 32
@@ -90,7 +102,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
         self.changed = threading.Condition()
-        self.decide: Callable[[int, Any], None] = lambda shard, staged: None
+        self.decide: Callable[[Any], None] = lambda staged: None
 
     def note(self, kind: str, value: Any) -> None:
         with self.changed:
@@ -112,24 +124,19 @@ class Recorder:
             while not given_up() and not any(k in ("staged", "lost") and v == gradient for k, v in self.events):
                 self.changed.wait(0.05)
 
-    def staged(self, shard: int, staged: Any) -> None:
-        self.note("staged", staged.id)
-        self.decide(shard, staged)
-
-    def lost(self, shard: int, gradient: Any) -> None:
-        self.note("lost", gradient)
-
-    def norm(self, shard: int, norm: Any) -> None:
-        self.note("norm", norm)
-
-    def written(self, shard: int, written: Any) -> None:
-        self.note("written", written)
-
-    def applied(self, shard: int, version: int) -> None:
-        self.note("applied", version)
-
-    def failed(self, shard: int, why: str) -> None:
-        self.note("failed", why)
+    def report(self, report: Any) -> None:
+        match report:
+            case Staged():
+                self.note("staged", report.id)
+                self.decide(report)
+            case Lost():
+                self.note("lost", report.id)
+            case Applied():
+                self.note("applied", report.version)
+            case ShardFailed():
+                self.note("failed", report.why)
+            case _:
+                self.note(type(report).__name__.lower(), report)
 
 
 def gid(

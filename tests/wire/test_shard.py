@@ -26,7 +26,7 @@ def test_an_update_is_the_mean_of_the_set_in_order_of_rank(kit: SimpleNamespace,
     shard = make_shard()
     for rank, value in ((2, 30.0), (0, 10.0), (1, 20.0)):
         shard.fill(kit.gid(rank), value)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0), kit.gid(2)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0), kit.gid(2)]))
     shard.coordination.wait_for("applied")
     assert shard.engine.applied == [[10.0, 30.0]]
     assert all((v == 20.0).all() for v in shard.engine.values)
@@ -43,7 +43,7 @@ def test_commits_are_applied_in_order_of_version(
         shard.fill(gradient, float(version + 1))
     for version in order:
         for _ in range(2):
-            shard.runtime.on_commit(kit.commit(version, [ids[version]]))
+            shard.runtime.deliver(kit.commit(version, [ids[version]]))
     shard.coordination.wait_for("applied", 3)
     assert shard.coordination.of("applied") == [1, 2, 3]
     assert shard.engine.applied == [[1.0], [2.0], [3.0]]
@@ -55,11 +55,11 @@ def test_a_gap_in_the_commits_waits(kit: SimpleNamespace, make_shard: Make) -> N
     first, second = kit.gid(0, attempt=1), kit.gid(1, attempt=1)
     shard.fill(first, 1.0)
     shard.fill(second, 2.0)
-    shard.runtime.on_commit(kit.commit(1, [second]))
-    shard.runtime.on_norm_request(NormRequest(term=1, version=0, contributions=kit.commit(0, [first]).contributions))
+    shard.runtime.deliver(kit.commit(1, [second]))
+    shard.runtime.deliver(NormRequest(term=1, version=0, contributions=kit.commit(0, [first]).contributions))
     assert shard.coordination.wait_for("norm")[0].sum_of_squares == 4.0
     assert shard.engine.applied == []
-    shard.runtime.on_commit(kit.commit(0, [first]))
+    shard.runtime.deliver(kit.commit(0, [first]))
     shard.coordination.wait_for("applied", 2)
     assert shard.engine.applied == [[1.0], [2.0]]
 
@@ -75,7 +75,7 @@ def test_a_commit_of_what_is_not_here_fails_the_shard(kit: SimpleNamespace, make
     if held == "another version":
         wanted = kit.gid(1, 0)
         wanted.version = 5
-    shard.runtime.on_commit(kit.commit(0, [wanted, kit.gid(1)]))
+    shard.runtime.deliver(kit.commit(0, [wanted, kit.gid(1)]))
     (why,) = shard.coordination.wait_for("failed")
     assert "version 0 names the gradient of rank" in why
     assert ("holds only in part" if held == "a part" else "does not hold") in why
@@ -88,7 +88,7 @@ def test_a_commit_that_names_a_gradient_twice_fails_the_shard(kit: SimpleNamespa
     """T3."""
     shard = make_shard((4,))
     shard.fill(kit.gid(0), 1.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0), kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0), kit.gid(0)]))
     assert "twice" in shard.coordination.wait_for("failed")[0]
     assert shard.engine.applied == []
 
@@ -101,7 +101,7 @@ def test_an_engine_that_fails_fails_the_shard_and_whoever_waits(
     incoming = shard.fill(kit.gid(0), 1.0)
     waiting = background(lambda: shard.runtime.answer(incoming, 0, ALIVE))
     shard.engine.fail = ValueError("out of memory")
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     assert "out of memory" in shard.coordination.wait_for("failed")[0]
     with pytest.raises(Refusal, match="out of memory"):
         waiting.result(kit.wait)
@@ -111,7 +111,7 @@ def test_outcomes_in_sync(kit: SimpleNamespace, make_shard: Make) -> None:
     """T2: what came after the quorum is late, and is told so with the new version."""
     shard = make_shard((4,))
     used, late = shard.fill(kit.gid(0), 1.0), shard.fill(kit.gid(1), 2.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)], world=7))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)], world=7))
     for incoming, outcome in ((used, kit.reasons.REJECT_UNSPECIFIED), (late, kit.reasons.LATE)):
         answer = shard.runtime.answer(incoming, 0, ALIVE)
         assert (answer.version, answer.outcome, answer.world, answer.term) == (1, outcome, 7, 1)
@@ -124,7 +124,7 @@ def test_a_push_that_comes_after_its_version_is_lost_and_late(kit: SimpleNamespa
     slow = shard.runtime.begin(kit.hello(1), kit.gid(1), GradientInfo())
     assert not shard.runtime.moved_on(slow)
     shard.fill(kit.gid(0), 1.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     shard.coordination.wait_for("applied")
     assert shard.runtime.moved_on(slow)
     shard.runtime.complete(slow)
@@ -138,8 +138,8 @@ def test_outcomes_in_async(kit: SimpleNamespace, make_shard: Make) -> None:
     """T5: a refused gradient is answered with why, the newest parameters, and the step to compute again."""
     shard = make_shard((4,), mode="Async")
     stale, used = shard.fill(kit.gid(0), 1.0), shard.fill(kit.gid(1), 2.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(1)]))
-    shard.runtime.on_reject(Reject(id=kit.gid(0), reason=kit.reasons.STALE, next_key_step=9))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))
+    shard.runtime.deliver(Reject(id=kit.gid(0), reason=kit.reasons.STALE, next_key_step=9))
     answer = shard.runtime.answer(used, 0, ALIVE)
     assert (answer.version, answer.outcome) == (1, kit.reasons.REJECT_UNSPECIFIED)
     answer = shard.runtime.answer(stale, 0, ALIVE)
@@ -152,9 +152,9 @@ def test_async_keeps_what_is_not_decided(kit: SimpleNamespace, make_shard: Make)
     first, second = kit.gid(0, attempt=1), kit.gid(1, attempt=1)
     shard.fill(first, 1.0)
     shard.fill(second, 2.0)
-    shard.runtime.on_commit(kit.commit(0, [first]))
+    shard.runtime.deliver(kit.commit(0, [first]))
     shard.coordination.wait_for("applied")
-    shard.runtime.on_commit(kit.commit(1, [second]))
+    shard.runtime.deliver(kit.commit(1, [second]))
     shard.coordination.wait_for("applied", 2)
     assert shard.engine.applied == [[1.0], [2.0]]
 
@@ -164,7 +164,7 @@ def test_weights_go_to_the_engine(kit: SimpleNamespace, make_shard: Make) -> Non
     shard.fill(kit.gid(0), 8.0)
     decision = kit.commit(0, [kit.gid(0)])
     decision.contributions[0].weight = 0.25
-    shard.runtime.on_commit(decision)
+    shard.runtime.deliver(decision)
     shard.coordination.wait_for("applied")
     assert shard.engine.weights == [[0.25]]
     assert (shard.engine.values[0] == 2.0).all()
@@ -173,7 +173,7 @@ def test_weights_go_to_the_engine(kit: SimpleNamespace, make_shard: Make) -> Non
 def test_skip_moves_the_version_and_nothing_else(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((4,))
     incoming = shard.fill(kit.gid(0), np.nan)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)], skip=True))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)], skip=True))
     answer = shard.runtime.answer(incoming, 0, ALIVE)
     assert answer.version == 1
     assert (answer.block(0) == 0.0).all()
@@ -187,10 +187,10 @@ def test_a_snapshot_is_of_the_version_that_was_asked_for(kit: SimpleNamespace, m
     for gradient in ids:
         shard.fill(gradient, 1.0)
     shard.engine.gate.clear()
-    shard.runtime.on_commit(kit.commit(0, [ids[0]], checkpoint=True))
-    shard.runtime.on_commit(kit.commit(1, [ids[1]]))
-    shard.runtime.on_save(Save(term=1, version=2))
-    shard.runtime.on_commit(kit.commit(2, [ids[2]]))
+    shard.runtime.deliver(kit.commit(0, [ids[0]], checkpoint=True))
+    shard.runtime.deliver(kit.commit(1, [ids[1]]))
+    shard.runtime.deliver(Save(term=1, version=2))
+    shard.runtime.deliver(kit.commit(2, [ids[2]]))
     shard.engine.gate.set()
     shard.coordination.wait_for("applied", 3)
     assert [(term, version, snapshot[0], snapshot[1][0][0]) for snapshot, term, version in shard.saved] == [
@@ -207,7 +207,7 @@ def test_at_most_two_gradients_a_rank(kit: SimpleNamespace, make_shard: Make) ->
         shard.fill(kit.gid(0, attempt=3), 1.0)
     assert refusal.value.code == "RESOURCE_EXHAUSTED"
     shard.fill(kit.gid(1), 1.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0, attempt=2), kit.gid(1)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0, attempt=2), kit.gid(1)]))
     shard.coordination.wait_for("applied")
     shard.fill(kit.gid(0, 1, attempt=3), 1.0)
 
@@ -281,9 +281,9 @@ def test_a_new_term_drops_everything_of_the_old(kit: SimpleNamespace, make_shard
     shard.runtime.reset(2, engine, 3)
     with pytest.raises(Refusal, match="in term 2, not in term 1"):
         waiting.result(kit.wait)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     assert shard.runtime.answer(None, 40, ALIVE).version == 40
-    shard.runtime.on_commit(kit.commit(40, [], skip=True, term=2, world=5))
+    shard.runtime.deliver(kit.commit(40, [], skip=True, term=2, world=5))
     answer = shard.runtime.answer(None, 41, ALIVE)
     assert (answer.version, answer.term, answer.world) == (41, 2, 5)
     assert shard.engine.applied == []
@@ -293,7 +293,7 @@ def test_a_new_term_drops_everything_of_the_old(kit: SimpleNamespace, make_shard
 
 def test_a_decision_of_a_term_that_did_not_begin_fails_the_shard(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((4,))
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)], term=3))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)], term=3))
     assert "of term 3" in shard.coordination.wait_for("failed")[0]
 
 
@@ -301,7 +301,7 @@ def test_done_answers_whoever_waits(kit: SimpleNamespace, make_shard: Make, back
     """T8."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
-    shard.runtime.on_done(Done(version=0))
+    shard.runtime.deliver(Done(version=0))
     answer = waiting.result(kit.wait)
     assert (answer.version, answer.done) == (0, True)
 
@@ -310,7 +310,7 @@ def test_a_failed_job_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Ma
     """T8."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
-    shard.runtime.on_done(Done(version=0, failed="the loss is not finite"))
+    shard.runtime.deliver(Done(version=0, failed="the loss is not finite"))
     with pytest.raises(Refusal, match="the loss is not finite") as refusal:
         waiting.result(kit.wait)
     assert refusal.value.code == "ABORTED"
@@ -350,7 +350,7 @@ def test_whoever_waits_gets_its_version_even_if_the_next_update_begins_at_once(
     incoming = [shard.fill(gradient, 1.0) for gradient in ids]
     waiting = [background(lambda i=i: shard.runtime.answer(i, 0, ALIVE)) for i in incoming]
     for version, gradient in enumerate(ids):
-        shard.runtime.on_commit(kit.commit(version, [gradient]))
+        shard.runtime.deliver(kit.commit(version, [gradient]))
     for version, future in enumerate(waiting):
         assert future.result(kit.wait).version > version
 
@@ -390,10 +390,10 @@ def test_each_gradient_is_reported_exactly_once(kit: SimpleNamespace, steps: lis
                 chosen = [g for g in complete if g.rank == rank and g.version == runtime.version][:1]
                 if chosen:
                     count = len(recorder.of("applied"))
-                    runtime.on_commit(kit.commit(runtime.version, chosen))
+                    runtime.deliver(kit.commit(runtime.version, chosen))
                     recorder.wait_for("applied", count + 1)
             elif what == "reject" and complete:
-                runtime.on_reject(Reject(id=complete[0], reason=kit.reasons.DUPLICATE))
+                runtime.deliver(Reject(id=complete[0], reason=kit.reasons.DUPLICATE))
                 complete = complete[1:]
         for incoming in open_.values():
             runtime.lose(incoming)

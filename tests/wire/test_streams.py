@@ -43,7 +43,7 @@ SMALL = 10
 
 def commit_alone(kit: SimpleNamespace, shard: Any) -> Callable[[int, Any], None]:
     """A coordinator that commits each gradient by itself."""
-    return lambda _, staged: shard.runtime.on_commit(kit.commit(staged.id.version, [staged.id]))
+    return lambda staged: shard.runtime.deliver(kit.commit(staged.id.version, [staged.id]))
 
 
 def push_of(kit: SimpleNamespace, shard: Any, value: float, **more: Any) -> Push:
@@ -410,7 +410,7 @@ def test_the_same_attempt_twice_is_refused(
     with pytest.raises(Refused, match="is here already") as refused:
         dial(shard).exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()])
     assert refused.value.code == "ALREADY_EXISTS"
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     assert waiting.result(kit.wait).version == 1
     assert shard.engine.applied == [[1.0]]
 
@@ -425,8 +425,8 @@ def test_another_attempt_of_a_rank_counts_once(
     shard.coordination.wait_for("staged")
     two = background(lambda: again.exchange_all(push_of(kit, shard, 1.0, attempt=2), 0, [shard.buffers()]))
     shard.coordination.wait_for("staged", 2)
-    shard.runtime.on_reject(Reject(id=kit.gid(0, attempt=2), reason=kit.reasons.DUPLICATE))
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0, attempt=1)]))
+    shard.runtime.deliver(Reject(id=kit.gid(0, attempt=2), reason=kit.reasons.DUPLICATE))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0, attempt=1)]))
     assert one.result(kit.wait).outcome == kit.reasons.REJECT_UNSPECIFIED
     assert (two.result(kit.wait).version, two.result().outcome) == (1, kit.reasons.DUPLICATE)
     assert shard.engine.applied == [[1.0]]
@@ -440,7 +440,7 @@ def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, d
     """T2: a worker behind the quorum gets the new version without sending all of what nobody wants."""
     shard = make_shard((size,), serve=True)
     shard.fill(kit.gid(1), 3.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(1)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))
     shard.coordination.wait_for("applied")
     client, into = dial(shard), shard.buffers()
     for attempt in range(2):
@@ -461,7 +461,7 @@ def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_
     end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=data.nbytes)))
     end.write(spans[0][0], data[: 1 << 18])
     shard.fill(kit.gid(1), 3.0)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(1)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))
     shard.coordination.wait_for("applied")
     frame, (_, start, stop) = spans[1]
     end.write(frame, data[start:stop])
@@ -549,7 +549,7 @@ def test_a_cut_connection_is_a_lost_peer(kit: SimpleNamespace, make_shard: Make,
     assert shard.server.disconnect(lambda hello: hello.peer.index == 0) == 1
     with pytest.raises(PeerLost):
         waiting.result(kit.wait)
-    shard.runtime.on_commit(kit.commit(0, [kit.gid(0)]))
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     shard.coordination.wait_for("applied")
     assert shard.coordination.of("lost") == []
 
@@ -634,7 +634,7 @@ def test_a_job_that_has_failed_says_why(kit: SimpleNamespace, make_shard: Make, 
     client = dial(shard)
     waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
     shard.coordination.wait_for("staged")
-    shard.runtime.on_done(Done(failed="three updates in a row were not finite"))
+    shard.runtime.deliver(Done(failed="three updates in a row were not finite"))
     with pytest.raises(Refused, match="three updates in a row") as refused:
         waiting.result(kit.wait)
     assert refused.value.code == "ABORTED"

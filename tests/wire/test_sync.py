@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ class Quorum:
         self._complete: dict[int, list[Any]] = {}
         self._decided = 0
         for shard in shards:
-            shard.coordination.decide = self.staged
+            shard.coordination.decide = partial(self.staged, shard.layout.shard)
 
     def staged(self, number: int, staged: Any) -> None:
         with self._lock:
@@ -44,7 +45,7 @@ class Quorum:
             self._decided += 1
             decision = self._kit.commit(staged.id.version, sorted(complete, key=lambda g: g.rank))
             for shard in self._shards:
-                shard.runtime.on_commit(decision)
+                shard.runtime.deliver(decision)
 
 
 def worker(kit: SimpleNamespace, shards: Sequence[Any], client: ShardedClient, rank: int, steps: int) -> list[Any]:

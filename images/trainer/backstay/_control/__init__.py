@@ -11,7 +11,6 @@ from ._client import ControlClient, Heartbeats, News
 from ._driving import Driving, Observer, Storage
 from ._link import Link
 from ._service import ControlServer, Host, Peers
-from ._sinks import ServerSink
 
 __all__ = [
     "Agreement",
@@ -24,7 +23,6 @@ __all__ = [
     "News",
     "Observer",
     "Peers",
-    "ServerSink",
     "Storage",
     "first_difference",
 ]

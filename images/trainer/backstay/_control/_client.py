@@ -147,16 +147,12 @@ class ControlClient:
         reply: JoinReply = self._call(shard, "Join", request)
         return reply
 
-    def beat(
-        self, shard: int, incarnation: int, term: int, version: int, activity: Activity, step_seconds: float
-    ) -> HeartbeatReply:
+    def beat(self, shard: int, incarnation: int, activity: Activity, step_seconds: float) -> HeartbeatReply:
         """One heartbeat. Raises as `_call` does."""
         request = HeartbeatRequest(
             peer=self.peer,
             shard=shard,
             expected_incarnation=incarnation,
-            term=term,
-            version=version,
             activity=activity,
             step_seconds=step_seconds,
         )
@@ -216,7 +212,7 @@ class Heartbeats:
     """Threads that tell every shard that this pod lives, also while it compiles, and watches that they do.
 
     Attributes:
-        activity, step_seconds, term, version: what is told; set by whoever works.
+        activity, step_seconds: what heartbeats report; set by the worker or evaluator.
         superseded: set when a newer incarnation of this pod lives.
     """
 
@@ -229,8 +225,6 @@ class Heartbeats:
         """
         self.activity: Activity = STARTING
         self.step_seconds = 0.0
-        self.term = 0
-        self.version = 0
         self.superseded: Superseded | None = None
         self._client = client
         self._silent = silent
@@ -310,7 +304,7 @@ class Heartbeats:
                 return
         began = time.monotonic()
         try:
-            reply = self._client.beat(shard, expected, self.term, self.version, self.activity, self.step_seconds)
+            reply = self._client.beat(shard, expected, self.activity, self.step_seconds)
         except Superseded as error:
             self._stop(error)
             return

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from backstay_rpc.control_pb2 import GradientId, Norm, ReplicaState, Rollback, ShardMessage, Staged, Written
+from backstay_rpc.control_pb2 import ReplicaState, Rollback, Staged
 
 from .._coordination import (
     CheckpointFailed,
@@ -30,8 +30,8 @@ from .._coordination import (
     Updated,
     WriteManifest,
 )
+from .._coordination.seam import Report, ShardSink
 from ..errors import StorageError
-from ._sinks import ServerSink, deliver
 
 __all__ = ["Driving", "Observer", "Storage"]
 
@@ -64,7 +64,7 @@ class Storage(Protocol):
 
 
 class Driving:
-    """A `Coordination` for every shard, and the other doors of the coordinator. Thread-safe."""
+    """The coordinator for many threads: shards report to it, links attach to it, decisions go out. Thread-safe."""
 
     def __init__(
         self, coordinator: Coordinator, storage: Storage, observer: Observer, *, clock: Clock = time.monotonic
@@ -75,9 +75,9 @@ class Driving:
         self._observer = observer
         self._clock = clock
         self._lock = threading.Lock()
-        self._outbox: deque[tuple[float, Decision, list[tuple[int, ServerSink]]]] = deque()
+        self._outbox: deque[tuple[float, Decision, list[tuple[int, ShardSink]]]] = deque()
         self._draining = False
-        self._sinks: dict[int, ServerSink] = {}
+        self._sinks: dict[int, ShardSink] = {}
         self._slow: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
         self._restoring_since: float | None = None
         self._closed = threading.Event()
@@ -101,7 +101,7 @@ class Driving:
 
     # ---- Links ----
 
-    def attach(self, shard: int, sink: ServerSink, term: int, version: int, **more: Any) -> None:
+    def attach(self, shard: int, sink: ShardSink, term: int, version: int, **more: Any) -> None:
         """A shard's server is connected: `sink` gets all that follows, beginning with what it has missed.
 
         Args:
@@ -130,60 +130,24 @@ class Driving:
             state.since_checkpoint = self._coordinator.schedule.since(self._clock())
             return True
 
-    def hear(self, shard: int, sink: ServerSink, message: ShardMessage) -> None:
-        """What a shard's server says on its link. Nothing happens when another link has taken its place: a server that
-        was only stopped may still speak after the one that replaced it (T6)."""
+    def hear(self, shard: int, sink: ShardSink, report: Report) -> None:
+        """What a shard's server reports on its link. Nothing happens when another link has taken its place: a server
+        that was only stopped may still report after the one that replaced it (T6)."""
+        self._do(lambda now: self._coordinator.report(now, shard, report) if self._sinks.get(shard) is sink else ())
 
-        def event(now: float) -> Sequence[Decision]:
-            if self._sinks.get(shard) is not sink:
-                return ()
-            coordinator = self._coordinator
-            match message.WhichOneof("kind"):
-                case "staged":
-                    return coordinator.staged(now, shard, message.staged)
-                case "lost":
-                    return coordinator.lost(now, shard, message.lost)
-                case "norm":
-                    return coordinator.norm(now, shard, message.norm)
-                case "written":
-                    return coordinator.written(now, shard, message.written)
-                case "applied":
-                    return coordinator.applied(now, shard, message.applied)
-                case "failed":
-                    return coordinator.failed(now, shard, message.failed)
-                case _:
-                    return ()
-
-        self._do(event)
-
-    def detach(self, shard: int, sink: ServerSink) -> None:
+    def detach(self, shard: int, sink: ShardSink) -> None:
         """The connection broke; nothing happens when another took its place."""
         with self._lock:
             if self._sinks.get(shard) is sink:
                 del self._sinks[shard]
 
-    # ---- Coordination ----
+    def report(self, shard: int, report: Report) -> None:
+        """What a shard in this process reports."""
+        if isinstance(report, Staged):
+            self._observer.staged(self._clock(), shard, report)
+        self._do(lambda now: self._coordinator.report(now, shard, report))
 
-    def staged(self, shard: int, staged: Staged) -> None:
-        self._observer.staged(self._clock(), shard, staged)
-        self._do(lambda now: self._coordinator.staged(now, shard, staged))
-
-    def lost(self, shard: int, gradient: GradientId) -> None:
-        self._do(lambda now: self._coordinator.lost(now, shard, gradient))
-
-    def norm(self, shard: int, norm: Norm) -> None:
-        self._do(lambda now: self._coordinator.norm(now, shard, norm))
-
-    def written(self, shard: int, written: Written) -> None:
-        self._do(lambda now: self._coordinator.written(now, shard, written))
-
-    def applied(self, shard: int, version: int) -> None:
-        self._do(lambda now: self._coordinator.applied(now, shard, version))
-
-    def failed(self, shard: int, why: str) -> None:
-        self._do(lambda now: self._coordinator.failed(now, shard, why))
-
-    # ---- Other doors ----
+    # ---- Workers, evaluators, the operator ----
 
     def joined(self, rank: int, incarnation: int) -> None:
         """A worker introduced itself."""
@@ -282,12 +246,12 @@ class Driving:
                 # Nobody else is there to hear of it, and the decisions after it must go on.
                 _LOG.exception("a decision of the coordinator could not be carried out")
 
-    def _carry_out(self, now: float, decision: Decision, sinks: list[tuple[int, ServerSink]]) -> None:
+    def _carry_out(self, now: float, decision: Decision, sinks: list[tuple[int, ShardSink]]) -> None:
         match decision:
             case Send(shard, message):
                 for index, sink in sinks:
                     if shard is None or shard == index:
-                        deliver(message, sink)
+                        sink.deliver(message)
             case Counted():
                 self._observer.counted(now, decision)
             case Updated():

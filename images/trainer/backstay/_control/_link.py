@@ -15,16 +15,19 @@ import grpc
 
 from backstay_rpc.channels import Credentials, open_channel
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Contribution,
     CoordinatorMessage,
     GradientId,
+    Lost,
     Norm,
     NormRequest,
     Peer,
     Position,
     Reject,
     Rollback,
+    ShardFailed,
     ShardMessage,
     Staged,
     Written,
@@ -32,11 +35,12 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .._coordination import Mode
+from .._coordination.seam import Report, ShardSink
 from .._timeouts import Timeouts
 from ..errors import Refused
 from ._agreement import Agreement
 from ._auth import refusal_of
-from ._sinks import ServerSink, deliver, unpack
+from ._envelopes import message_in, wrap_report
 
 __all__ = ["Link"]
 
@@ -59,7 +63,7 @@ class Link:
         token: str,
         peer: Peer,
         agreement: Agreement,
-        sink: ServerSink,
+        sink: ShardSink,
         mode: Mode,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -125,51 +129,32 @@ class Link:
         if call is not None:
             call.cancel()
 
-    # ---- Coordination ----
-
-    def staged(self, shard: int, staged: Staged) -> None:
-        del shard
+    def report(self, report: Report) -> None:
+        """See `Coordination`. What the coordinator may have to be told again is kept."""
         with self._lock:
-            if staged.id.term == self._term:
-                self._held[_key(staged.id)] = staged
-            self._put(ShardMessage(staged=staged))
-
-    def lost(self, shard: int, gradient: GradientId) -> None:
-        del shard
-        with self._lock:
-            self._held.pop(_key(gradient), None)
-            self._put(ShardMessage(lost=gradient))
-
-    def norm(self, shard: int, norm: Norm) -> None:
-        del shard
-        with self._lock:
-            requested = self._requests.pop(norm.round, None)
-            if requested is not None:
-                self._prepared = tuple(requested.contributions)
-            self._put(ShardMessage(norm=norm))
-
-    def written(self, shard: int, written: Written) -> None:
-        del shard
-        with self._lock:
-            self._written.append(written)
-            self._put(ShardMessage(written=written))
-
-    def applied(self, shard: int, version: int) -> None:
-        del shard
-        with self._lock:
-            self._version = max(self._version, version)
-            self._put(ShardMessage(applied=version))
-
-    def failed(self, shard: int, why: str) -> None:
-        del shard
-        with self._lock:
-            self._put(ShardMessage(failed=why))
+            match report:
+                case Staged():
+                    if report.id.term == self._term:
+                        self._held[_key(report.id)] = report
+                case Lost():
+                    self._held.pop(_key(report.id), None)
+                case Norm():
+                    requested = self._requests.pop(report.round, None)
+                    if requested is not None:
+                        self._prepared = tuple(requested.contributions)
+                case Written():
+                    self._written.append(report)
+                case Applied():
+                    self._version = max(self._version, report.version)
+                case ShardFailed():
+                    pass
+            self._put(wrap_report(report))
 
     def started(self, term: int, version: int) -> None:
         """The shard stands at the beginning of a term."""
         with self._lock:
             self._term, self._version = term, version
-            self._put(ShardMessage(applied=version))
+            self._put(wrap_report(Applied(version=version)))
 
     # ---- The stream ----
 
@@ -185,7 +170,7 @@ class Link:
             try:
                 for envelope in self._open(channel):
                     heard = True
-                    self._hear(envelope)
+                    self._receive(envelope)
             except grpc.RpcError as error:
                 refusal = refusal_of(error)
                 if refusal is not None:
@@ -220,10 +205,10 @@ class Link:
             )
             outgoing.put(ShardMessage(position=position))
             for staged in self._held.values():
-                outgoing.put(ShardMessage(staged=staged))
-            outgoing.put(ShardMessage(applied=self._version))
+                outgoing.put(wrap_report(staged))
+            outgoing.put(wrap_report(Applied(version=self._version)))
             for written in self._written:
-                outgoing.put(ShardMessage(written=written))
+                outgoing.put(wrap_report(written))
             self._outgoing = outgoing
             stub = ControlStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Coordinate(iter(outgoing.get, None), metadata=self._metadata)
@@ -240,8 +225,8 @@ class Link:
         self.up = call.is_active()
         return iter(call)
 
-    def _hear(self, envelope: CoordinatorMessage) -> None:
-        message = unpack(envelope)
+    def _receive(self, envelope: CoordinatorMessage) -> None:
+        message = message_in(envelope)
         if message is None:
             return
         with self._lock:
@@ -271,4 +256,4 @@ class Link:
                     # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.
                     self._term = self._version = 0
                     self._last, self._requests, self._prepared = None, {}, ()
-        deliver(message, self._sink)
+        self._sink.deliver(message)

@@ -23,9 +23,7 @@ from google.protobuf.message import Message as ProtoMessage
 from backstay_rpc.channels import NOT_AUTHENTICATED, REFUSAL, Credentials, listen
 from backstay_rpc.control_pb2 import (
     DESCRIPTOR,
-    Commit,
     CoordinatorMessage,
-    Done,
     EvaluatedReply,
     EvaluatedRequest,
     HeartbeatReply,
@@ -34,25 +32,21 @@ from backstay_rpc.control_pb2 import (
     JoinRequest,
     LeaveReply,
     LeaveRequest,
-    NormRequest,
     Peer,
     Position,
     ProgressReply,
     ProgressRequest,
-    Reject,
-    Rollback,
-    Save,
     ShardMessage,
 )
 from backstay_rpc.loop import call, rpc_loop
 
-from .._coordination import Message
+from .._coordination.seam import Message
 from .._process._guard import ConnectionGuard
 from .._process._sockets import peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
 from ._driving import Driving
-from ._sinks import pack
+from ._envelopes import report_in, wrap_message
 
 __all__ = ["ControlServer", "Host", "Peers"]
 
@@ -137,29 +131,12 @@ class _RemoteSink:
         self._some = asyncio.Event()
         self._ended = False
 
-    def _put(self, message: Message) -> None:
-        self._waiting.append(pack(message))
+    def deliver(self, message: Message) -> None:
+        """See `ShardSink`."""
+        self._waiting.append(wrap_message(message))
         if len(self._waiting) > _MAX_WAITING:
             self.end()
         self._wake()
-
-    def on_commit(self, commit: Commit) -> None:
-        self._put(commit)
-
-    def on_reject(self, reject: Reject) -> None:
-        self._put(reject)
-
-    def on_norm_request(self, request: NormRequest) -> None:
-        self._put(request)
-
-    def on_save(self, save: Save) -> None:
-        self._put(save)
-
-    def on_rollback(self, rollback: Rollback) -> None:
-        self._put(rollback)
-
-    def on_done(self, done: Done) -> None:
-        self._put(done)
 
     def end(self) -> None:
         self._ended = True
@@ -415,7 +392,9 @@ class _Service(grpc.GenericRpcHandler):
     @staticmethod
     async def _listen(context: Any, driving: Driving, shard: int, sink: _RemoteSink) -> None:
         while (data := await context.read()) is not grpc.aio.EOF:
-            driving.hear(shard, sink, _parsed(ShardMessage, data))
+            report = report_in(_parsed(ShardMessage, data))
+            if report is not None:
+                driving.hear(shard, sink, report)
 
 
 def _parsed(kind: type[_M], data: bytes) -> _M:

@@ -85,7 +85,7 @@ class Conclusion:
         return [Send(None, self._done()), self.finished]
 
     def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
-        self.schedule.end(version, whole=False)
+        self.schedule.end(version)
         if self._ending is not None and version == self.state.version:
             self._ending.pause = min(2 * self._ending.pause, self.rules.timeouts.store_again)
             self._ending.store_again_at = now + self._ending.pause

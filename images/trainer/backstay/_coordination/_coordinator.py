@@ -11,15 +11,18 @@ from collections import deque
 from collections.abc import Iterable
 
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Contribution,
     GradientId,
     GradientInfo,
+    Lost,
     Norm,
     NormRequest,
     Reject,
     RejectReason,
     Rollback,
+    ShardFailed,
     Staged,
     Written,
 )
@@ -43,6 +46,7 @@ from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
 from ._succession import Succession, start_of
 from ._world import change_world, next_world
+from .seam import Report
 
 __all__ = ["Coordinator"]
 
@@ -95,7 +99,7 @@ class Coordinator(Succession):
         self._above = 0  # the newest term that any shard was told to begin
         self._outrun = False  # taken over: the history had gone further than what was held
         if checkpoint:
-            self.schedule.reset(now, state.version)
+            self.schedule.reset(now)
 
     @classmethod
     def resume(
@@ -209,6 +213,22 @@ class Coordinator(Succession):
         # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
         return [*out, *self._lost(shard)]
 
+    def report(self, now: float, shard: int, report: Report) -> list[Decision]:
+        """What a shard's server reports."""
+        match report:
+            case Staged():
+                return self.staged(now, shard, report)
+            case Lost():
+                return self.lost(now, shard, report.id)
+            case Norm():
+                return self.norm(now, shard, report)
+            case Written():
+                return self.written(now, shard, report)
+            case Applied():
+                return self.applied(now, shard, report.version)
+            case ShardFailed():
+                return self.failed(now, shard, report.why)
+
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
         if state.term <= self.state.term:
@@ -231,7 +251,7 @@ class Coordinator(Succession):
         self._restarting = False
         if state.version < self.rules.steps:
             self._ending = None
-        self.schedule.reset(now, state.version if checkpoint else None)
+        self.schedule.reset(now)
         return [*out, Send(None, self._start), *self._end_if_over(now)]
 
     def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
@@ -300,7 +320,7 @@ class Coordinator(Succession):
             return []
         if error:
             return self._checkpoint_failed(now, version, error)
-        self.schedule.end(version, whole=True)
+        self.schedule.end(version)
         if version > self._checkpoint_version:
             self.checkpoint, self._checkpoint_version = uri, version
         return self._end_if_over(now)

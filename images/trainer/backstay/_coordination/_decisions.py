@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from backstay_rpc.control_pb2 import (
-    Commit,
-    Done,
-    File,
-    GradientId,
-    GradientInfo,
-    NormRequest,
-    Reject,
-    RejectReason,
-    Rollback,
-    Save,
-)
+from backstay_rpc.control_pb2 import Commit, File, GradientId, GradientInfo, RejectReason
+
+from .seam import Message
 
 __all__ = [
     "OUTCOME_OF",
@@ -26,16 +17,12 @@ __all__ = [
     "Counted",
     "Decision",
     "Finished",
-    "Message",
     "Outcome",
     "Restart",
     "Send",
     "Updated",
     "WriteManifest",
 ]
-
-
-Message: TypeAlias = Commit | Reject | NormRequest | Save | Rollback | Done
 
 
 class Outcome(StrEnum):

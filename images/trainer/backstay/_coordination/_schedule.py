@@ -37,13 +37,7 @@ class Schedule:
         self._shards = shards
         self._began = now
         self._in_flight: dict[int, InFlight] = {}
-        self._whole: int | None = None
         self._owed = False
-
-    @property
-    def newest_whole(self) -> int | None:
-        """The newest version whose manifest is stored, as far as this term knows."""
-        return self._whole
 
     def in_flight(self, version: int) -> bool:
         """Whether shards are writing this version."""
@@ -82,15 +76,13 @@ class Schedule:
         """The versions that have been in flight for at least so long."""
         return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]
 
-    def end(self, version: int, *, whole: bool) -> None:
-        """The manifest of `version` is stored (`whole`), or it was given up."""
+    def end(self, version: int) -> None:
+        """The manifest of `version` is stored, or that checkpoint was given up."""
         self._in_flight.pop(version, None)
-        if whole:
-            self._whole = version if self._whole is None else max(version, self._whole)
 
     def give_up(self, version: int) -> None:
         """Whoever was writing `version` is gone, and nothing is wrong with the storage: the next update is due."""
-        self.end(version, whole=False)
+        self.end(version)
         self._owed = True
 
     def since(self, now: float) -> float:
@@ -108,9 +100,8 @@ class Schedule:
         steps = self.intervals.every_steps
         self._owed = steps is not None and version - version % steps > newest
 
-    def reset(self, now: float, whole: int | None) -> None:
-        """A new term began at a checkpoint of version `whole`."""
+    def reset(self, now: float) -> None:
+        """A new term began."""
         self._in_flight.clear()
         self._owed = False
         self._began = now
-        self._whole = whole

@@ -63,7 +63,6 @@ class Leader:
         self._examples: int | None = None  # of each contribution of the newest update
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
-        self.finished_event = threading.Event()
 
     # ---- Observer ----
 
@@ -176,7 +175,6 @@ class Leader:
             _LOG.error("the job has failed: %s: %s", finished.reason, finished.why)
         else:
             _LOG.info("done at step %d", finished.version)
-        self.finished_event.set()
 
     # ---- Told and asked ----
 

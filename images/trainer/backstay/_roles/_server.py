@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Done,
     EvaluatedRequest,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
-    NormRequest,
+    Norm,
     Peer,
     ProgressReply,
     ProgressRequest,
-    Reject,
     ReplicaState,
     Rollback,
-    Save,
+    Written,
 )
 from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
@@ -31,7 +31,7 @@ from backstay_spec.quorum import quorum_of
 from .. import _faults
 from .._control import Agreement, ControlServer, Driving, Link, Peers
 from .._coordination import Intervals, Liveness
-from .._coordination.seam import Coordination
+from .._coordination.seam import Message, Report
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, write_termination
 from .._shard import ShardRuntime
@@ -45,7 +45,6 @@ from ._last_save import ask_to_save, wait_until
 from ._leader import Leader
 from ._manifests import ManifestStorage, NoStorage
 from ._metrics import HttpPort, Metrics
-from ._relays import Timed, Watched
 from ._script import Plan, Script
 from ._standby import Inherited
 from ._storing import CheckpointWriter, open_store, restore
@@ -56,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Server:
-    """Speaks for its shard to everybody: a control service's `Host`, and the coordinator's `ServerSink`."""
+    """A control service's `Host`, the coordinator's `ShardSink`, and its own shard's `Coordination`."""
 
     def __init__(
         self,
@@ -120,7 +119,6 @@ class Server:
                 keep=lambda: self._keep,
                 world=lambda: self._wished_world,
             )
-            coordination: Coordination = self._driving
         else:
             self._link = Link(
                 environment.servers[0],
@@ -131,13 +129,11 @@ class Server:
                 config.mode,
                 environment.timeouts,
             )
-            coordination = self._link
-        self._coordination = coordination
         self._writer: CheckpointWriter | None = None
         if store is not None:
             self._writer = CheckpointWriter(
                 store,
-                Watched(coordination, self._saved),
+                self,
                 shard=self.shard,
                 shards=config.shards,
                 incarnation=self.incarnation,
@@ -157,7 +153,7 @@ class Server:
         self._runtime = ShardRuntime(
             plan.partition.shards[self.shard],
             plan.agreement.digest,
-            Timed(coordination, self),
+            self,
             incarnation=self.incarnation,
             mode=config.mode,
             on_checkpoint=self._writer,
@@ -432,34 +428,40 @@ class Server:
             self._link.started(rollback.term, rollback.version)
         self._ready = True
 
-    # ---- ServerSink ----
+    # ---- Between the shard and the coordinator ----
 
-    def on_commit(self, commit: Commit) -> None:
-        self._commit_arrived[commit.version] = time.monotonic()
-        self._world = commit.world
-        _faults.reach("commit", commit.version)
-        self._runtime.on_commit(commit)
+    def deliver(self, message: Message) -> None:
+        """What the coordinator decided; see `ShardSink`."""
+        match message:
+            case Commit():
+                self._commit_arrived[message.version] = time.monotonic()
+                self._world = message.world
+                _faults.reach("commit", message.version)
+            case Rollback():
+                self._ready = False
+                self._commit_arrived.clear()
+                self._rollbacks.put(message)
+            case Done():
+                self._done = message
+        self._runtime.deliver(message)
+        if isinstance(message, Done):
+            self._wake.set()
 
-    def on_reject(self, reject: Reject) -> None:
-        self._runtime.on_reject(reject)
+    def report(self, report: Report) -> None:
+        """What this server's shard and its writer report; see `Coordination`."""
+        match report:
+            case Norm():
+                _faults.reach("norm", report.version)
+            case Applied():
+                self._applied(report.version)
+        if self._driving is not None:
+            self._driving.report(self.shard, report)
+        elif self._link is not None:
+            self._link.report(report)
+        if isinstance(report, Written):
+            self._saved.set()
 
-    def on_norm_request(self, request: NormRequest) -> None:
-        self._runtime.on_norm_request(request)
-
-    def on_save(self, save: Save) -> None:
-        self._runtime.on_save(save)
-
-    def on_rollback(self, rollback: Rollback) -> None:
-        self._ready = False
-        self._commit_arrived.clear()
-        self._rollbacks.put(rollback)
-
-    def on_done(self, done: Done) -> None:
-        self._done = done
-        self._runtime.on_done(done)
-        self._wake.set()
-
-    def applied(self, version: int) -> None:
+    def _applied(self, version: int) -> None:
         """An update was applied; it was version - 1's."""
         _faults.reach("applied", version)
         self._metrics.version.set(version)
@@ -553,7 +555,6 @@ class Server:
             world=self._world,
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
-            failed_reason=self._done.reason if self._done is not None else "",
         )
         self._stall_seconds = request.stall_seconds or self._stall_seconds
         if request.HasField("checkpoint"):

@@ -113,7 +113,7 @@ class CheckpointWriter:
                 file = File(name=info.name, size=info.size, sha256=info.sha256, ranges=ranges)
                 written = Written(term=term, version=version, files=[file])
             del snapshot
-            self._coordination.written(self._shard, written)
+            self._coordination.report(written)
 
 
 def check_fits(manifest: Manifest, partition: Partition) -> None:

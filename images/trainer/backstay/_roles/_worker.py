@@ -100,6 +100,7 @@ class Worker:
         self._attempt = 0
         self._key_step = 0
         self._term = 0
+        self._version = 0  # of the newest parameters of this term
         self._bytes = plan.partition.tree.nbytes
         self._last: Gradient | None = None
         self._last_key: BatchKey | None = None
@@ -140,9 +141,9 @@ class Worker:
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
-                gradient, seconds, waited = self._compute(pulled, params)
+                gradient = self._compute(pulled, params)
                 del params  # its memory receives the next ones but one
-                pulled, params = self._exchange(pulled, gradient, seconds, waited)
+                pulled, params = self._exchange(pulled, gradient)
             result = self._finish(pulled, params)
             if result is not None:
                 return result
@@ -150,7 +151,7 @@ class Worker:
 
     # ---- A step ----
 
-    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Gradient, float, float]:
+    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> Gradient:
         step = pulled.version if self._sync else self._key_step
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
@@ -168,11 +169,9 @@ class Worker:
             self._heart.step_seconds = ended - began
         self._compiled = True
         self._last, self._last_key = gradient, key
-        return gradient, ended - ready, ready - began
+        return gradient
 
-    def _exchange(
-        self, at: Pulled, gradient: Gradient, compute_seconds: float, wait_seconds: float
-    ) -> tuple[Pulled, Sequence[Any]]:
+    def _exchange(self, at: Pulled, gradient: Gradient) -> tuple[Pulled, Sequence[Any]]:
         """Push it until its fate is known; the newest parameters."""
         self._heart.activity = WAITING
         info = GradientInfo(
@@ -180,8 +179,6 @@ class Worker:
             examples=gradient.examples,
             loss=gradient.loss,
             metrics=gradient.metrics,
-            compute_seconds=compute_seconds,
-            wait_seconds=wait_seconds,
         )
         blocks = self._arrangement.gradient_blocks(gradient.leaves)
         assert self._last_key is not None
@@ -231,7 +228,7 @@ class Worker:
 
     def _count(self, pulled: Pulled, info: GradientInfo) -> None:
         now = time.monotonic()
-        self._heart.version = pulled.version
+        self._version = pulled.version
         self._rate.add(now, info.examples)
         rate = self._rate.per_second(now)
         self._metrics.version.set(pulled.version)
@@ -297,13 +294,13 @@ class Worker:
         replies = self._control.join_all(
             self._plan.agreement,
             self._stop.asked.is_set,
-            at=(self._term, self._heart.version),
+            at=(self._term, self._version),
         )
         self._metrics.joins.inc()
         self._moved = False
         if self._term != replies[0].term:
-            self._heart.version = 0  # nothing of this term yet
-        self._term = self._heart.term = replies[0].term
+            self._version = 0  # nothing of this term yet
+        self._term = replies[0].term
         self._heart.expect([reply.incarnation for reply in replies])
         self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
         if not self._sync:

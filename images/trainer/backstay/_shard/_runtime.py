@@ -15,22 +15,26 @@ from typing import Final
 import numpy as np
 
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Contribution,
     Done,
     GradientId,
     GradientInfo,
     Hello,
+    Lost,
     Norm,
     NormRequest,
     Reject,
     RejectReason,
     ReplicaState,
+    Rollback,
     Save,
+    ShardFailed,
     Staged,
 )
 
-from .._coordination.seam import Coordination
+from .._coordination.seam import Coordination, Message
 from .._timeouts import Timeouts
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import (
@@ -79,7 +83,7 @@ class ShardRuntime:
         Args:
             layout: of this shard.
             digest: of the partition.
-            coordination: told what happens here; called while no lock is held.
+            coordination: gets the shard's reports; called while no lock is held.
             incarnation: of this server.
             mode: of the job.
             on_checkpoint: see `CheckpointHook`.
@@ -238,7 +242,7 @@ class ShardRuntime:
             gradient.complete = usable
             gradient.finished = usable
         if usable:
-            self._coordination.staged(self._shard, Staged(id=gradient.id, info=gradient.info))
+            self._coordination.report(Staged(id=gradient.id, info=gradient.info))
         else:
             self.lose(gradient)
 
@@ -249,7 +253,7 @@ class ShardRuntime:
                 return
             gradient.finished = True
             self._gradients.give(self._gradients.remove(gradient))
-        self._coordination.lost(self._shard, gradient.id)
+        self._coordination.report(Lost(id=gradient.id))
 
     def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
         gradient = None if incoming is None else _gradient(incoming)
@@ -295,47 +299,47 @@ class ShardRuntime:
             return published.version > gradient.id.version
         return gradient.outcome != _NONE
 
-    # ---- ShardSink: called by the coordinator ----
+    # ---- ShardSink ----
 
-    def on_commit(self, commit: Commit) -> None:
+    def deliver(self, message: Message) -> None:
+        """What the coordinator decided; see `ShardSink`."""
         with self._changed:
-            if self._current(commit.term, "a commit") and commit.version >= self._version:
-                self._commits.setdefault(commit.version, commit)
-                self._work.notify()
+            match message:
+                case Commit():
+                    if self._current(message.term, "a commit") and message.version >= self._version:
+                        self._commits.setdefault(message.version, message)
+                        self._work.notify()
+                case Reject():
+                    self._reject(message)
+                case NormRequest():
+                    if self._current(message.term, "a request for a norm") and message.version >= self._version:
+                        self._norms[message.version] = message
+                        self._work.notify()
+                case Save():
+                    if self._current(message.term, "a request to save"):
+                        self._saves.add(message.version)
+                        self._work.notify()
+                case Rollback():
+                    pass  # the server loads that state, and calls `reset`
+                case Done():
+                    self._done = message
+                    if message.failed:
+                        self._stop_locked(Refusal("ABORTED", f"the job has failed: {message.failed}"))
+                    self._changed.notify_all()
 
-    def on_reject(self, reject: Reject) -> None:
-        with self._changed:
-            gradient = self._gradients.find(reject.id)
-            if gradient is None:
-                return
-            if self._replication is not None:  # a decision that named it was taken back
-                for version, request in list(self._norms.items()):
-                    if any(c.id == reject.id for c in request.contributions):
-                        del self._norms[version]
-            gradient.outcome = reject.reason
-            gradient.next_key_step = reject.next_key_step
-            if gradient.complete:  # else the stream that fills it sees that the shard moved on
-                self._gradients.give(self._gradients.remove(gradient))
-            self._changed.notify_all()
-
-    def on_norm_request(self, request: NormRequest) -> None:
-        with self._changed:
-            if self._current(request.term, "a request for a norm") and request.version >= self._version:
-                self._norms[request.version] = request
-                self._work.notify()
-
-    def on_save(self, save: Save) -> None:
-        with self._changed:
-            if self._current(save.term, "a request to save"):
-                self._saves.add(save.version)
-                self._work.notify()
-
-    def on_done(self, done: Done) -> None:
-        with self._changed:
-            self._done = done
-            if done.failed:
-                self._stop_locked(Refusal("ABORTED", f"the job has failed: {done.failed}"))
-            self._changed.notify_all()
+    def _reject(self, reject: Reject) -> None:
+        gradient = self._gradients.find(reject.id)
+        if gradient is None:
+            return
+        if self._replication is not None:  # a decision that named it was taken back
+            for version, request in list(self._norms.items()):
+                if any(c.id == reject.id for c in request.contributions):
+                    del self._norms[version]
+        gradient.outcome = reject.reason
+        gradient.next_key_step = reject.next_key_step
+        if gradient.complete:  # else the stream that fills it sees that the shard moved on
+            self._gradients.give(self._gradients.remove(gradient))
+        self._changed.notify_all()
 
     # ---- The apply thread ----
 
@@ -350,7 +354,7 @@ class ShardRuntime:
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
             self._stop(Refusal("INTERNAL", f"cannot go on: {error}"))
         if (why := self.failed) is not None:
-            self._coordination.failed(self._shard, why)
+            self._coordination.report(ShardFailed(why=why))
 
     def _next(self) -> Callable[[], None] | None:
         """Waits for the next thing to do: what belongs to the present version first, then the update to the next."""
@@ -440,7 +444,7 @@ class ShardRuntime:
         del used, freed, prepared
         if commit.term != self._term:
             return
-        self._coordination.applied(self._shard, commit.version + 1)
+        self._coordination.report(Applied(version=commit.version + 1))
         if commit.checkpoint:
             self._save(engine, commit.term, commit.version + 1)
 
@@ -496,9 +500,8 @@ class ShardRuntime:
         if self._replication is not None and request.replicate:
             total = self._prepare(engine, request, self._replication)
             if total is not None and request.term == self._term:
-                self._coordination.norm(
-                    self._shard,
-                    Norm(term=request.term, version=request.version, sum_of_squares=total, round=request.round),
+                self._coordination.report(
+                    Norm(term=request.term, version=request.version, sum_of_squares=total, round=request.round)
                 )
             return
         with self._changed:
@@ -508,9 +511,8 @@ class ShardRuntime:
             arrays = [gradient.staging.arrays for gradient in used if gradient.staging is not None]
         weights = [c.weight for c in request.contributions]
         total = engine.sum_of_squares(arrays, weights=weights, divisor=len(weights))
-        self._coordination.norm(
-            self._shard,
-            Norm(term=request.term, version=request.version, sum_of_squares=float(total), round=request.round),
+        self._coordination.report(
+            Norm(term=request.term, version=request.version, sum_of_squares=float(total), round=request.round)
         )
 
     def _save(self, engine: Engine, term: int, version: int) -> None:
