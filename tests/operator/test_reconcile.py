@@ -326,6 +326,34 @@ def test_a_quota_delays_the_pods_it_hits_and_no_others(kube: Any, operator_on: A
     assert status(kube)["incarnations"]["worker-2"] == 1
 
 
+def test_o9_a_quota_of_two_pods_goes_to_the_servers_and_not_to_workers(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """The requests of one plan run at the same time; a worker's must not overtake a server's."""
+    kube.put(JOBS, "team", make_job())
+    limit = 1
+
+    def fail(verb: str, plural: str, _: str) -> Exception | None:
+        if (verb, plural) == ("create", "pods") and len(names(kube)) >= limit:
+            return errors.Forbidden("create pods", 403, "Forbidden", "exceeded quota: pods")
+        return None
+
+    kube.fail = fail
+    operator = operator_on(kube)
+    for _ in range(4):
+        operator.show()
+        operator.reconcile()
+        operator.seconds += 6
+    assert [name for name in names(kube) if "-ps-" not in name] == []
+    assert len(names(kube)) == 1
+    assert not [name for verb, plural, name in kube.requests if verb == "create" and "-worker-" in name]
+    limit = 10
+    operator.seconds += 6
+    operator.settle()
+    assert len(names(kube)) == 5
+    assert set(status(kube)["incarnations"].values()) == {1}
+
+
 def test_a_user_who_changes_the_job_meanwhile_is_not_overwritten(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:

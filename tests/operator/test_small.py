@@ -23,7 +23,7 @@ from backstay_operator.backoff import Backoffs, Curve
 from backstay_operator.keyfile import KeyFileError, read_key
 from backstay_operator.logs import JsonFormatter
 from backstay_operator.merge import merge_patch
-from backstay_operator.metrics import Metrics, metric_names
+from backstay_operator.metrics import PHASES, Metrics, metric_names
 from backstay_operator.settings import Patience, kopf_settings
 from backstay_operator.watching import Watch
 
@@ -185,6 +185,28 @@ def test_a_jobs_series_go_away_with_it() -> None:
     assert 'job="b"' in text
     assert metrics.registry.get_sample_value("backstay_operator_jobs", {"phase": "Running"}) == 1
     assert metrics.registry.get_sample_value("backstay_operator_jobs", {"phase": "Pending"}) == 0
+
+
+def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() -> None:
+    """Alerts ask for the phase and for training by job: each phase has a series, 1 or 0."""
+    metrics = Metrics(lambda: 0.0)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"namespace": "ns", "job": "a", **labels})
+
+    metrics.job_phase("ns", "a", "Running")
+    metrics.job_rate.labels("ns", "a").set(48.5)
+    metrics.job_training("ns", "a", True)
+    assert (value("backstay_job_training"), value("backstay_job_examples_per_second")) == (1, 48.5)
+    metrics.job_phase("ns", "a", "Starting")
+    metrics.job_training("ns", "a", False)
+    assert (value("backstay_job_training"), value("backstay_job_examples_per_second")) == (0, 0)
+    phases = {phase: value("backstay_job_phase", phase=phase) for phase in PHASES}
+    assert phases == {**dict.fromkeys(PHASES, 0), "Starting": 1}
+    metrics.job_stopped("ns", "a")
+    assert value("backstay_job_training") is None
+    metrics.forget_job("ns", "a")
+    assert 'job="a"' not in generate_latest(metrics.registry).decode()
 
 
 def test_a_pod_is_kept_small_and_whole_enough() -> None:

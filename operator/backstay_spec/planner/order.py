@@ -13,9 +13,8 @@ from backstay_spec.actions import DeletePod
 from backstay_spec.causes import refusal_obstacle
 from backstay_spec.names import Slot
 from backstay_spec.observed import Refusal
-from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
-from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record
 from backstay_spec.quorum import quorum_of
@@ -44,13 +43,13 @@ def judge(facts: Facts, record: Record) -> Order:
     refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
     if not refused:
         return Order()
-    # A refusal that is due to be tried again may be out of date: first the attempt, then another deletion.
-    fresh = (r for r in refused if facts.now < r.at + REFUSED_RETRY)
-    wanted = sum(_QUOTA in refusal.message for refusal in fresh)
-    others = [slot for slot in facts.pods if slot.role != contract.ROLE_SERVER]
-    pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods[slot] if not pod.terminal]
-    leaving = sum(pod.deleting for pod in pods)
-    released = [pod for pod in pods if not pod.deleting][: max(0, wanted - leaving)]
+    others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
+    pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
+    there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
+    # One pod makes room for one server, once: if another job takes that room, more deletions would not help for sure.
+    wanted = sum(_QUOTA in refusal.message for refusal in refused)
+    room = len(others) - len({pod.slot for pod in there})
+    released = there[: max(0, wanted - room)]
     return Order(True, Effects(actions=tuple(_delete(pod) for pod in released)))
 
 
