@@ -44,7 +44,7 @@ def probe(folder: Folder) -> None:
         folder.delete(name)
     except CheckpointError as error:
         if _is_permanent(error):
-            raise CheckpointFolderUnusable(f"{error}; {_who(folder)}") from error
+            raise CheckpointFolderUnusable(f"{error}; {_who(folder)}{_advice(folder)}") from error
         raise StorageError(f"{error}; {_who(folder)}") from error
     if found != content or not listed:
         what = "is not listed" if not listed else "has another content"
@@ -66,15 +66,18 @@ def _who(folder: Folder) -> str:
     """This process, and the owner of the folder, for a person who repairs it."""
     me = f"this process has uid {os.getuid()} and gid {os.getgid()}"
     if not isinstance(folder, PosixFolder):
-        return f"{me}; the credentials must allow to write, read, list and delete objects in {folder.uri}"
+        return me
     path = folder.path
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
         found = path.stat()
     except OSError:
-        return f"{me}, and must be able to write to {folder.path}"
-    return (
-        f"{me}; {path} has the owner {found.st_uid}:{found.st_gid} and the mode {stat.S_IMODE(found.st_mode):04o}: "
-        f"let uid {os.getuid()} write to {folder.path}"
-    )
+        return me
+    return f"{me}; {path} has the owner {found.st_uid}:{found.st_gid} and the mode {stat.S_IMODE(found.st_mode):04o}"
+
+
+def _advice(folder: Folder) -> str:
+    if isinstance(folder, PosixFolder):
+        return f": uid {os.getuid()} must be able to create, link and delete files in {folder.path}"
+    return f": the credentials must allow to write, read, list and delete objects in {folder.uri}"
