@@ -1,6 +1,6 @@
-"""What is going on in a job, put together from the API and from the metrics of shard 0's server.
+"""The state of a job, put together from the API and from the metrics of shard 0's server.
 
-The job's status moves at most every 10 s by its progress alone (O8); a person who watches wants to see more.
+Progress alone changes the job's status at most every 10 s (O8); the metrics are as new as the last update.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class JobView:
     pods: tuple[dict[str, Any], ...] = ()
     stage: str = ""  # what is being started before there is a job to look at
     seen: bool = False  # the operator has written a status
-    told: bool = False  # shard 0's last words are in it
-    trouble: str = ""  # what the job trains in spite of
+    concluded: bool = False  # it has the termination message of shard 0's server
+    trouble: str = ""  # a problem that does not stop training
     evaluation_error: str = ""
 
     @property
@@ -75,7 +75,7 @@ class JobView:
 
 
 async def look(api: Api, namespace: str, name: str, before: JobView | None = None) -> JobView:
-    """The job as it is now; what cannot be seen any more is as it was in `before`."""
+    """The job as it is now; what can no longer be read is taken from `before`."""
     job = await api.get_job(namespace, name)
     pods = await api.pods_of(namespace, name)
     events = await api.events_of(namespace, job["metadata"]["uid"])
@@ -109,7 +109,7 @@ def view_of(
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
         seen=bool(status),
-        told="loss" in ending,
+        concluded="loss" in ending,
         trouble=_trouble_of(status),
         evaluation_error=str(ending.get("evaluationError") or ""),
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
@@ -125,15 +125,15 @@ def view_of(
         train_metrics=before.train_metrics or view.train_metrics,
         step=view.step if view.ended and view.step is not None else step,
         examples_per_second=view.examples_per_second or before.examples_per_second,
-        # What shard 0 said last is newer than what was seen last, and that than the status.
-        loss=view.loss if view.loss is not None and (not view.ended or view.told) else before.loss,
+        # The termination message is the newest source, then the metrics that were seen last, then the status.
+        loss=view.loss if view.loss is not None and (not view.ended or view.concluded) else before.loss,
         # Pods of a job that ended may be gone; their logs still have to be named.
         pods=view.pods or before.pods,
     )
 
 
 def _message_of(status: dict[str, Any]) -> str:
-    """What the condition behind the phase says."""
+    """The reason and message of the condition behind the phase."""
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     condition = conditions.get(status.get("phase", ""))
     if condition is None or condition["status"] != "True":

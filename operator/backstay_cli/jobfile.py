@@ -88,7 +88,7 @@ def load_job(path: Path) -> Any:
     if len(documents) == 1:
         jobs = documents
     if len(jobs) != 1:
-        raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must be one")
+        raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must hold exactly one")
     return jobs[0]
 
 

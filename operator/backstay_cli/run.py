@@ -84,7 +84,7 @@ def run_job(
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    hint = f"Ctrl-C stops; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
+    hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
     following = _Following(job, display, folder / _LOGS)
     started = time.monotonic()

@@ -60,7 +60,7 @@ async def start_session(
 
     Args:
         folder: for everything that the two write.
-        say: is told what is being started.
+        say: is called with the name of each stage.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
         user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
         preload: what the cluster imports once for all pods, as `backstay_cli.preload` has it; nothing when None.
@@ -109,7 +109,7 @@ async def start_session(
             )
         )
         stack.push_async_callback(_end, operator)
-        stack.callback(_wake, cluster)  # the operator says goodbye to it
+        stack.callback(_wake, cluster)  # the operator releases its lease there
         died = asyncio.create_task(_first_death({"cluster": asyncio.create_task(cluster.wait()), "operator": operator}))
         try:
             yield Session(folder, kubeconfig, api, died)
@@ -170,7 +170,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 def _wake(process: asyncio.subprocess.Process) -> None:
-    """Somebody may have stopped it: then it does not hear what it is told."""
+    """A process that was stopped (SIGSTOP) does not handle SIGTERM before it continues."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)

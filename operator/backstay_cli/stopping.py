@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a running job: its state is stored, if it stores any, and the user is told how to continue."""
+"""What Ctrl-C does to a running job: its servers store a checkpoint, and the user learns how to continue."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stored_step(view: JobView, logs: Path) -> int | None:
 
 
 def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:
-    """What is said after Ctrl-C.
+    """The lines that are printed after Ctrl-C.
 
     Args:
         view: the job as it was seen last; None: it had not begun.

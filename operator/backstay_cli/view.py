@@ -139,7 +139,7 @@ class LiveDisplay:
         parts: list[RenderableType] = [head, Text(), numbers, *metrics, Text()]
         if roles.row_count:
             parts += [roles, Text()]
-        if not view.ended:
+        if not view.ended and not view.stage:
             events.append(Text(self._hint, "dim", overflow="fold"))  # a path that is cut is of no use
         return Group(*parts, *events)
 

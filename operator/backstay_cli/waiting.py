@@ -1,4 +1,4 @@
-"""What a job is waiting for, said in one line: most of a short job's time is its start."""
+"""What a job is waiting for, in one line: most of a short job's time is its start."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _is_ready(pod: dict[str, Any]) -> bool:
 
 
 def _obstacle(pod: dict[str, Any]) -> str:
-    """Why a pod does not start, as Kubernetes says it."""
+    """Why a pod does not start, in the words of Kubernetes."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}

@@ -157,9 +157,18 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     assert "to continue: backstay run " in said
     wait_until_gone(folder)
 
-    step = int(stored[1])
-    again = start(folder, script, *options, "--output", "json", env={**env, "STEPS": str(step + 5)})
+    step, gate = int(stored[1]), tmp_path / "gate"
+    held = {**env, "STEPS": str(step + 5), "HOLD_AT": str(step + 2), "GATE": str(gate)}
+    again = start(folder, script, *options, "--output", "json", env=held)
+    assert again.stderr is not None
+    said = ""
+    for line in again.stderr:  # the operator reports it while the job trains
+        said += line
+        if "Continued" in line:
+            gate.touch()
+            break
     out, err = again.communicate(timeout=200)
+    err = said + err
     assert again.returncode == 0, err
     seen = json.loads(out)
     assert (seen["phase"], seen["step"], seen["reason"]) == ("Succeeded", step + 5, "Completed")
