@@ -155,7 +155,7 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A pod that the plan found dead, told once: the status that records it goes with it.
+    """A pod that the plan found dead, reported once: the status that records it goes with it.
 
     Attributes:
         role: value of its role label; `index` and `incarnation` likewise.

@@ -40,7 +40,7 @@ _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """A pod's place in a job, which survives its pods: a role and an index.
+    """The position that a pod fills: a role and an index. Its pods come and go; the slot stays.
 
     Attributes:
         role: value of the role label (`contract.ROLE_WORKER`, ...).
@@ -109,10 +109,10 @@ def object_labels(job: str, uid: str, component: str) -> dict[str, str]:
 
 
 def slot_selector(job: str, uid: str, slot: Slot) -> dict[str, str]:
-    """The labels that every incarnation of one place has."""
+    """The labels that every incarnation of one slot has."""
     return {**job_labels(job, uid), contract.LABEL_ROLE: slot.role, contract.LABEL_INDEX: str(slot.index)}
 
 
 def slot_labels(job: str, uid: str, slot: Slot, incarnation: int) -> dict[str, str]:
-    """The labels by which a Service selects one incarnation of one place (O3)."""
+    """The labels by which a Service selects one incarnation of one slot (O3)."""
     return {**slot_selector(job, uid, slot), contract.LABEL_INCARNATION: str(incarnation)}

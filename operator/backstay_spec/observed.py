@@ -193,9 +193,10 @@ class Observed:
     Attributes:
         pods, services, network_policies: raw manifests of every object in the job's namespace that carries the label
             ``backstay.dev/job=<its name>``, other owners' included; the planner leaves those alone.
-        secret_ensured: this operator process created the job's Secret, or was told 409. Secrets are never read (O7).
+        secret_ensured: this operator process created the job's Secret, or the API server answered 409. Secrets are
+            never read (O7).
         secret_at: when it last did so.
-        secret_deleted: this operator process deleted the job's Secret, or was told 404.
+        secret_deleted: this operator process deleted the job's Secret, or the API server answered 404.
         progress: the newest answers of the servers; None until there were any.
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.

@@ -79,7 +79,7 @@ FiniteFloat: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
 
 
 def slot_key(role: str, index: int) -> str:
-    """The key of a pod's place in `incarnations` and `backoff`: ``worker-3``.
+    """The key of a pod's slot in `incarnations` and `backoff`: ``worker-3``.
 
     Args:
         role: the value of the role label (`contract.ROLE_WORKER`, ...), not the CamelCase `Role`.
@@ -140,7 +140,7 @@ class RoleStatus(StatusModel):
 
 
 class Backoff(StatusModel):
-    """A place whose pods die before they did any work, and which therefore waits before the next one."""
+    """A slot whose pods die before they did any work, and which therefore waits before the next one."""
 
     failures: int = 0
     """Crashes in a row before the first gradient."""
@@ -211,14 +211,14 @@ class TrainingJobStatus(StatusModel):
     """The pods by role."""
 
     incarnations: dict[str, int] = Field(default_factory=dict)
-    """The newest incarnation of each place, such as `worker-3: 2`: the fencing tokens. Written before the
+    """The newest incarnation of each slot, such as `worker-3: 2`: the fencing tokens. Written before the
     pod is created."""
 
     active: dict[str, int] = Field(default_factory=dict)
     """With standbys: which incarnation of each shard's servers serves; a newer one is its standby."""
 
     backoff: dict[str, Backoff] = Field(default_factory=dict)
-    """The places, such as `worker-3`, whose next pod waits."""
+    """The slots, such as `worker-3`, whose next pod waits."""
 
     term: int | None = None
     """The stretch of history without a rollback that the job is in."""

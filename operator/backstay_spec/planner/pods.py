@@ -1,4 +1,4 @@
-"""Reading the pods that a job owns: which are its own, whose place each fills, and how it stands."""
+"""Facts about a job's pods: which pods it owns, which slot each fills, and in what state each is."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_deleting(manifest: Manifest) -> bool:
 
 
 def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
-    """The job's pods by place, oldest incarnation first. Others' pods and pods without our labels are left out."""
+    """The job's pods by slot, oldest incarnation first. Others' pods and pods without our labels are left out."""
     found: dict[Slot, list[PodView]] = {}
     for raw in pods:
         if is_owned(raw, uid) and (view := _view(raw)) is not None:
