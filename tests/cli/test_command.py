@@ -377,3 +377,25 @@ def test_the_views_show_phase_numbers_deaths_and_events() -> None:
         "evaluation of step 5: mse 0.125",
         "step 7  loss 0.5  accuracy 0.25  1,234 examples/s  restarts 3",
     ]
+
+
+def test_the_traceback_that_all_pods_raised_is_printed_once_and_whole(tmp_path: Path) -> None:
+    """The condition has it too, and each pod's log has lines with its own name before it."""
+    frames = "".join(f'  File "/x/train.py", line {n}, in f{n}\n    call()\n' for n in range(12))
+    traceback = f"Traceback (most recent call last):\n{frames}KeyError: 'nope'\n"
+    failed = {"type": "Failed", "status": "True", "reason": "KeyError", "message": f"all 2 pods raised it: {traceback}"}
+    job = {
+        "metadata": {"name": "a", "namespace": "default"},
+        "status": {"phase": "Failed", "conditions": [failed]},
+    }
+    for index in range(2):
+        log = tmp_path / "default" / f"a-ps-{index}" / "trainer.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f"12:00:0{index} worker-{index}: connecting\n{traceback}")
+    view = view_of(job, [ended_pod(0, "", 1), ended_pod(1, "", 1)], [])
+    text = "\n".join(report.lines(view, 1.5, tmp_path))
+    assert text.count("Traceback") == 1
+    assert all(text.count(f"in f{n}\n") == 1 for n in range(12))
+    assert "so did a-ps-1" in text
+    assert "connecting" not in text
+    assert "KeyError: all 2 pods raised it: KeyError: 'nope'" in text
