@@ -259,11 +259,12 @@ def container(state: Json, *, ready: bool) -> Json:
 class Process:
     """One operator."""
 
-    def __init__(self, api: Api, folder: Path, name: str = "operator", *arguments: str) -> None:
+    def __init__(self, api: Api, folder: Path, name: str = "operator", *arguments: str, pod: str = "") -> None:
         self.log = folder / f"{name}.log"
         self._out = self.log.open("ab")
         self._start = self.log.stat().st_size
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BACKSTAY")}
+        environ |= {"BACKSTAY_OPERATOR_POD": pod} if pod else {}
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "backstay_operator", "--kubeconfig", api.kubeconfig),
@@ -331,8 +332,8 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 def start(api: Api, tmp_path: Path) -> Iterator[Callable[..., Process]]:
     running: list[Process] = []
 
-    def started(*arguments: str, name: str = "operator") -> Process:
-        running.append(Process(api, tmp_path, name, *arguments))
+    def started(*arguments: str, name: str = "operator", pod: str = "") -> Process:
+        running.append(Process(api, tmp_path, name, *arguments, pod=pod))
         return running[-1]
 
     yield started
@@ -528,6 +529,22 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Cal
     eventually(lambda: len(api.pods("shared")) == 4)
     uid = api.job("shared")["metadata"]["uid"]
     api.ask(lambda kube: kube.delete(JOBS, "default", "shared", uid=uid))
+
+
+def test_an_uninstalled_operator_leaves_no_lease_that_is_held(api: Api, start: Callable[..., Process]) -> None:
+    """Its rights are deleted first, so it cannot give the Lease back: it goes with the operator's pod (O2)."""
+    spec = {"containers": [{"name": "operator", "image": "example/operator:1"}], "terminationGracePeriodSeconds": 0}
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "operator-0"}, "spec": spec}
+    pod = api.ask(lambda kube: kube.create(PODS, "default", manifest))["metadata"]
+    installed = start(name="installed", pod=f"operator-0/{pod['uid']}")
+    installed.wait_for_line("this operator acts")
+    installed.stop(signal.SIGKILL)  # as if each of its last requests were refused
+    assert api.ask(lambda kube: kube.get(LEASES, "default", LEASE_NAME))["spec"]["holderIdentity"]
+    api.ask(lambda kube: kube.delete(PODS, "default", "operator-0", uid=pod["uid"], grace=0))
+    eventually(lambda: not api.all(LEASES))
+    again = start(name="again")
+    again.wait_for_line("this operator acts")
+    assert "another operator holds the Lease" not in again.said()
 
 
 def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Callable[..., Process]) -> None:

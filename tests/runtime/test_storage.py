@@ -66,3 +66,15 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     said = again.output()
     assert f"passed over a checkpoint: {manifest.name}" in said
     assert "continuing from the checkpoint of step 2: " in said, output
+
+
+def test_t8_a_scheme_that_no_file_system_has_fails_the_job_before_anything_is_compiled(job):
+    """Found when the pod starts: `result: Failed` is final, so the operator does not try another pod."""
+    tiny = job(1, 1, checkpoint={"uri": "s4://bucket/folder", "every_steps": 2})
+    server = tiny.server(0)
+    assert server.wait() == 1
+    words = server.words()
+    assert (words["result"], words["reason"]) == ("Failed", "CheckpointError")
+    assert "s4://bucket/folder cannot be opened: Protocol not known: s4" in str(words["message"])
+    assert "a scheme that fsspec knows" in str(words["message"])
+    assert "planned after" not in server.output()
