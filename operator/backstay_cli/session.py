@@ -93,7 +93,6 @@ async def start_session(
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")
         api = await stack.enter_async_context(Api.of_kubeconfig(kubeconfig))
         await _wait_until_served(api, cluster, folder / "cluster.log")
-        await _apply_crd(api)
         say("starting the operator")
         arguments = ["--kubeconfig", str(kubeconfig), "--key-file", str(key), "--bind", "127.0.0.1"]
         operator = asyncio.create_task(
@@ -110,6 +109,7 @@ async def start_session(
         )
         stack.push_async_callback(_end, operator)
         stack.callback(_wake, cluster)  # the operator releases its lease there
+        await _apply_crd(api)  # the operator is importing meanwhile, and waits for it
         died = asyncio.create_task(_first_death({"cluster": asyncio.create_task(cluster.wait()), "operator": operator}))
         try:
             yield Session(folder, kubeconfig, api, died)

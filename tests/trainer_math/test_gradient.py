@@ -164,3 +164,30 @@ def test_four_devices_give_the_gradient_of_one():
             np.testing.assert_allclose(one, four, rtol=1e-5, atol=1e-7)
     for one, four in zip(*result["runs"], strict=True):
         np.testing.assert_allclose(one, four, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_call_after_compile_compiles_nothing(sharded):
+    """A worker compiles while servers prepare the parameters; the first step must find that executable."""
+    function = GradientFn(loss, describe(PARAMS))
+    parameters = jax.device_put(PARAMS) if sharded else PARAMS
+    function.compile(BATCH)
+    compiled: list[str] = []
+
+    def count(event: str, duration: float, **_: object) -> None:
+        if "compile" in event or "trace" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        before = function(PARAMS, BATCH)
+        assert before.finite
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert function(parameters, BATCH).loss == before.loss
+
+
+def test_compile_refuses_what_a_call_refuses():
+    with pytest.raises(ConfigurationError, match="loss returned"):
+        GradientFn(lambda params, batch: params["w"], describe(PARAMS)).compile(BATCH)

@@ -37,6 +37,7 @@ class Timeouts:
         peer_check: how often a stream that waits for a version looks whether its peer is still there.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
         held: how long a standby may take for one message before its server cuts it off.
+        compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
         stood_still: after so long without a tick, a server was stopped itself, and its peers' silence says nothing.
         restoring: how long training waits for checkpoints that cannot be read, before the job fails.
@@ -72,6 +73,7 @@ class Timeouts:
     peer_check: float = 1.0
     replica_beat: float = 2.0
     held: float = 10.0
+    compiling: float = 10.0
     compile: float = 1800.0
     stood_still: float = 4.0
     restoring: float = 600.0

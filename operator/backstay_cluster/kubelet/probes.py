@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -92,16 +93,25 @@ async def _http(http: Mapping[str, Any], container: Mapping[str, Any], pod_ip: s
     host = http.get("host") or pod_ip
     url = f"{scheme}://{host}:{port_of(http['port'], container)}/{(http.get('path') or '/').lstrip('/')}"
     headers = {entry["name"]: entry["value"] for entry in http.get("httpHeaders") or []}
-    unverified = ssl.create_default_context()
-    unverified.check_hostname = False
-    unverified.verify_mode = ssl.CERT_NONE  # as the real kubelet: a probe asks for health, not for identity
-    connector = aiohttp.TCPConnector(ssl=unverified, force_close=True)
+    connector = aiohttp.TCPConnector(ssl=_unverified(), force_close=True)
     async with (
         aiohttp.ClientSession(connector=connector) as session,
         session.get(url, headers={"User-Agent": "kube-probe/1.36", **headers}, allow_redirects=False) as answer,
     ):
         if not 200 <= answer.status < 400:
             raise ProbeFailure(f"HTTP probe failed with statuscode: {answer.status}")
+
+
+@functools.cache
+def _unverified() -> ssl.SSLContext:
+    """As with the real kubelet, a probe asks for health and not for identity.
+
+    The machine's certificates are not loaded: that takes longer than the probe.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 async def watch_probe(

@@ -32,6 +32,7 @@ from .. import _faults
 from .._control import Agreement, ControlServer, Driving, Link, Peers
 from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
+from .._process._compiling import one_compiles
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, write_termination
 from .._shard import ShardRuntime
@@ -418,7 +419,9 @@ class Server:
             if engine.version != rollback.version:
                 raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {rollback.version}")
         else:
-            engine = ShardEngine(plan.partition, self.shard, plan.rule, self._script.initial())
+            with one_compiles("init", plan.agreement.digest, seconds=self._env.timeouts.compiling):
+                parameters = self._script.initial()
+            engine = ShardEngine(plan.partition, self.shard, plan.rule, parameters)
         quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
         engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history

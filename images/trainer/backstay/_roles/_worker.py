@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from .._control import ControlClient, Heartbeats, News
 from .._coordination import Rate
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
+from .._process._compiling import one_compiles
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, end_process
 from .._process._logs import Reporter
@@ -105,6 +107,7 @@ class Worker:
         self._last: Gradient | None = None
         self._last_key: BatchKey | None = None
         self._compiled = False
+        self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the gradient was compiled for
         self._moved = False  # a server that was joined is gone
         self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
         self._gone = threading.Event()
@@ -157,7 +160,7 @@ class Worker:
         self._heart.activity = TRAINING if self._compiled else COMPILING
         _faults.reach("compute", step)
         began = time.monotonic()
-        batch = self._batches.get(key, self._script.steps - 1 if self._sync else None)
+        batch = self._batch(key)
         ready = time.monotonic()
         gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch)
         gradient.finite  # noqa: B018  # waits for the computation
@@ -170,6 +173,26 @@ class Worker:
         self._compiled = True
         self._last, self._last_key = gradient, key
         return gradient
+
+    def _batch(self, key: BatchKey) -> Any:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == key:
+            return prepared[1]
+        return self._batches.get(key, self._script.steps - 1 if self._sync else None)
+
+    def _compile(self) -> None:
+        """Compile the gradient while the servers prepare the parameters, for the batch of a job that begins.
+
+        What fails here fails again in the first step, which says what happened.
+        """
+        world = max(self._env.config.workers, self._rank + 1)
+        key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
+        seconds = self._env.timeouts.compiling
+        with contextlib.suppress(Exception):
+            batch = self._batches.get(key, self._script.steps - 1 if self._sync else None)
+            with one_compiles("gradient", self._plan.agreement.digest, seconds=seconds):
+                self._gradient.compile(batch)
+            self._prepared = key, batch
 
     def _exchange(self, at: Pulled, gradient: Gradient) -> tuple[Pulled, Sequence[Any]]:
         """Push it until its fate is known; the newest parameters."""
@@ -313,6 +336,8 @@ class Worker:
             mode=self._env.config.mode,
         )
         self._joined = True
+        if not self._compiled and self._prepared is None:
+            self._compile()
         return self._pull(None, 0)
 
     def _hello(self, shard: int, reply: JoinReply) -> Hello:
