@@ -261,6 +261,13 @@ def test_an_answer_that_is_old_is_asked_for_again_once(monkeypatch: pytest.Monke
     assert [shard.asked for shard in shards] == [2, 6, 1]
 
 
+def test_t8_a_server_hears_of_a_pod_that_waits_for_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator reports a pod that is silent for 10 s as stalled; one that joins sends no heartbeats yet."""
+    shards = [Shard(0), Shard(5)]
+    joined(monkeypatch, *shards, silent=0.0)
+    assert [shard.asked for shard in shards] == [6, 6]
+
+
 def test_shards_that_are_in_an_older_term_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = [Shard(0, (2,)), Shard(0, (1, 1, 2)), Shard(0, (2,))]
     assert [reply.term for reply in joined(monkeypatch, *shards)] == [2, 2, 2]

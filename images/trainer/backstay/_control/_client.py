@@ -124,6 +124,8 @@ class ControlClient:
                 if not behind:
                     continue  # those that are asked again have answered before: without a pause
                 why, failed_at = f"shard {behind[0]} is in an older term than the others", now
+            # A pod that joins sends no heartbeats yet: a server that it has joined would take it for lost.
+            replies = {s: found for s, found in replies.items() if now - found[0] <= times.silent / 2}
             if stopped():
                 raise PeerLost(f"stopped while joining: {why}")
             if now - began >= times.join:
