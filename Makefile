@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint lowest bench tools generate lock clean chaos
+.PHONY: demo test lint docs lowest bench tools generate lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -23,7 +23,10 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## everything that CI runs
+docs: $(VENV)/.installed  ## the documentation's site, in site/; a broken link is an error
+	$(BIN)/zensical build --strict --clean
+
+test: lint docs  ## everything that CI runs
 	$(BIN)/python -m pytest -n auto
 	$(MAKE) lowest
 
@@ -38,10 +41,11 @@ lowest: $(LOWEST)/.installed  ## a part of the tests with the lowest versions th
 	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto tests/rpc tests/cli tests/checkpoint/test_checkpoints.py tests/runtime/test_jobs.py \
 	  tests/trainer_math/test_engine.py tests/operator/test_process.py
 
-generate: $(VENV)/.installed  ## the CRD and the protobuf code; a test holds that they are fresh
+generate: $(VENV)/.installed  ## the CRD, the protobuf code, pages of the docs; tests hold that they are fresh
 	$(BIN)/python -m backstay_spec.crd > crds/backstay.dev_trainingjobs.yaml
 	cp crds/backstay.dev_trainingjobs.yaml helm/backstay/crds/
 	sh operator/backstay_rpc/generate.sh
+	$(BIN)/python docs/generate.py
 
 SECONDS_OF_CHAOS ?= 600
 SEED ?= 0
@@ -74,4 +78,4 @@ lock:  ## rewrites requirements.lock from pyproject.toml
 	rm -rf .lock-venv
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
