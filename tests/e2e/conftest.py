@@ -69,9 +69,11 @@ class Cluster:
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
-    def submit(self, spec: dict[str, Any], *, script: str = "tiny.py", env: dict[str, str] | None = None) -> str:
+    def submit(
+        self, spec: dict[str, Any], *, script: str = "tiny.py", env: dict[str, str] | None = None, name: str = ""
+    ) -> str:
         """Create a TrainingJob that runs one of the scripts; its name."""
-        name = f"t{next(_names)}"
+        name = name or f"t{next(_names)}"
         variables = [{"name": key, "value": value} for key, value in (env or {}).items()]
         spec = self.place({"command": ["python", script], "env": variables, **spec})
         job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": spec}

@@ -109,7 +109,7 @@ def test_async_ends_with_every_update_counted(cluster: Any, submit: Submit, tmp_
 def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
     cluster: Any, submit: Submit, tmp_path: Path
 ) -> None:
-    """T7: a job that finds a checkpoint at its last step has nothing to do."""
+    """T7: a job that finds its own checkpoint at its last step has nothing to do; another job is refused."""
     spec = {
         "workers": {"replicas": 1},
         "evaluator": {},
@@ -118,7 +118,13 @@ def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
     name = submit(spec)
     status = ended(cluster, name, "Succeeded")
     assert set(status["metrics"]) == {"norm"}
-    again = submit(spec)
+    other = submit(spec)
+    ended(cluster, other, "Failed")
+    refusal = cluster.condition(other, "Failed")
+    assert refusal["reason"] == "CheckpointOfAnotherJob"
+    assert f"/{name} with seed 3 (step 40)" in refusal["message"]
+    cluster.delete(name)
+    again = submit(spec, name=name)  # with another uid
     status = ended(cluster, again, "Succeeded")
     assert cluster.condition(again, "Succeeded")["reason"] == "AlreadyComplete"
     assert status["step"] == 40
