@@ -20,6 +20,7 @@ from .._compute._gradient import Gradient, GradientFn
 from .._data._batch_key import BatchKey
 from .._result import Result
 from .._update._kernels import Mean, enable_x64, mean
+from .._update._rules import called
 from .._update._tree import describe
 from ..errors import ConfigurationError, JobFailed
 
@@ -91,7 +92,9 @@ def train_local(
     tree = describe(params)
     params = jax.tree_util.tree_map(lambda leaf: jnp.array(leaf, copy=True), params)
     # Copied, because a state may be the very parameters, and both are donated.
-    state = jax.tree_util.tree_map(lambda leaf: leaf.copy(), jax.jit(optimizer.init)(params))
+    state = jax.tree_util.tree_map(
+        lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
+    )
     gradient_of = GradientFn(loss, tree, devices, deterministic)
     update = _updater(optimizer, tree.unflatten)
     averaged = jax.jit(_average, static_argnums=1)
@@ -158,8 +161,12 @@ def _updater(optimizer: optax.GradientTransformation, unflatten: Callable[[Any],
     def step(params: Any, state: Any, leaves: Any, factor: Any, clipped: bool) -> Any:
         if clipped:
             leaves = [leaf * factor.astype(leaf.real.dtype) for leaf in leaves]
-        updates, state = optimizer.update(unflatten(leaves), state, params)
-        return optax.apply_updates(params, updates), state
+
+        def update() -> Any:
+            updates, new_state = optimizer.update(unflatten(leaves), state, params)
+            return optax.apply_updates(params, updates), new_state
+
+        return called("update", optimizer, update)
 
     jitted = jax.jit(step, static_argnums=4, donate_argnums=(0, 1))
     return lambda params, state, leaves, factor: jitted(params, state, leaves, np.asarray(factor), factor != 1.0)

@@ -9,7 +9,18 @@ mistakes it can make cost balance, never exactness.
 
 from __future__ import annotations
 
+from ._advice import called
 from ._rule import ElementwiseProgram, Group, Program, Rule, WholeProgram, analyse
 from ._trace import StateSpec, key_impl
 
-__all__ = ["ElementwiseProgram", "Group", "Program", "Rule", "StateSpec", "WholeProgram", "analyse", "key_impl"]
+__all__ = [
+    "ElementwiseProgram",
+    "Group",
+    "Program",
+    "Rule",
+    "StateSpec",
+    "WholeProgram",
+    "analyse",
+    "called",
+    "key_impl",
+]

@@ -13,6 +13,7 @@ import optax
 
 from ...errors import OptimizerError
 from .._tree import LeafSpec, TreeSpec
+from ._advice import factories, together
 from ._digest import ProgramDigest, program_digest, structure_digest
 from ._elementwise import Expressions, NotElementwiseError
 from ._flat import Flat, Slicer, evaluate
@@ -122,6 +123,7 @@ class Rule:
     _advance: Flat
     _advance_inputs: tuple[int, ...]
     _split: Split
+    _made_by: frozenset[str]  # functions of optax
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -188,9 +190,7 @@ class Rule:
         first, second = self.tree.leaves[one], self.tree.leaves[other]
         return (
             f"optimizer: leaf {first.path} depends on leaf {second.path} in an update, and so all leaves must be "
-            f"computed together; with {shards} shards they are in different processes. For clipping by the global norm "
-            f"remove it from the optimizer and pass `clip_norm=` to train, which is exact over shards; for anything "
-            f"else set parameterServers.replicas to 1."
+            f"computed together; with {shards} shards they are in different processes. {together(self._made_by)}"
         )
 
 
@@ -206,11 +206,12 @@ def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
     """
     traced = trace(optimizer, tree)
     parts = split(traced)
-    return _Analysis(traced, parts).rule()
+    return _Analysis(traced, parts, factories(optimizer)).rule()
 
 
 class _Analysis:
-    def __init__(self, traced: Trace, parts: Split) -> None:
+    def __init__(self, traced: Trace, parts: Split, made_by: frozenset[str]) -> None:
+        self.made_by = made_by
         self.trace = traced
         self.parts = parts
         self.slicer = Slicer(traced.flat)
@@ -233,6 +234,7 @@ class _Analysis:
             _advance=advance,
             _advance_inputs=tuple(index - leaves for index in used),
             _split=self.parts,
+            _made_by=self.made_by,
         )
 
     def _group(self, members: tuple[int, ...], states: tuple[int, ...]) -> Group:

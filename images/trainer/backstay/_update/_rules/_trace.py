@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import optax
 
 from ...errors import OptimizerError
 from .._tree import TreeSpec, leaf_names
+from ._advice import called, factories, never
 from ._flat import Flat, flatten
 
 
@@ -78,17 +80,17 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
             f"optax.adam(1e-3)"
         )
     shapes = tree.shapes()
-    init, state = _called("init", lambda: jax.make_jaxpr(optimizer.init, return_shape=True)(shapes))
+    init, state = called("init", optimizer, lambda: jax.make_jaxpr(optimizer.init, return_shape=True)(shapes))
 
     def step(gradients: Any, state: Any, params: Any) -> Any:
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     for _ in range(2):  # the second time with the weak types that the first update leaves
-        closed, (new_params, new_state) = _called(
-            "update", lambda state=state: jax.make_jaxpr(step, return_shape=True)(shapes, state, shapes)
+        closed, (new_params, new_state) = called(
+            "update", optimizer, partial(jax.make_jaxpr(step, return_shape=True), shapes, state, shapes)
         )
-        _same(tree, new_params, state, new_state)
+        _same(tree, optimizer, new_params, state, new_state)
         before = [leaf.weak_type for leaf in jax.tree_util.tree_leaves(state)]
         if before == [bool(getattr(leaf, "weak_type", False)) for leaf in jax.tree_util.tree_leaves(new_state)]:
             break
@@ -102,27 +104,16 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
     return Trace(tree, specs, treedef, flatten(closed), flatten(init))
 
 
-def _called(what: str, call: Any) -> Any:
-    try:
-        return call()
-    except OptimizerError:
-        raise
-    except Exception as error:  # whatever the optimizer's own code raises
-        first = str(error).strip().splitlines()[:1]
-        raise OptimizerError(
-            f"optimizer.{what} fails on the shapes of these parameters: {type(error).__name__}: {''.join(first)}. It "
-            f"is called inside jax.jit, as `update(gradients, state, params)` and with nothing else: an optimizer that "
-            f"needs the loss, or that decides in Python on the values of arrays, cannot be used."
-        ) from error
-
-
-def _same(tree: TreeSpec, new_params: Any, state: Any, new_state: Any) -> None:
+def _same(tree: TreeSpec, optimizer: Any, new_params: Any, state: Any, new_state: Any) -> None:
     for leaf, new in zip(tree.leaves, jax.tree_util.tree_leaves(new_params), strict=True):
         if (tuple(new.shape), np.dtype(new.dtype)) != (leaf.shape, leaf.dtype):
             raise OptimizerError(f"optimizer turns parameter {leaf} into {new.dtype}{list(new.shape)}")
     structures: list[Any] = [jax.tree_util.tree_structure(each) for each in (state, new_state)]
     if structures[0] != structures[1]:
-        raise OptimizerError("optimizer.update returns a state of another structure than optimizer.init")
+        raise OptimizerError(
+            "optimizer.update returns a state of another structure than optimizer.init: both must be equal. "
+            f"{never(factories(optimizer))}".rstrip()
+        )
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
     names = leaf_names(path for path, _ in paths)
     for name, (_, old), new in zip(names, paths, jax.tree_util.tree_leaves(new_state), strict=True):
