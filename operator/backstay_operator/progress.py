@@ -116,6 +116,7 @@ def combine(
             "train_metrics": dict(coordinator.train_metrics),
             "evaluated_step": coordinator.evaluation_step or None,
             "evaluation_error": coordinator.evaluation_error,
+            "untrained_leaves": tuple(coordinator.untrained_leaves),
             "term_start": _term_start(coordinator),
             "done": coordinator.done,
         }

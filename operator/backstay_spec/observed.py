@@ -58,6 +58,7 @@ class Progress:
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
+        untrained_leaves: parameters whose gradient was zero in the first updates of every worker.
         term_start: where `term` began.
         last: the newest term and step that a coordinator reported, in this round or an earlier one.
         step_before_term: the last step that was reported in the term before `term`.
@@ -88,6 +89,7 @@ class Progress:
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluated_step: int | None = None
     evaluation_error: str = ""
+    untrained_leaves: tuple[str, ...] = ()
     term_start: TermStart | None = None
     last: tuple[int, int] | None = None
     step_before_term: int | None = None

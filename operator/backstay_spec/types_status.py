@@ -195,6 +195,9 @@ class TrainingJobStatus(StatusModel):
     evaluated_step: int | None = None
     """The step that was evaluated last."""
 
+    untrained_leaves: list[str] = Field(default_factory=list)
+    """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
+
     train_metrics: dict[str, float] = Field(default_factory=dict)
     """What `loss` returned beside the loss, mean of the newest update; finite values only."""
 

@@ -99,3 +99,20 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
         ("Evaluated", "evaluation of step 40: bad nan, mse 0.176848"),
         ("EvaluationFailed", "the evaluation of step 80 failed: ValueError: no data"),
     ]
+
+
+def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
+    job = running()
+    names = tuple(f"norm_{index}.mean" for index in range(30))
+    job.answer(term=1, step=9)
+    job.settle()
+    for step in (11, 12):
+        job.answer(term=1, step=step, untrained_leaves=names)
+        job.settle()
+    job.restart_operator()
+    job.answer(term=1, step=30, untrained_leaves=names)
+    job.settle()
+    [(_, text)] = told(job, "ZeroGradients")
+    assert "norm_0.mean, norm_1.mean" in text
+    assert "and 22 more was exactly zero in the first updates of every worker" in text
+    assert job.status["untrainedLeaves"] == list(names[:20])

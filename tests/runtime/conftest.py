@@ -151,10 +151,10 @@ class Job:
     def params(self, pod: Pod) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / f"{pod.name}.npz"))
 
-    def wait_for(self, pod: Pod, text: str) -> None:
-        """Until the pod has said it."""
+    def wait_for(self, pod: Pod, text: str, after: int = 0) -> None:
+        """Until the pod has said it, after so many characters."""
         deadline = time.monotonic() + SECONDS
-        while text not in pod.output():
+        while text not in pod.output()[after:]:
             if pod.process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"{pod.name} did not say {text!r}:\n{pod.output()}")
             time.sleep(0.02)

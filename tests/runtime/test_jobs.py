@@ -130,7 +130,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     # The metrics of a pod need no token.
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as reply:
         text = reply.read().decode()
-    later = {"backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
+    later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     assert {name for name in metric_names() if f"\n{name}{{" not in text} == later
     assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="ParameterServer"} 0.0' in text
     # Told to stop, a server without checkpoints just ends, and its worker leaves as well.

@@ -26,7 +26,8 @@ SEED = int(os.environ.get("SEED", "0"))
 
 def init(key):
     first, second = jax.random.split(key)
-    return {
+    running = {"running": {"mean": jnp.zeros(WIDTH)}} if "RUNNING" in os.environ else {}
+    return running | {
         "dense": {"kernel": jax.random.normal(first, (8, WIDTH)), "bias": jnp.zeros(WIDTH)},
         "out": [jax.random.normal(second, (WIDTH, 3))],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, normal, warning
@@ -12,6 +12,9 @@ from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
 
 __all__ = ["News", "judge"]
+
+_SHOWN: Final = 8
+_STORED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,11 @@ def judge(facts: Facts) -> News:
     progress = facts.progress
     if progress is None:
         return News()
-    term, evaluation = _term(facts, progress), _evaluation(facts, progress)
-    return News(term.events + evaluation.events, {**term.fields, **evaluation.fields})
+    found = [_term(facts, progress), _evaluation(facts, progress), _untrained(facts, progress)]
+    return News(
+        tuple(event for news in found for event in news.events),
+        {name: value for news in found for name, value in news.fields.items()},
+    )
 
 
 def _term(facts: Facts, progress: Progress) -> News:
@@ -68,3 +74,16 @@ def _evaluation(facts: Facts, progress: Progress) -> News:
     shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.metrics.items()))
     event = normal("Evaluated", f"evaluation of step {step}: {shown}")
     return News((event,), {**fields, "metrics": finite(progress.metrics)})
+
+
+def _untrained(facts: Facts, progress: Progress) -> News:
+    names = list(progress.untrained_leaves)
+    if not names or facts.old.untrained_leaves:
+        return News()
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    text = (
+        f"the gradient of {shown} was exactly zero in the first updates of every worker, so training does not change "
+        "them. Gradients do not train running statistics such as those of batch normalization, and Backstay cannot "
+        "update them yet: use layer or group normalization. Constants belong into `loss`, not into what `init` returns."
+    )
+    return News((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})

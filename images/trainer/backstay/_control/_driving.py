@@ -25,6 +25,7 @@ from .._coordination import (
     Decision,
     Finished,
     Intervals,
+    Redone,
     Restart,
     Send,
     Updated,
@@ -47,6 +48,7 @@ class Observer(Protocol):
     def counted(self, now: float, counted: Counted) -> None: ...
     def updated(self, now: float, updated: Updated) -> None: ...
     def restarted(self, now: float, state: CoordinatorState) -> None: ...
+    def redo(self, now: float, updates: int) -> None: ...
     def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None: ...
     def checkpoint_failed(self, now: float, version: int, error: str) -> None: ...
     def finished(self, now: float, finished: Finished) -> None: ...
@@ -115,7 +117,7 @@ class Driving:
         self._do(hello)
 
     def told(self, term: int, version: int) -> None:
-        """A worker holds this."""
+        """A worker has parameters of this term and version. See `Coordinator.told`."""
         self._do(lambda now: self._coordinator.told(now, term, version))
 
     def describe(self, state: ReplicaState) -> bool:
@@ -258,6 +260,8 @@ class Driving:
                 self._observer.updated(now, decision)
             case CheckpointFailed(version, error):
                 self._observer.checkpoint_failed(now, version, error)
+            case Redone(updates):
+                self._observer.redo(now, updates)
             case Finished():
                 self._observer.finished(now, decision)
             case WriteManifest() | Restart():

@@ -96,7 +96,9 @@ class Coordinator(Succession):
         self._prepared: tuple[Contribution, ...] | None = None  # taken over: what shard 0 holds of the next version
         self._before: dict[int, CoordinatorState] = {}  # with standbys: by version, from where some shard may stand
         self._infos: tuple[GradientInfo, ...] = ()  # of `_prepared`
+        self._ahead = 0  # the newest version of this term that a worker has, if that is why a new term begins
         self._above = 0  # the newest term that any shard was told to begin
+        self._accounted = state.version  # updates up to this version were lost before, or count as lost in `redone`
         self._outrun = False  # taken over: the history had gone further than what was held
         if checkpoint:
             self.schedule.reset(now)
@@ -236,7 +238,9 @@ class Coordinator(Succession):
         if state.term <= self._above:
             return [Restart(0)]  # a shard has told of it meanwhile
         out = [self._count(staged.id, Outcome.OLD_TERM, staged.info) for staged in self._ledger.open()]
-        state.redone = self.state.redone + max(0, self.state.version - state.version)
+        reached = max(self.state.version, self._ahead)
+        state.redone = self.state.redone + max(0, reached - state.version)
+        self._accounted, self._ahead = max(self._accounted, reached), 0
         self.state = state
         self.checkpoint, self._checkpoint_version = checkpoint, state.version if checkpoint else -1
         self._start = start_of(state, checkpoint)

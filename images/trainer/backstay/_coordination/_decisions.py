@@ -18,6 +18,7 @@ __all__ = [
     "Decision",
     "Finished",
     "Outcome",
+    "Redone",
     "Restart",
     "Send",
     "Updated",
@@ -106,6 +107,13 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Redone:
+    """Workers had so many more updates than this history, which begins at a checkpoint: they are made again."""
+
+    updates: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The job is over. With `reason` (one CamelCase word) it failed, and `why` says how."""
 
@@ -114,4 +122,4 @@ class Finished:
     why: str = ""
 
 
-Decision: TypeAlias = Send | Counted | Updated | WriteManifest | CheckpointFailed | Restart | Finished
+Decision: TypeAlias = Send | Counted | Updated | WriteManifest | CheckpointFailed | Restart | Redone | Finished

@@ -23,7 +23,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ._conclusion import Conclusion, Ending
-from ._decisions import Decision, Restart, Send, Updated
+from ._decisions import Decision, Redone, Restart, Send, Updated
 from ._ledger import Ledger, identity, sent
 from ._state import CoordinatorState, after
 
@@ -48,6 +48,9 @@ class Succession(Conclusion):
     _used: dict[tuple[int, ...], int]
     _prepared: tuple[Contribution, ...] | None
     _infos: tuple[GradientInfo, ...]
+    _start: Rollback
+    _accounted: int
+    _ahead: int
     _before: dict[int, CoordinatorState]
     _ledger: Ledger
     _deferred: list[tuple[int, Staged]]
@@ -169,11 +172,27 @@ class Succession(Conclusion):
         return self._start
 
     def told(self, now: float, term: int, version: int) -> list[Decision]:
-        """A worker holds `version` of `term`: a coordinator that is behind it has missed a part of the history."""
+        """A worker that joins has parameters of (term, version), with which it lost its servers.
+
+        What it has beyond the history here was lost with an earlier coordinator, and is made again. With standbys a
+        coordinator that is behind a worker in its own term has missed a part of the history: a new term begins.
+        """
         del now
         ahead = term == self.state.term and version > self.state.version
-        if not self.rules.replicates or not ahead or self._restarting or self.finished is not None:
+        if self.finished is not None or (term == self.state.term and not ahead):
             return []
+        if not self.rules.replicates or not ahead:
+            return self._redo(version)
         if self._prepared and version == self.state.version + 1:
             return []  # a shard has told it that much, and will tell us
-        return self._lost(0)
+        self._ahead = max(self._ahead, version)
+        return [] if self._restarting else self._lost(0)
+
+    def _redo(self, version: int) -> list[Decision]:
+        """Count the updates up to `version` as lost; those that were counted already are not counted again."""
+        lost = version - max(self._accounted, self._start.version)
+        if lost <= 0:
+            return []
+        self._accounted = version
+        self.state.redone += lost
+        return [Redone(lost)]

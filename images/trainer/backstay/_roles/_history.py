@@ -130,7 +130,7 @@ def _begin(
     rules, intervals = _rules(environment, script), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
         checkpoint, at = storage.known(held.coordinator)
-        leader.start(held.coordinator, checkpoint, at[1], held.infos)
+        leader.start(held.coordinator, checkpoint, at[1], held.infos, checkpoint_time=storage.stored_at)
         successor = Coordinator.resume(
             rules,
             held.coordinator,
@@ -151,7 +151,7 @@ def _begin(
         _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
     if storage.continued is not None:
         _report(storage.continued, leader)
-    leader.start(state, checkpoint, state.version)
+    leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
     coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps
 

@@ -24,6 +24,7 @@ from backstay_rpc.control_pb2 import (
 
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
 from .._process._logs import Reporter
+from .._update._untrained import Untrained, warning
 from ._metrics import Metrics
 
 __all__ = ["Leader"]
@@ -38,11 +39,18 @@ class Leader:
     """An `Observer`. Thread-safe."""
 
     def __init__(
-        self, liveness: Liveness, lock: threading.Lock, metrics: Metrics, steps: int, log_every: float
+        self,
+        liveness: Liveness,
+        lock: threading.Lock,
+        metrics: Metrics,
+        steps: int,
+        log_every: float,
+        leaves: Sequence[str] = (),
     ) -> None:
         """
         Args:
             liveness: of this server, guarded by `lock`.
+            leaves: the names of the leaves of the parameters.
         """
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
         self._steps = steps
@@ -54,10 +62,12 @@ class Leader:
         self._evaluation: dict[str, float] = {}
         self._evaluation_step = 0
         self._evaluation_error = ""
-        self._redone = 0
+        self._redone = 0  # in this term
+        self._redone_before = 0  # in all terms
         self._contributed: dict[int, int] = {}
         self._checkpoint = CheckpointReport()
         self._first_staged: float | None = None
+        self._leaves, self._untrained, self._untrained_leaves = tuple(leaves), Untrained(), list[str]()
         self._step = 0
         self._slow_told: dict[int, float] = {}
         self._examples: int | None = None  # of each contribution of the newest update
@@ -110,8 +120,18 @@ class Leader:
         self._metrics.examples_per_second.set(rate or 0.0)
         for name, value in train_metrics.items():
             self._metrics.train(name).set(value)
+        if not commit.skip:
+            self._examine(infos)
         if not updated.adopted:
             self._reporter.report(now, self._step, loss, rate, train_metrics, force=commit.final)
+
+    def _examine(self, infos: Sequence[GradientInfo]) -> None:
+        """Name leaves that no gradient reaches, once."""
+        found = self._untrained.update([info.zero.leaves if info.HasField("zero") else None for info in infos])
+        if found:
+            with self._lock:
+                self._untrained_leaves = [self._leaves[leaf] for leaf in found]
+            _LOG.warning("%s", warning(self._untrained_leaves, len(self._leaves)))
 
     def _know(self, infos: Sequence[GradientInfo]) -> float:
         """The mean loss of an update's gradients."""
@@ -141,7 +161,8 @@ class Leader:
     def restarted(self, now: float, state: CoordinatorState) -> None:
         """See `Observer`."""
         with self._lock:
-            lost = max(0, self._step - state.version)
+            lost = state.redone - self._redone_before
+            self._redone_before = state.redone
             self._step = state.version
             self._redone = lost
             self._liveness.moved(now, state.version)
@@ -150,6 +171,15 @@ class Leader:
         _LOG.warning(
             "a shard was lost: back to step %d in term %d: %d updates are redone", state.version, state.term, lost
         )
+
+    def redo(self, now: float, updates: int) -> None:
+        """See `Observer`."""
+        del now
+        with self._lock:
+            self._redone += updates
+            self._redone_before += updates
+        self._metrics.redone.inc(updates)
+        _LOG.warning("the previous coordinator was lost with its newest updates: %d updates are redone", updates)
 
     def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None:
         """See `Observer`."""
@@ -179,17 +209,27 @@ class Leader:
     # ---- Told and asked ----
 
     def start(
-        self, state: CoordinatorState, checkpoint: str, checkpoint_step: int, infos: Sequence[GradientInfo] = ()
+        self,
+        state: CoordinatorState,
+        checkpoint: str,
+        checkpoint_step: int,
+        infos: Sequence[GradientInfo] = (),
+        checkpoint_time: float = 0.0,
     ) -> None:
-        """Where the history begins, its newest checkpoint, and the gradients of its last update, if known."""
+        """Where the history begins, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
+        gradients of its last update, if known."""
         self._step = state.version
+        self._redone_before = state.redone
         if infos:
             with self._lock:
                 self._know(infos)
         self._metrics.term.set(state.term)
         if checkpoint:
             with self._lock:
-                self._checkpoint = CheckpointReport(uri=checkpoint, step=checkpoint_step, term=state.term)
+                self._checkpoint = CheckpointReport(
+                    uri=checkpoint, step=checkpoint_step, term=state.term, unix_seconds=checkpoint_time
+                )
+            self._metrics.checkpoint_timestamp.set(checkpoint_time)
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         """What an evaluator, or worker 0, found."""
@@ -279,6 +319,7 @@ class Leader:
         with self._lock:
             reply.step, reply.term, reply.world = state.version, state.term, state.world
             reply.steps_redone = state.redone
+            reply.untrained_leaves.extend(self._untrained_leaves)
             reply.examples_per_second = self._rate.per_second(now) or 0.0
             if self._loss is not None:
                 reply.loss, reply.has_loss = self._loss, True

@@ -6,9 +6,11 @@ So it computes the optimizer over the whole tree, as any optax user would, and k
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +24,10 @@ from .._result import Result
 from .._update._kernels import Mean, enable_x64, mean
 from .._update._rules import called
 from .._update._tree import describe
+from .._update._untrained import Untrained, ZeroLeaves, warning
 from ..errors import ConfigurationError, JobFailed
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ def train_local(
     update = _updater(optimizer, tree.unflatten)
     averaged = jax.jit(_average, static_argnums=1)
     squares = jax.jit(_squares)
+    zero_leaves, untrained = ZeroLeaves(tree), Untrained()
     newest: Gradient | None = None
     bad_in_a_row = 0
     for step in range(steps):
@@ -107,6 +113,11 @@ def train_local(
             for rank in range(world)
         ]
         newest = gradients[-1]
+        for gradient in gradients:
+            zero = zero_leaves.examine(step, partial(_arrays, gradient))
+        if found := untrained.update([zero]):
+            names = [tree.leaves[leaf].path for leaf in found]
+            _LOG.warning("%s", warning(names, len(tree.leaves)))
         bad = [rank for rank, gradient in enumerate(gradients) if not gradient.finite]
         if bad:
             bad_in_a_row += 1
@@ -170,6 +181,10 @@ def _updater(optimizer: optax.GradientTransformation, unflatten: Callable[[Any],
 
     jitted = jax.jit(step, static_argnums=4, donate_argnums=(0, 1))
     return lambda params, state, leaves, factor: jitted(params, state, leaves, np.asarray(factor), factor != 1.0)
+
+
+def _arrays(gradient: Gradient, leaves: list[int]) -> dict[int, list[Any]]:
+    return {leaf: [np.asarray(gradient.leaves[leaf])] for leaf in leaves}
 
 
 def _average(contributions: Any, form: Any, scalars: Any) -> list[Any]:

@@ -114,6 +114,7 @@ class ManifestStorage:
         self._store, self._lease, self._partition = store, lease, partition
         self._identity = identity
         self._keep, self._world, self._metrics, self._examples = keep, world, metrics, examples
+        self.stored_at = 0.0  # Unix time of the newest checkpoint that `newest` or `known` found; 0: none
         self._lock = threading.Lock()
         self._term = 0
         self._history = ""
@@ -204,6 +205,7 @@ class ManifestStorage:
         manifest = found[0] if found else None
         if manifest is None:
             return "", (0, -1)
+        self.stored_at = manifest.unix_seconds
         return self._store.uri_of(manifest), (manifest.term, manifest.version)
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
@@ -240,6 +242,7 @@ class ManifestStorage:
                 state = self._continue(manifest)
                 state.term = term
             self._term, self._history, self._base = term, state.history, manifest
+            self.stored_at = 0.0 if manifest is None else manifest.unix_seconds
             try:
                 self._claim()
             except CheckpointError as error:
@@ -384,6 +387,8 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
 
 class NoStorage:
     """A job that stores nothing starts again from its seed."""
+
+    stored_at = 0.0
 
     def __init__(self, world: Callable[[], int]) -> None:
         self._world = world

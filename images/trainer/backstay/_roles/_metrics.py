@@ -52,7 +52,11 @@ class Metrics:
         )
         self.live_workers = self._gauge("live_workers", "Workers with a heartbeat in the last 10 s.")
         self.world = self._gauge("world", "Ranks in force.")
-        self.loss = self._gauge("loss", "Mean loss of the newest update's gradients; a worker: of its newest gradient.")
+        self._loss = self._family(
+            Gauge,
+            "loss",
+            "Mean loss of the newest update's gradients; a worker: of its newest gradient. No series before the first.",
+        )
         self.examples_per_second = self._gauge("examples_per_second", "Examples a second over the last 30 s.")
         self.term = self._gauge("term", "Stretch of history without a rollback.")
         self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
@@ -96,6 +100,11 @@ class Metrics:
         for direction in ("sent", "received"):
             self.bytes(direction)
         self.reconnects = self._counter("reconnects", "Times that a worker connected again after losing a server.")
+
+    @property
+    def loss(self) -> Gauge:
+        """The series begins with the first use: a 0 would be a loss that nobody computed."""
+        return self._loss.labels(*self._who)
 
     def gradients(self, outcome: str) -> Counter:
         """By what became of them."""

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, end_process
 from .._process._logs import Reporter
 from .._result import Result
+from .._update._partition import parts_of_leaves
+from .._update._untrained import ZeroLeaves
 from .._wire.buffers import Arrangement, ParamBuffers
 from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled
@@ -96,6 +99,7 @@ class Worker:
         self._gradient = GradientFn(
             script.loss, plan.partition.tree, deterministic=script.deterministic, pack=self._arrangement.pack
         )
+        self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(script.batches)
         self._reporter = Reporter(script.log_every, script.steps)
         self._rate = Rate()
@@ -206,6 +210,10 @@ class Worker:
         blocks = self._arrangement.gradient_blocks(gradient.leaves)
         assert self._last_key is not None
         key_step = self._last_key.step
+        zero = self._zero.examine(key_step, partial(parts_of_leaves, self._plan.partition, blocks))
+        if zero is not None:
+            info.zero.leaves.extend(zero)
+            info.zero.SetInParent()
         _faults.reach("push", key_step)
         while True:
             self._attempt += 1

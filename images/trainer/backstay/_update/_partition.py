@@ -199,6 +199,19 @@ def scatter(block: Block, data: Array, leaves: Sequence[Array]) -> None:
         target[...] = data[piece.offset : piece.offset + piece.size]
 
 
+def parts_of_leaves(
+    partition: Partition, blocks: Sequence[Sequence[Array]], leaves: Sequence[int]
+) -> dict[int, list[Array]]:
+    """The parts of some leaves in the blocks of all shards: 1-D views, by leaf. `blocks` are by shard and block."""
+    parts: dict[int, list[Array]] = {leaf: [] for leaf in leaves}
+    for layout, arrays in zip(partition.shards, blocks, strict=True):
+        for block, array in zip(layout.blocks, arrays, strict=True):
+            for piece in block.pieces:
+                if piece.leaf in parts:
+                    parts[piece.leaf].append(array[piece.offset : piece.offset + piece.size])
+    return parts
+
+
 def _nbytes(tree: TreeSpec, group: GroupLike) -> int:
     return sum(tree.leaves[leaf].nbytes for leaf in group.leaves)
 

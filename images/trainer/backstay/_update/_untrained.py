@@ -1,0 +1,91 @@
+"""Leaves that no gradient reaches: a worker finds them in its first gradients, the coordinator in those of all workers.
+
+Running statistics that are leaves of the parameters keep their initial values, and training reports no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ._tree import TreeSpec
+
+UPDATES: Final = 10
+"""A warm-up from zero, a layer that starts at zero, or accumulated gradients delay a gradient by a few updates."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_GLANCE: Final = 256
+_SHOWN: Final = 8
+
+
+class ZeroLeaves:
+    """One worker's leaves whose gradients have all been exactly zero so far."""
+
+    def __init__(self, tree: TreeSpec) -> None:
+        self._left = [index for index, leaf in enumerate(tree.leaves) if leaf.size]
+
+    def examine(self, step: int, parts: Callable[[list[int]], Mapping[int, Sequence[Array]]]) -> list[int] | None:
+        """The leaves that are left after the gradient of `step`; None after the first `UPDATES` steps.
+
+        Args:
+            step: of the gradient, from 0.
+            parts: the arrays that make the gradients of the given leaves; called while leaves are left.
+        """
+        if step >= UPDATES:
+            return None
+        if self._left:
+            arrays = parts(self._left)
+            self._left = [leaf for leaf in self._left if not any(_nonzero(part) for part in arrays[leaf])]
+        return self._left
+
+
+class Untrained:
+    """The leaves that are zero in all contributions of the first `UPDATES` updates."""
+
+    def __init__(self) -> None:
+        self._left: set[int] | None = None
+        self._updates = 0
+        self._over = False
+
+    def update(self, contributions: Sequence[Sequence[int] | None]) -> list[int]:
+        """Count an update.
+
+        Args:
+            contributions: what `ZeroLeaves.examine` returned for each contribution.
+
+        Returns:
+            After the last update that counts the leaves that are left; before and afterwards none.
+        """
+        if self._over:
+            return []
+        for zero in contributions:
+            if zero is None:  # its worker is past its first steps: training was continued
+                self._over = True
+                return []
+            self._left = set(zero) if self._left is None else self._left & set(zero)
+        self._updates += 1
+        self._over = self._updates >= UPDATES or not self._left
+        return sorted(self._left or ()) if self._over else []
+
+
+def warning(names: Sequence[str], leaves: int) -> str:
+    """What a user is told.
+
+    Args:
+        names: of the leaves that are left.
+        leaves: of the whole tree.
+    """
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        f"the gradient of {shown} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} updates of "
+        "every worker, so training does not change them. Running statistics, such as those of batch normalization, are "
+        "not trained by gradients, and Backstay cannot update them yet: use layer or group normalization. Constants "
+        "belong into `loss`, not into what `init` returns."
+    )
+
+
+def _nonzero(part: Array) -> bool:
+    flat = part.reshape(-1)
+    return bool(np.any(flat[:_GLANCE])) or bool(np.any(flat[_GLANCE:]))

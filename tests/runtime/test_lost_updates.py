@@ -1,0 +1,79 @@
+"""What a job's metrics show after its coordinator died without a standby, and before the first update."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import grpc
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from backstay._roles._metrics import Metrics
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+
+def metrics_of(pod: Any) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{pod.metrics}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+
+
+def progress_of(job: Any) -> ProgressReply:
+    with grpc.insecure_channel(job.control(0)) as channel:
+        return ControlStub(channel).Progress(ProgressRequest(), metadata=bearer("0123456789abcdef"), timeout=10)
+
+
+def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path: Path) -> None:
+    """Killed at step 7 with a checkpoint of step 4; then somewhere, while updates are made."""
+    tiny = job(1, 2, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
+    tiny.environment = {"STEPS": str(10**7), "HOLD_AT": "7"}
+    began = time.time()
+    server = tiny.server(0)
+    workers = [tiny.worker(rank) for rank in range(2)]
+    tiny.wait_for(server, "checkpoint of step 4")
+    for worker in workers:
+        tiny.wait_for(worker, "step 7/")
+    total = 0
+    for incarnation in (1, 2):
+        after = {worker.name: len(worker.output()) for worker in workers}
+        server.process.send_signal(signal.SIGKILL)
+        server.wait()
+        tiny.let()
+        for worker in workers:
+            tiny.wait_for(worker, "connecting again", after[worker.name])
+        lost_at = max(int(re.findall(r"step (\d+)/", worker.output())[-1]) for worker in workers)
+        server = tiny.server(0, incarnation)
+        tiny.wait_for(server, "continuing from the checkpoint of step ")
+        stored = int(re.findall(r"continuing from the checkpoint of step (\d+)", server.output())[0])
+        assert (lost_at, stored) == (7, 4) or incarnation == 2
+        tiny.wait_for(server, f"step {stored + 1}/")  # both workers are there
+        shown, reply = metrics_of(server), progress_of(tiny)
+        total += lost_at - stored
+        assert shown["backstay_steps_redone_total"] == lost_at - stored  # of two workers, counted once
+        assert (reply.steps_redone, reply.term_start.redone) == (total, lost_at - stored)
+        assert reply.term_start.step == stored
+        # Whether or not the new coordinator has stored one itself: the checkpoint's age goes on.
+        assert began < shown["backstay_checkpoint_timestamp_seconds"] <= time.time()
+
+
+def test_a_leaf_that_no_gradient_reaches_is_named(job) -> None:
+    tiny = job(2, 2)
+    tiny.environment = {"STEPS": "12", "RUNNING": "1"}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0] * 4
+    said = "the gradient of running.mean (1 of 4 leaves) was exactly zero in the first 10 updates of every worker"
+    assert [pod.output().count(said) for pod in tiny.pods] == [1, 0, 0, 0]
+
+
+def test_there_is_no_loss_before_the_first_one() -> None:
+    metrics = Metrics("job", "ParameterServer", 0)
+    assert b"backstay_loss{" not in generate_latest(metrics.registry)
+    metrics.loss.set(-2.5)
+    assert b'backstay_loss{index="0",job="job",role="ParameterServer"} -2.5' in generate_latest(metrics.registry)
