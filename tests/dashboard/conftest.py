@@ -86,7 +86,7 @@ class Query:
 
     def filled(self, namespace: str, job: str, window: str) -> str:
         """The expression as Grafana sends it."""
-        made = self.expr.replace("$__rate_interval", window).replace("$namespace", namespace).replace("$job", job)
+        made = self.expr.replace("$window", window).replace("$namespace", namespace).replace("$job", job)
         assert "$" not in made, made
         return made
 

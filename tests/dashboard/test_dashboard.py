@@ -117,7 +117,8 @@ def test_a_job_s_panels_show_that_job_alone(dashboard: Any, metrics_in: Any) -> 
 
 def test_variables_choose_data_source_namespace_and_job(dashboard: Any) -> None:
     variables = {v["name"]: v for v in dashboard.json["templating"]["list"]}
-    assert list(variables) == ["datasource", "namespace", "job"]
+    assert list(variables) == ["datasource", "namespace", "job", "window"]
+    assert variables["window"]["current"]["value"] == "5m"
     assert "$namespace" in variables["job"]["query"]["query"]
     assert dashboard.json["id"] is None
     assert dashboard.json["uid"]

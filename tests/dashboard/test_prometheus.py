@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -122,6 +123,27 @@ class Cluster:
 
     def pods(self) -> list[dict[str, Any]]:
         return self._run(self.session.api.pods_of(NAMESPACE, JOB))
+
+    def server(self) -> str:
+        """The pod of shard 0's server that is not over; empty while there is none."""
+        wanted = {contract.LABEL_ROLE: contract.ROLE_SERVER, contract.LABEL_INDEX: "0"}
+        names = (
+            pod["metadata"]["name"]
+            for pod in self.pods()
+            if wanted.items() <= pod["metadata"]["labels"].items() and pod.get("status", {}).get("phase") != "Failed"
+        )
+        return next(names, "")
+
+    def kill(self, pod: str) -> None:
+        """SIGKILL to the processes of a pod, which are found by their environment."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if f"{contract.ENV_POD_NAME}={pod}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        os.kill(int(entry.name), signal.SIGKILL)
+
+    def log_of(self, pod: str) -> str:
+        return "".join(file.read_text(errors="replace") for file in (self.folder / "pods").rglob(f"{pod}/*.log"))
 
     def operator_address(self) -> str:
         text = (self.folder / "operator.log").read_text()
@@ -363,3 +385,30 @@ def test_every_panel_has_data(
         (world,) = prometheus.query('backstay_world{role="ParameterServer", index="0"}')
         assert {"job": JOB, "namespace": NAMESPACE}.items() <= world["metric"].items()
         assert not [label for label in world["metric"] if label.startswith("exported_")]
+
+        # The coordinator dies without a standby: what its successor writes in its log is what the panels show.
+        first = watched.server()
+        watched.kill(first)
+        until("another coordinator is there", lambda: watched.server() not in ("", first))
+        second = watched.server()
+
+        def redone() -> list[str]:
+            discover()
+            return re.findall(r": ([0-9]+) updates are redone", watched.log_of(second))
+
+        truth = [0]
+
+        def shown() -> bool:
+            truth[:] = [sum(map(int, redone()))]
+            stepped = prometheus.query(f'backstay_updates_total{{job="{JOB}", index="0", pod="{second}"}} > 20')
+            return bool(stepped) and [float(s["value"][1]) for s in ask("Steps redone")] == [truth[0]]
+
+        try:
+            until("the panel shows the updates that the new coordinator makes again", shown)
+        except (AssertionError, ValueError) as error:
+            shows = ask("Steps redone")
+            pytest.fail(f"{error}\ntruth {truth}, shown {shows}\n{watched.logs()}\n{prometheus.log()[-1500:]}")
+        for panel in ("Age of the newest checkpoint", "Checkpoints", "Loss over time", "Updates", "Pods joining"):
+            (sample,) = ask(panel)
+            assert float(sample["value"][1]) >= 0, panel
+        assert not prometheus.query('backstay_loss{role="ParameterServer", index!="0"}')
