@@ -58,7 +58,10 @@ def test_a_restarted_operator_knows_the_step_from_the_status_and_says_nothing_tw
 
 def test_a_job_that_continues_a_checkpoint_says_so_and_a_new_one_says_nothing(running: Any) -> None:
     job = running()
-    job.answer(term=4, step=105, last=(4, 105), term_start=TermStart(4, 105, URI))
+    job.answer(term=4, step=105, last=(4, 105))  # where the term began is reported later
+    job.settle()
+    job.tick(20)
+    job.answer(term=4, step=106, last=(4, 106), term_start=TermStart(4, 105, URI))
     job.settle()
     assert told(job, "RolledBack", "Continued") == [
         ("Continued", f"training continues from the checkpoint of step 105: {URI}")

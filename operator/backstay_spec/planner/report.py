@@ -126,7 +126,9 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
     """The status with what the servers answered last; fields that they did not send stay as they were."""
     if progress is None:
         return before
-    plain = {"step": progress.step, "term": progress.term, "world": progress.world}
+    # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
+    term = progress.term if progress.term_start is not None else None
+    plain = {"step": progress.step, "term": term, "world": progress.world}
     said: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
     if progress.examples_per_second is not None:
         said["examples_per_second"] = readable(progress.examples_per_second, 4)
