@@ -64,5 +64,5 @@ if __name__ == "__main__":
         steps=400,
         evaluate=lambda params: {"accuracy": float(accuracy(params))},
     )
-    if "accuracy" in result.metrics:  # not where the evaluation failed
+    if result.is_leader and "accuracy" in result.metrics:  # worker 0, if the evaluation did not fail
         print(f"held-out accuracy {result.metrics['accuracy']:.4f} after {result.step} updates")

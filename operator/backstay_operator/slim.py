@@ -40,12 +40,13 @@ def pod(body: Mapping[str, Any]) -> Json:
     spec: Mapping[str, Any] = body.get("spec") or {}
     kept_spec = _only(spec, ("nodeName",))
     kept_spec["containers"] = [
-        # A lost Service is made again under the address that its job's living pods were told.
+        # A lost Service is created again under the address that its job's living pods have; a worker that was created
+        # after training is told by its variable.
         {"name": contract.CONTAINER, "env": [var]}
         for container in spec.get("containers") or []
         if container.get("name") == contract.CONTAINER
         for var in container.get("env") or []
-        if var.get("name") == contract.ENV_SERVERS
+        if var.get("name") in (contract.ENV_SERVERS, contract.ENV_TRAINED)
     ]
     return {"metadata": _metadata(body, annotations=False), "spec": kept_spec, "status": kept}
 

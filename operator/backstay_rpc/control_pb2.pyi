@@ -617,12 +617,14 @@ class EvaluatedReply(_message.Message):
     def __init__(self, done: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("peer", "reason")
+    __slots__ = ("peer", "reason", "trained")
     PEER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     reason: str
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    trained: bool
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., reason: _Optional[str] = ..., trained: bool = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -101,7 +101,9 @@ _WAITING: Final = {
 }
 #: What is above it is 128 + the signal that ended the process, by a shell's convention and a container runtime's.
 SIGNALLED: Final = 128
-_RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused")
+TRAINED: Final = "Trained"
+AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
+_RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused", TRAINED, AFTER_TRAINING_FAILED)
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
 
@@ -132,11 +134,14 @@ class Outcome:
 
     Attributes:
         result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of any pod that the servers
-            will not have: its parameters are not theirs.
+            will not have: its parameters are not theirs; ``Trained``, of a worker in which `train` has returned, and
+            ``AfterTrainingFailed``, of one whose script raised an exception later.
         reason, message: why it failed.
         step, term, checkpoint: what it reached, None or empty where it did not say.
         loss: of the last update, None where it did not say.
         metrics: of the last evaluation, finite values only.
+        returned: of shard 0, the incarnation of rank 0 that has the result; 0: none; None: not known.
+        traceback: of the exception; empty where there is none.
     """
 
     result: str
@@ -147,6 +152,8 @@ class Outcome:
     checkpoint: str = ""
     loss: float | None = None
     metrics: Mapping[str, float] | None = None
+    returned: int | None = None
+    traceback: str = ""
 
     @property
     def refused(self) -> bool:
@@ -194,6 +201,8 @@ def outcome_of(pod: Manifest) -> Outcome | None:
         checkpoint=_text(said.get("checkpoint")),
         loss=finite(said).get("loss"),
         metrics=finite(metrics) if isinstance(metrics, dict) else None,
+        returned=_count(said.get("returned")),
+        traceback=_text(said.get("traceback")),
     )
 
 

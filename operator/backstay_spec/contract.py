@@ -51,6 +51,8 @@ ENV_INDEX: Final = "BACKSTAY_INDEX"  # shard, rank, or 0
 ENV_INCARNATION: Final = "BACKSTAY_INCARNATION"
 # The incarnation of the shard's active server when this pod was made: a newer pod of the shard is its standby.
 ENV_ACTIVE: Final = "BACKSTAY_ACTIVE"
+# In a worker that was created after training: how it ended, JSON, `Trained` of backstay_spec.runtime.
+ENV_TRAINED: Final = "BACKSTAY_TRAINED"
 ENV_SERVERS: Final = "BACKSTAY_SERVERS"  # host:port of each shard's Service (control), by shard, comma-separated
 ENV_PORT: Final = "BACKSTAY_PORT"  # PORT_CONTROL
 ENV_DATA_PORT: Final = "BACKSTAY_DATA_PORT"  # PORT_DATA

@@ -9,7 +9,7 @@ from typing import Any, Final
 from backstay_spec import contract, names
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
-from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
+from backstay_spec.runtime import CheckpointConfig, RuntimeConfig, Trained
 from backstay_spec.types import Json, TrainingJob, TrainingJobSpec
 
 CODE_VOLUME: Final = "backstay-code"
@@ -79,6 +79,7 @@ def pod(
     servers: Sequence[str],
     log_format: str = "text",
     active: int = 0,
+    trained: Trained | None = None,
 ) -> dict[str, Any]:
     """The manifest of one pod.
 
@@ -89,6 +90,7 @@ def pod(
         servers: ``host:port`` of each shard's Service, by shard.
         log_format: ``text`` or ``json``.
         active: of a server with standbys, the incarnation that serves its shard.
+        trained: of a worker that is created after training, how training ended.
     """
     meta = job.metadata
     name = names.pod_name(meta.name, meta.uid, slot, incarnation)
@@ -97,6 +99,9 @@ def pod(
         **names.slot_labels(meta.name, meta.uid, slot, incarnation),
     }
     environment = _environment(job, slot, incarnation, servers, log_format, active)
+    if trained is not None:
+        value = trained.model_dump_json().replace("$(", "$$(")
+        environment.insert(0, {"name": contract.ENV_TRAINED, "value": value})
     built = {
         "metadata": {
             "labels": {**job.spec.scheduling.pod_labels(), **labels},
@@ -105,7 +110,7 @@ def pod(
                 **job.spec.scheduling.pod_annotations(),
             },
         },
-        "spec": _pod_spec(job.spec, slot.role, environment),
+        "spec": _pod_spec(job.spec, slot.role, environment, reads_checkpoint=trained is not None),
     }
     if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
         built["spec"]["affinity"] = _apart(names.slot_selector(meta.name, meta.uid, slot))
@@ -176,13 +181,15 @@ def _environment(
     ]
 
 
-def _pod_spec(spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _pod_spec(
+    spec: TrainingJobSpec, role: str, environment: Sequence[dict[str, Any]], *, reads_checkpoint: bool
+) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     if spec.code is not None:
         volumes.append({"name": CODE_VOLUME, "configMap": {"name": spec.code.config_map}})
         mounts.append({"name": CODE_VOLUME, "mountPath": contract.CODE_MOUNT, "readOnly": True})
-    if spec.checkpoint.volume is not None and role in _SERVES:
+    if spec.checkpoint.volume is not None and (role in _SERVES or reads_checkpoint):
         volumes.append({"name": CHECKPOINT_VOLUME, **spec.checkpoint.volume})
         mounts.append({"name": CHECKPOINT_VOLUME, "mountPath": contract.CHECKPOINT_MOUNT})
     built: dict[str, Any] = {

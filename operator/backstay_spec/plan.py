@@ -9,7 +9,8 @@ The order of things in a job's life:
 
 1. Secret, NetworkPolicy and one Service a shard; their addresses go into the pods' environment.
 2. A pod for each slot, replaced when it dies or succeeded by its standby, until a server reports the outcome.
-3. Clean-up, and at last the job's own deletion.
+3. Worker 0 alone, until its script has ended.
+4. Clean-up, and at last the job's own deletion.
 """
 
 from __future__ import annotations
@@ -26,13 +27,25 @@ from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
-from backstay_spec.planner import conditions, end, history, order, replacement, report, services, surplus
+from backstay_spec.planner import (
+    after_training,
+    conditions,
+    end,
+    history,
+    order,
+    replacement,
+    report,
+    same_exception,
+    services,
+    surplus,
+)
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, Failure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.planner.report import NewStatus
+from backstay_spec.runtime import Trained
 from backstay_spec.types import ObjectMeta, TrainingJob
 from backstay_spec.types_status import Role, TrainingJobStatus
 
@@ -146,27 +159,59 @@ def _plan(written: report.Report, effects: Effects, now: datetime) -> Plan:
 def _outline(facts: Facts, record: Record) -> _Outline:
     if end.has_ended(facts.conditions):
         return _Outline(record)
-    ending = end.outcome(facts, record)
-    if ending is not None:
-        return _ended(facts, _Outline(record), ending)
     outline = _Outline(record, said=tuple(conditions.checkpointing(facts)))
+    trained = after_training.trained(facts, record)
+    if trained is not None:
+        return _after_training(facts, outline, trained)
+    failure = end.failure(facts, record) or same_exception.judge(facts)
+    if failure is not None:
+        return _ended(facts, _Outline(record), failure)
     return _suspended(facts, outline) if facts.spec.run_policy.suspend else _running(facts, outline)
 
 
 def _ended(facts: Facts, outline: _Outline, ending: end.Success | Failure) -> _Outline:
-    fields = dict(ending.fields) if isinstance(ending, end.Success) else {}
-    fields |= {"completion_time": status.whole_seconds(facts.now), "examples_per_second": None}
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
         said=outline.said + tuple(conditions.ended(ending)),
         fields={
             **outline.fields,
-            **fields,
+            **ending.fields,
             "completion_time": status.whole_seconds(facts.now),
             "examples_per_second": None,
         },
     )
+
+
+def _after_training(facts: Facts, outline: _Outline, trained: after_training.Trained) -> _Outline:
+    """A job whose training has ended needs worker 0 alone, until its script has ended."""
+    verdict = after_training.judge(facts, outline.record, trained)
+    late = end.active_deadline(facts)
+    if facts.spec.run_policy.suspend and not _is_complete(verdict):
+        return _suspended(facts, outline)
+    if isinstance(verdict, after_training.Ended) or late.failure is not None:
+        ending = verdict.ending if isinstance(verdict, after_training.Ended) else late.failure
+        assert ending is not None
+        said = after_training.said(trained, verdict)
+        return _ended(facts, replace(outline, said=outline.said + tuple(said)), ending)
+    record, found = verdict.record, verdict.effects + late
+    result = after_training.restored_from(trained, facts)
+    lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
+    created = tuple(_create(facts, record, creation, result) for creation in found.creations)
+    return replace(
+        outline,
+        record=record,
+        effects=found
+        + services.missing(facts, record, lacks_config=lacks_config)
+        + Effects(actions=created)
+        + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), ()),
+        said=outline.said + tuple(conditions.resumed(facts)) + tuple(after_training.said(trained, verdict)),
+        fields={**outline.fields, **trained.fields, "examples_per_second": None},
+    )
+
+
+def _is_complete(verdict: after_training.Verdict) -> bool:
+    return isinstance(verdict, after_training.Ended) and verdict.complete.value is True
 
 
 def _suspended(facts: Facts, outline: _Outline) -> _Outline:
@@ -174,7 +219,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
         outline,
         record=replace(outline.record, backoff={}),
         effects=end.suspended(facts),
-        said=outline.said + tuple(conditions.suspended()),
+        said=outline.said + tuple(conditions.suspended(facts)),
         desired=dict.fromkeys(facts.old.roles, 0),
         fields={"start_time": None, "examples_per_second": None},
     )
@@ -250,11 +295,11 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     return effects
 
 
-def _create(facts: Facts, record: Record, creation: Creation) -> Action:
+def _create(facts: Facts, record: Record, creation: Creation, trained: Trained | None = None) -> Action:
     slot = creation.slot
     active = record.selected(slot.index) if slot.role == contract.ROLE_SERVER else 0
     manifest = manifests_pod.pod(
-        facts.job, slot, creation.incarnation, facts.server_addresses, facts.settings.log_format, active
+        facts.job, slot, creation.incarnation, facts.server_addresses, facts.settings.log_format, active, trained
     )
     stage = order.stage(facts, record, creation)
     return CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause, stage)

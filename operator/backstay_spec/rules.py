@@ -148,6 +148,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _count("spec.checkpoint.keep", 1, 10_000),
     _count("spec.runPolicy.activeDeadlineSeconds", 1),
     _count("spec.runPolicy.pendingDeadlineSeconds", 1),
+    _count("spec.runPolicy.afterTrainingSeconds", 1),
     _count("spec.runPolicy.ttlSecondsAfterFinished", 0),
     _named("spec.scheduling.priorityClassName"),
     _named("spec.scheduling.schedulerName"),

@@ -40,3 +40,19 @@ class RuntimeConfig(BaseModel):
     evaluator: bool = False
     checkpoint: CheckpointConfig | None = None
     log_format: Literal["text", "json"] = "text"
+
+
+class Trained(BaseModel):
+    """How training ended: what a worker needs that was created afterwards, to return from `train`.
+
+    Attributes:
+        step: how many updates were applied.
+        checkpoint: the manifest of the last one.
+        metrics: of the last evaluation; empty when there was none.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int = Field(ge=0)
+    checkpoint: str = Field(min_length=1)
+    metrics: dict[str, float] = Field(default_factory=dict)

@@ -18,6 +18,8 @@ TRAINING: Final = "Training"
 PODS_CREATED: Final = "PodsCreated"
 PODS_READY: Final = "PodsReady"
 CHECKPOINTING: Final = "Checkpointing"
+TRAINED: Final = "Trained"
+AFTER_TRAINING_COMPLETE: Final = "AfterTrainingComplete"
 STANDBYS_IN_SYNC: Final = "StandbysInSync"
 
 # Reasons of RUNNING=False that tell two phases apart.

@@ -173,6 +173,10 @@ class RunPolicy(SpecModel):
     """The job fails when a pod that it cannot do without could not be started for this long, or started and did not
     join the others before the first update. After it, a pod that does not join in this time is replaced."""
 
+    after_training_seconds: int = 600
+    """The job fails when the script of worker 0 has not ended this long after the end of training: its code after
+    `train` exports or uploads the model. The last checkpoint stays."""
+
     ttl_seconds_after_finished: int | None = None
     """Delete the TrainingJob this long after it ended. Absent: never."""
 

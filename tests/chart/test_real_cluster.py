@@ -290,25 +290,30 @@ def test_o6_the_operator_can_work_with_the_chart_s_rights_and_no_more(
             "the worker is replaced",
         )
         until(lambda: cluster.get("events", f"--namespace={jobs_in}"), "there are events")
-        # The job ends, and is deleted by its ttl.
-        server = next(
-            p
-            for p in pods
-            if p["metadata"]["labels"]["backstay.dev/role"] == "parameter-server"
-            and p["metadata"]["labels"]["backstay.dev/index"] == "0"
-        )
-        ended = {"exitCode": 0, "message": json.dumps({"result": "Succeeded", "step": 1}), "reason": "Completed"}
-        container = {"name": "trainer", "image": "i", "imageID": "i", "ready": False, "restartCount": 0}
-        done = {"status": {"phase": "Succeeded", "containerStatuses": [{**container, "state": {"terminated": ended}}]}}
-        cluster.kubectl(
-            "patch",
-            f"--namespace={jobs_in}",
-            "pod",
-            server["metadata"]["name"],
-            "--subresource=status",
-            "--type=merge",
-            f"--patch={json.dumps(done)}",
-        )
+        # Training ends, then the script of worker 0; the job is deleted by its ttl.
+        last = {"worker": {"result": "Trained", "step": 1}, "parameter-server": {"result": "Succeeded", "step": 1}}
+        for role, said in last.items():
+            pod = max(
+                (
+                    p
+                    for p in cluster.get("pods", f"--namespace={jobs_in}", selector)
+                    if p["metadata"]["labels"]["backstay.dev/role"] == role
+                    and p["metadata"]["labels"]["backstay.dev/index"] == "0"
+                ),
+                key=lambda p: int(p["metadata"]["labels"]["backstay.dev/incarnation"]),
+            )
+            ended = {"exitCode": 0, "message": json.dumps(said), "reason": "Completed"}
+            container = {"name": "trainer", "image": "i", "imageID": "i", "ready": False, "restartCount": 0}
+            state = {**container, "state": {"terminated": ended}}
+            cluster.kubectl(
+                "patch",
+                f"--namespace={jobs_in}",
+                "pod",
+                pod["metadata"]["name"],
+                "--subresource=status",
+                "--type=merge",
+                f"--patch={json.dumps({'status': {'phase': 'Succeeded', 'containerStatuses': [state]}})}",
+            )
         until(lambda: not cluster.get("trainingjobs", f"--namespace={jobs_in}"), "the job is deleted by its ttl")
         metrics = fetch(f"{url}/metrics")[1]
         assert 'code="403"' not in metrics

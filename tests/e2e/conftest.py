@@ -110,6 +110,14 @@ class Cluster:
             self.run(self.api.request("DELETE", path, propagationPolicy="Background"))
         self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
 
+    def delete_pod(self, pod: str) -> None:
+        """As `kubectl delete pod` does."""
+
+        async def send() -> None:
+            await self.api.request("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
+
+        self.run(send())
+
     def wait(self, what: str, holds: Callable[[], Any], seconds: float = 90, job: str | None = None) -> Any:
         """Wait until `holds` gives something true; how long that takes is not judged, only that it ends.
 

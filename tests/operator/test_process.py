@@ -618,12 +618,21 @@ def service_incarnation(api: Api) -> str:
 
 
 def finish(api: Api) -> None:
+    """Training ends, and the script of worker 0 too."""
     api.run_pods("rights")
     (server,) = [p for p in api.pods("rights", contract.ROLE_SERVER) if p["status"].get("phase") == "Running"]
-    said = json.dumps({"result": "Succeeded", "step": 5, "checkpoint": "", "metrics": {}})
-    ended = {"exitCode": 0, "message": said, "startedAt": "2026-01-01T00:00:01Z", "finishedAt": "2026-01-01T00:01:00Z"}
-    state = container({"terminated": ended}, ready=False)
-    api.set_status(server["metadata"]["name"], {"phase": "Succeeded", "containerStatuses": [state]})
+    workers = [p for p in api.pods("rights", contract.ROLE_WORKER) if p["status"].get("phase") == "Running"]
+    worker = next(p for p in workers if p["metadata"]["labels"][contract.LABEL_INDEX] == "0")
+    said = {"result": "Succeeded", "step": 5, "checkpoint": "", "metrics": {}}
+    for pod, last in ((worker, {"result": "Trained", "step": 5}), (server, said)):
+        ended = {
+            "exitCode": 0,
+            "message": json.dumps(last),
+            "startedAt": "2026-01-01T00:00:01Z",
+            "finishedAt": "2026-01-01T00:01:00Z",
+        }
+        state = container({"terminated": ended}, ready=False)
+        api.set_status(pod["metadata"]["name"], {"phase": "Succeeded", "containerStatuses": [state]})
 
 
 def parsed(method: str, path: str, query: dict[str, str]) -> tuple[str, str, str]:

@@ -331,6 +331,18 @@ class Cluster:
         status["containerStatuses"] = [{"name": "trainer", "state": {"terminated": terminated}}]
         status["phase"] = "Succeeded" if code == 0 else "Failed"
 
+    def train(self, step: int = 9, **fields: Any) -> None:
+        """Training ends: shard 0's server leaves its last message; worker 0 has the result."""
+        said = {"result": "Succeeded", "step": step, "checkpoint": f"file:///ckpt/{step}", "returned": 1, **fields}
+        self.end(self.named(contract.ROLE_SERVER, 0), 0, json.dumps(said))
+
+    def complete(self, step: int = 9, **fields: Any) -> None:
+        """Training ends, and the script of worker 0 too."""
+        self.train(step, **fields)
+        worker = self.named(contract.ROLE_WORKER, 0)
+        if worker in self.living():
+            self.end(worker, 0, json.dumps({"result": "Trained", "step": step}))
+
     def disrupt(self, name: str, reason: str) -> None:
         """Deleted with notice, as by eviction, preemption or a taint."""
         status = self.pods[name]["status"]

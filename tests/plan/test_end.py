@@ -17,7 +17,7 @@ SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkp
 REFUSED = json.dumps({"result": "Refused", "reason": "OtherParameters", "message": "w is float32[5] here"})
 
 
-def test_success_is_shard_0s_word_alone(running):
+def test_training_ends_by_shard_0s_word_alone(running):
     cluster = running(TWO_SERVERS)
     said = {"result": "Succeeded", "step": 500, "term": 3, "checkpoint": "file:///ckpt/500", "loss": 0.01375168}
     said["metrics"] = {"accuracy": 0.98}
@@ -25,6 +25,9 @@ def test_success_is_shard_0s_word_alone(running):
     cluster.settle()
     assert cluster.status["phase"] == "Running"
     cluster.end(cluster.named(SERVER, 0), 0, json.dumps(said))
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.condition("Trained")["status"]) == ("Running", "True")
+    cluster.end(cluster.named(WORKER, 0), 0, json.dumps({"result": "Trained", "step": 500}))
     cluster.settle()
     assert cluster.status["phase"] == "Succeeded"
     assert cluster.status["step"] == 500
@@ -61,13 +64,13 @@ def test_a_reason_that_kubernetes_would_refuse_is_replaced(running):
 @pytest.mark.parametrize("policy", ["Running", "All", "None"])
 def test_clean_pods(running, policy):
     cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": policy}})
-    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.complete()
     cluster.settle()
-    assert len(cluster.living()) == 4, "they leave by themselves"
+    assert len(cluster.living()) == 3, "they leave by themselves"
     cluster.tick(10)
     cluster.settle()
     cluster.bury()
-    assert len(cluster.pods) == {"Running": 1, "All": 0, "None": 5}[policy]
+    assert len(cluster.pods) == {"Running": 2, "All": 0, "None": 5}[policy]
 
 
 @pytest.mark.parametrize("policy", ["Running", "All", "None"])
@@ -124,7 +127,7 @@ def test_a_suspended_job_keeps_what_its_next_pods_use(running):
 
 def test_time_to_live(running):
     cluster = running(TWO_SERVERS | {"runPolicy": {"ttlSecondsAfterFinished": 30}})
-    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.complete()
     cluster.tick(10)
     cluster.apply(cluster.plan())
     cluster.tick(29)
@@ -227,7 +230,7 @@ def test_a_spec_that_breaks_a_rule_fails_the_job_once_and_ends_its_pods(running)
 
 def test_a_refused_edit_of_a_job_that_succeeded_changes_nothing(running):
     cluster = running(TWO_SERVERS)
-    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+    cluster.complete()
     cluster.settle()
     job = cluster.job
     again = refuse(job.metadata, job.status, "bad", cluster.now, tuple(cluster.pods.values()))

@@ -53,6 +53,6 @@ def test_shard_0_without_a_word_is_replaced_to_say_it(running):
     cluster.settle()
     assert cluster.named(SERVER, 0).startswith("mnist-ps-0-2-")
     cluster.run(cluster.named(SERVER, 0))
-    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "AlreadyComplete", "step": 9}))
+    cluster.complete(result="AlreadyComplete")
     cluster.settle()
     assert cluster.condition("Succeeded")["reason"] == "AlreadyComplete"

@@ -78,7 +78,7 @@ def test_the_environment_is_the_contracts():
     assert said["BACKSTAY_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert said["BACKSTAY_TOKEN"] == {"secretKeyRef": {"name": names.secret_name("mnist", "u-1"), "key": "token"}}
     every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", contract.ENV_BIND}
-    assert every - {contract.ENV_ACTIVE} <= set(said)
+    assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED} <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"
     told = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
     assert told == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})

@@ -74,7 +74,8 @@ class FakeHost:
         self.beats += 1
         return HeartbeatReply(term=1)
 
-    def left(self, peer: Peer) -> None: ...
+    def left(self, peer: Peer, *, trained: bool = False) -> bool:
+        return True
 
     def evaluated(self, request: object) -> bool:
         return False

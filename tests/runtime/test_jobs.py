@@ -159,7 +159,10 @@ def test_a_script_that_raises_leaves_its_last_words(job) -> None:
     tiny.start_all()
     assert tiny.pods[1].wait() == 1
     assert "Traceback" in tiny.pods[1].output()
-    assert tiny.pods[1].words() == {"reason": "RuntimeError", "message": "the data is\ngone"}
+    words = tiny.pods[1].words()
+    assert (words["reason"], words["message"]) == ("RuntimeError", "the data is\ngone")
+    assert str(words["at"]).startswith("tests/runtime/tiny.py:")
+    assert "result" not in words
 
 
 def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # there is no batch of thi
 LET = Path(os.environ.get("LET", "no-file"))  # as soon as this file is there, the step that it says takes its place
 OPTIMIZER = optax.adam(float(os.environ.get("LEARNING_RATE", "1e-2")))
 SEED = int(os.environ.get("SEED", "0"))
+AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise | exit | wait | twice
 
 
 def init(key):
@@ -73,7 +75,27 @@ def main() -> None:
 
         result = train_local(**arguments, world=int(world))
     leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(result.params))}
-    np.savez(os.environ["OUT"], step=result.step, squares=result.metrics.get("squares", 0.0), **leaves)
+    np.savez(
+        os.environ["OUT"],
+        step=result.step,
+        squares=result.metrics.get("squares", 0.0),
+        rank=result.rank,
+        leads=result.is_leader,
+        **leaves,
+    )
+    if AFTER == "raise":
+        export(result.step)
+    if AFTER == "exit":
+        sys.exit(3)
+    if AFTER == "wait":
+        print("exporting", flush=True)
+        time.sleep(10**6)
+    if AFTER == "twice":
+        backstay.train(**arguments)
+
+
+def export(step):
+    return {}[f"no model of step {step}"]
 
 
 main()

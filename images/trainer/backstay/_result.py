@@ -21,6 +21,7 @@ class Result:
             or failed.
         checkpoint: where the last checkpoint is; None when none is stored.
         train_metrics: what `loss` returned beside the loss, of the newest gradient.
+        rank: the rank of this worker; 0 in a single process.
     """
 
     params: Any
@@ -29,3 +30,12 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
+    rank: int = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the one process of the job that exports, uploads or prints: the worker of rank 0.
+
+        The job waits for the script of this worker, and stops the other workers when it ends.
+        """
+        return self.rank == 0

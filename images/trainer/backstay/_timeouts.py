@@ -25,6 +25,8 @@ class Timeouts:
         second_look: how long a server that waits for the operator's word holds back such a call, to see whether the
             operator has given the call up already.
         farewell: how long a server stays for workers that were not told that the job is over.
+        result: how long the servers of a job without checkpoints stay for a worker of rank 0 without the result.
+        confirm: how long the worker of rank 0 tries to report that it has the result. Shard 0's server stays 15 s.
         newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
         standby_closed, standby_silent: how long a server that lost its standby waits for the operator to say which of
             the two is active, by whether the connection was closed or the standby stopped answering.
@@ -62,6 +64,8 @@ class Timeouts:
     message: float = 10.0
     second_look: float = 0.1
     farewell: float = 15.0
+    result: float = 120.0
+    confirm: float = 20.0
     newcomer: float = 3.0
     standby_closed: float = 10.0
     standby_silent: float = 30.0

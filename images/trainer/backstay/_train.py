@@ -16,9 +16,12 @@ from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults
 from ._data._batch_key import BatchKey
+from ._process._after import AFTER_TRAINING_FAILED, hand_over
 from ._process._environment import Environment
 from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
+from ._process._failure import describe
 from ._process._logs import Reporter, configure
+from ._process._title import show_role
 from ._result import Result
 from ._roles._script import Script, evaluation_of
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
@@ -33,6 +36,7 @@ __all__ = ["train"]
 
 _LOG = logging.getLogger(__name__)
 _CALLED = threading.Event()
+_RETURNED = threading.Event()
 
 
 def train(
@@ -67,7 +71,8 @@ def train(
 
     Returns:
         The last parameters and what is known of them. Only in a single process and in workers: parameter servers and
-        evaluators end their process.
+        evaluators end their process. The job succeeds when the script of the worker of rank 0 has ended too, with exit
+        code 0 (`Result.is_leader`).
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -108,8 +113,8 @@ def _once() -> None:
     """
     if _CALLED.is_set():
         raise ConfigurationError(
-            "train was called a second time in one pod: a job trains once. For several stages make several jobs, each "
-            "of which may begin with what backstay.load gives of the one before."
+            "train was called a second time in one pod: a job trains once. For several stages make several jobs; each "
+            "of them may start from what backstay.load returns for the previous job."
         )
     _CALLED.set()
 
@@ -150,6 +155,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
+    show_role(environment)
     stop = Stop()
     stop.install()
     metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
@@ -166,9 +172,18 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     from ._roles._worker import Stopped, Worker
 
     try:
-        return Worker(environment, script, plan, metrics, stop).run()
+        if environment.trained is None:
+            result = Worker(environment, script, plan, metrics, stop).run()
+        else:
+            from ._roles._restored import restored
+
+            result = restored(environment, environment.trained, plan, metrics)
     except Stopped:
         sys.exit(SIGTERM_EXIT)
+    ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
+    hand_over(environment.termination_log, ended, stop)
+    _RETURNED.set()
+    return result
 
 
 def _share_compilations() -> None:
@@ -208,11 +223,18 @@ def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metric
 
 
 def _fail(environment: Environment, error: Exception) -> NoReturn:
-    """The last words of a pod: a traceback for what the script did, a line for what we say ourselves."""
+    """End the pod: a traceback for an exception of the script, one line for an error that Backstay raised itself."""
     # The notes that JAX adds to an exception explain its traceback, which is in the log.
-    fields: dict[str, Any] = {"reason": type(error).__name__, "message": str(error) or type(error).__name__}
+    fields = describe(error).fields()
+    if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
+        fields.pop("traceback")
+        print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
     if isinstance(error, JobFailed):
-        fields = {"reason": error.reason, "message": error.message}
+        fields |= {"reason": error.reason, "message": error.message}
+    elif _RETURNED.is_set():
+        fields["result"] = AFTER_TRAINING_FAILED
     elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
         # Starting again would end the same way; but a storage that errs may be well by then.
         if not isinstance(error, StorageError):
@@ -220,10 +242,6 @@ def _fail(environment: Environment, error: Exception) -> NoReturn:
     elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == "INVALID_ARGUMENT"):
         # A replacement would be refused too; whether that ends the job depends on whether the others train.
         fields["result"] = "Refused"
-    if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
-        print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
     write_termination(environment.termination_log, fields)
     if environment.role == contract.ROLE_WORKER:
         raise SystemExit(1) from None

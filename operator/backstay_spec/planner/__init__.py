@@ -5,7 +5,9 @@ a verdict changes. `backstay_spec.plan` is the only module that combines the pol
 
 | module | question |
 |---|---|
-| `end` | Has the job ended, by its outcome or a deadline? What is cleaned up? |
+| `end` | Has the job failed, by a pod's report or a deadline? What is cleaned up? |
+| `same_exception` | Do the pods raise the same exception before the first update? |
+| `after_training` | Has training ended, and the script of worker 0 too? |
 | `replacement` | Which pod fills a slot next? |
 | `standbys` | Which pod follows the active server of a shard? |
 | `hung` | Is a running pod hung? |

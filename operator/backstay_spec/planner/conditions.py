@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from backstay_spec import contract, status
 from backstay_spec.causes import Blocked
-from backstay_spec.events import Event, normal, warning
+from backstay_spec.events import Event, normal, shortened, warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import Updates
 from backstay_spec.planner import budgets
@@ -43,6 +43,9 @@ INTERRUPTED: Final = timedelta(seconds=10)
 # The same while all are ready, or so many times what an update takes.
 NO_UPDATE: Final = timedelta(seconds=30)
 _UPDATES: Final = 5
+# Together less than a condition's message may have, so that neither is cut by the other.
+_MAX_SUMMARY: Final = 600
+_MAX_DETAIL: Final = 1300
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,10 @@ def ended(end: Success | Failure) -> list[Statement]:
     """The job has ended."""
     if isinstance(end, Failure):
         event = warning("Failed", f"{end.reason}: {end.message}")
-        first = Statement(status.FAILED, True, end.reason, end.message, event)
+        text = end.message
+        if end.detail:
+            text = f"{shortened(text, _MAX_SUMMARY)}\n{shortened(end.detail, _MAX_DETAIL)}"
+        first = Statement(status.FAILED, True, end.reason, text, event)
     else:
         first = Statement(status.SUCCEEDED, True, end.reason, end.message, normal("Succeeded", end.message))
     return [
@@ -96,7 +102,7 @@ def ended(end: Success | Failure) -> list[Statement]:
     ]
 
 
-def suspended() -> list[Statement]:
+def suspended(facts: Facts) -> list[Statement]:
     """The job is suspended."""
     event = normal("Suspended", "deleting the workers, then the servers; their state is in the checkpoint")
     return [
@@ -104,6 +110,11 @@ def suspended() -> list[Statement]:
         Statement(status.RUNNING, False, "Suspended", "the job is suspended"),
         Statement(status.TRAINING, False, "Suspended", "the job is suspended"),
         Statement(status.PODS_READY, False, "Suspended", "the job is suspended"),
+        *(
+            Statement(kind, False, "Suspended", "the job is suspended")
+            for kind in (status.TRAINED, status.AFTER_TRAINING_COMPLETE)
+            if kind in facts.conditions
+        ),
     ]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from backstay_spec.actions import Action, Death
 from backstay_spec.causes import Cause, Obstacle
@@ -46,10 +46,18 @@ class Obstructed:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the job fails."""
+    """Why the job fails.
+
+    Attributes:
+        reason, message: one CamelCase word, and a sentence for people.
+        detail: such as a traceback, for the condition alone; empty where there is none.
+        fields: fields of the status that are known only now.
+    """
 
     reason: str
     message: str
+    detail: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from backstay_spec import contract, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
-from backstay_spec.causes import Blocked, Outcome, outcome_of
+from backstay_spec.causes import Blocked, outcome_of
 from backstay_spec.planner.effects import Effects, Failure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
 from backstay_spec.planner.record import Record
-from backstay_spec.planner.report import checkpoint_status, readable
 from backstay_spec.quorum import quorum_of
 
-__all__ = ["Success", "active_deadline", "clean_up", "has_ended", "outcome", "pending_deadline", "suspended"]
+__all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
 # When the last step is stored the pods leave by themselves; deleting them at once would only lose their last log lines.
 LEAVING: Final = timedelta(seconds=10)
@@ -32,58 +31,30 @@ class Success:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Ending: TypeAlias = Success | Failure
-
-
 def has_ended(conditions: Mapping[str, Any]) -> bool:
     """Whether the conditions say that the job has ended."""
     return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
 
 
-def outcome(facts: Facts, record: Record) -> Ending | None:
-    """The end of the job, if a pod reported it: shard 0's success, any server's failure, or, before the first update, a
-    refusal that is final: the pod's parameters differ, and its replacement's would differ too (O4).
+def failure(facts: Facts, record: Record) -> Failure | None:
+    """The job's failure, if a pod reported it: any server's, or, before the first update, a refusal that is final: the
+    pod's parameters differ, and its replacement's would differ too (O4).
 
     Later the others train on, so a refused rank is one that crashes, with its back-off and its budget.
     """
-    succeeded: Outcome | None = None
     for slot, pods in sorted(facts.pods.items()):
         if not any(p.ended for p in pods):
             continue
         pod = facts.pod(slot, record.current(slot))
         found = outcome_of(pod.raw) if pod is not None and pod.ended else None
-        if found is None:
+        if found is None or found.succeeded:
             continue
         if facts.trained if found.refused else slot.role != contract.ROLE_SERVER:
             continue
-        if not found.succeeded:
-            said = found.message or "the training runtime gave no reason"
-            reason = "Refused" if found.refused else "TrainingFailed"
-            return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {said}")
-        if slot.index == 0:
-            succeeded = found
-    return None if succeeded is None else _success(facts, succeeded)
-
-
-def _success(facts: Facts, found: Outcome) -> Success:
-    fields: dict[str, Any] = {}
-    step = found.step if found.step is not None else facts.old.step
-    if found.step is not None:
-        fields["step"] = found.step
-        if found.checkpoint:
-            fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
-    if found.term is not None:
-        fields["term"] = found.term
-    if found.loss is not None:
-        fields["loss"] = readable(found.loss, 6)
-    if found.metrics:
-        fields["metrics"] = dict(found.metrics)
-        fields["evaluated_step"] = step
-    stored = f", stored as {found.checkpoint}" if found.checkpoint else ""
-    if found.result == "AlreadyComplete":
-        text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"
-        return Success("AlreadyComplete", text, fields)
-    return Success("Completed", f"trained to step {step}{stored}", fields)
+        said = found.message or "the training runtime gave no reason"
+        reason = "Refused" if found.refused else "TrainingFailed"
+        return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {said}", found.traceback)
+    return None
 
 
 def active_deadline(facts: Facts) -> Effects:

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import contract
-from backstay_spec.causes import terminated_state
+from backstay_spec.causes import AFTER_TRAINING_FAILED, TRAINED, outcome_of, terminated_state
+from backstay_spec.names import Slot
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, ended_at
 
@@ -34,6 +35,12 @@ def judge(facts: Facts, pod: PodView) -> Leaving:
     """Whether a dead pod is no loss, or may turn out to be none; the latter for a short while only (T8)."""
     state = terminated_state(pod.raw)
     clean = state is not None and state.get("exitCode") == 0 and not pod.deleting
+    if pod.slot == Slot(contract.ROLE_WORKER, 0):
+        found = outcome_of(pod.raw)
+        if found is not None and found.result in (TRAINED, AFTER_TRAINING_FAILED):
+            return Leaving(True)
+        if facts.done and not clean:
+            return Leaving(False)  # it died before it had the result
     if pod.slot.role != contract.ROLE_SERVER:
         if facts.done:
             return Leaving(True)

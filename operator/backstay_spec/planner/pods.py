@@ -141,6 +141,12 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
     return started is not None and turned is not None and turned > started
 
 
+def is_restored(view: PodView) -> bool:
+    """Whether the pod was created after training: it gets the result from the last checkpoint."""
+    containers = (view.raw.get("spec") or {}).get("containers") or ()
+    return any(v.get("name") == contract.ENV_TRAINED for c in containers for v in c.get("env") or ())
+
+
 def silent_since(view: PodView) -> datetime | None:
     """Since when a pod runs without ever having been Ready; None for any other. A pod is Ready when it has joined."""
     started = _started_at(view.raw)

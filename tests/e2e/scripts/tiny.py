@@ -74,3 +74,9 @@ SETTINGS = dict(
 if __name__ == "__main__":
     result = backstay.train(**SETTINGS)
     print("finished at step", result.step)
+    if BEHAVE == "export" and result.is_leader:
+        Path(os.environ["EXPORT"], os.environ["BACKSTAY_INCARNATION"]).write_text(str(result.step))
+        while not Path(GATE).exists():
+            time.sleep(0.01)
+    if BEHAVE == "export-fails" and result.is_leader:
+        raise KeyError("no such bucket")

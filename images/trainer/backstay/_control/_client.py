@@ -79,6 +79,7 @@ class ControlClient:
         stopped: Callable[[], bool],
         *,
         at: tuple[int, int] = (0, 0),
+        seconds: float | None = None,
     ) -> list[JoinReply]:
         """Join every shard in one term; waits for servers that are not there yet.
 
@@ -88,14 +89,16 @@ class ControlClient:
             agreement: what must be the same in every pod.
             at: the term and the version that the caller holds, if any.
             stopped: asked between attempts; when it is true the wait ends.
+            seconds: how long to try; None: `Timeouts.join`.
 
         Raises:
             Refused: a server refuses for good. `Superseded`: a newer incarnation of this pod lives.
             JobFailed: the job has failed.
-            WaitedTooLong: after `Timeouts.join`; the message names the shard and what it last answered.
+            WaitedTooLong: after that time; the message names the shard and what it last answered.
             PeerLost: `stopped`.
         """
         times = self.timeouts
+        limit = times.join if seconds is None else seconds
         began = told = failed_at = time.monotonic()
         replies: dict[int, tuple[float, JoinReply]] = {}  # by shard, with the time of the answer
         attempt = 0
@@ -128,8 +131,8 @@ class ControlClient:
             replies = {s: found for s, found in replies.items() if now - found[0] <= times.silent / 2}
             if stopped():
                 raise PeerLost(f"stopped while joining: {why}")
-            if now - began >= times.join:
-                raise WaitedTooLong(f"could not join within {times.join:.0f} s: {why}")
+            if now - began >= limit:
+                raise WaitedTooLong(f"could not join within {limit:.0f} s: {why}")
             if now - told >= times.silent:
                 told = now
                 _LOG.warning("waiting for the servers: %s", why)
@@ -166,13 +169,22 @@ class ControlClient:
         request = EvaluatedRequest(peer=self.peer, term=term, step=step, metrics=dict(metrics), error=error)
         self._call(0, "Evaluated", request)
 
-    def leave(self, reason: str) -> None:
-        """Tell every shard; those that do not answer find out by themselves."""
+    def leave(self, reason: str, *, trained: bool = False) -> None:
+        """Tell every shard; those that do not answer find out by themselves.
+
+        Args:
+            trained: whether `train` returns in this pod.
+        """
         for shard in range(self.shards):
             try:
-                self._call(shard, "Leave", LeaveRequest(peer=self.peer, reason=reason), self.timeouts.leave)
+                request = LeaveRequest(peer=self.peer, reason=reason, trained=trained)
+                self._call(shard, "Leave", request, self.timeouts.leave)
             except (PeerLost, Refused):
                 continue
+
+    def confirm(self) -> None:
+        """Report to shard 0 that `train` returns here. Raises as `_call` does: then shard 0 may not have counted it."""
+        self._call(0, "Leave", LeaveRequest(peer=self.peer, reason="done", trained=True))
 
     def close(self) -> None:
         with self._lock:

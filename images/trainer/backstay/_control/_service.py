@@ -79,7 +79,9 @@ class Host(Protocol):
 
     def joined(self, peer: Peer) -> JoinReply: ...
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
-    def left(self, peer: Peer) -> None: ...
+    def left(self, peer: Peer, *, trained: bool = False) -> bool:
+        """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, as this server ends."""
+
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
     def asks(self) -> bool:
@@ -322,7 +324,8 @@ class _Service(grpc.GenericRpcHandler):
     async def _leave(self, request: LeaveRequest, _: Any) -> LeaveReply:
         def leave() -> LeaveReply:
             self._see(request.peer)
-            self.host.left(request.peer)
+            if not self.host.left(request.peer, trained=request.trained):
+                raise _Refused(grpc.StatusCode.UNAVAILABLE, "this server ends")
             return LeaveReply()
 
         return await self._do(leave)

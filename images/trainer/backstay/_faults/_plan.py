@@ -25,7 +25,7 @@ _ROLES: Final = {
     "evaluator": contract.ROLE_EVALUATOR,
 }
 POINTS: Final = {
-    contract.ROLE_WORKER: ("compute", "push"),
+    contract.ROLE_WORKER: ("compute", "push", "done"),
     contract.ROLE_SERVER: ("applied", "commit", "norm", "rename", "manifest", "done", "state", "follow"),
     contract.ROLE_EVALUATOR: ("evaluate",),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from backstay_spec import contract
-from backstay_spec.runtime import RuntimeConfig
+from backstay_spec.runtime import RuntimeConfig, Trained
 
 from .._timeouts import Timeouts
 from ..errors import ConfigurationError
@@ -30,6 +30,7 @@ class Environment:
         active: the incarnation of its shard's active server when the pod was made; 0: not said.
         pod_ip: what other pods connect to.
         checkpoint_uri: where checkpoints are; None when none are stored.
+        trained: how training ended, in a worker that was created afterwards; None in every other pod.
         timeouts: every deadline and interval of the pod.
         namespace, uid: of the job; the uid is another one in each run.
     """
@@ -50,6 +51,7 @@ class Environment:
     checkpoint_uri: str | None
     termination_log: Path | None
     active: int = 0
+    trained: Trained | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     namespace: str = "default"
     uid: str = ""
@@ -96,6 +98,13 @@ class Environment:
             at = ".".join(str(part) for part in first["loc"]) or "the whole"
             why = f"{contract.ENV_CONFIG} is no runtime configuration: {at}: {first['msg']}"
             raise ConfigurationError(why) from None
+        trained: Trained | None = None
+        if ended := variables.get(contract.ENV_TRAINED):
+            try:
+                trained = Trained.model_validate_json(ended)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                raise ConfigurationError(f"{contract.ENV_TRAINED} is malformed: {first['msg']}") from None
         servers = tuple(part for part in text(contract.ENV_SERVERS).split(",") if part)
         if len(servers) != config.shards:
             raise ConfigurationError(
@@ -126,6 +135,7 @@ class Environment:
             checkpoint_uri=config.checkpoint.uri if config.checkpoint else None,
             termination_log=Path(log) if log else None,
             active=number(contract.ENV_ACTIVE, 0),
+            trained=trained,
             namespace=text(contract.ENV_NAMESPACE, "default"),
             uid=text(contract.ENV_JOB_UID, ""),
         )

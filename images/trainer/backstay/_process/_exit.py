@@ -33,6 +33,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        self._before: Any = None  # what handled SIGTERM before `install`
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
 
@@ -49,13 +50,25 @@ class Stop:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         try:
-            signal.signal(signal.SIGTERM, self._handle)
+            self._before = signal.signal(signal.SIGTERM, self._handle)
             signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         except ValueError:
             ours.close()
             theirs.close()
             return
         threading.Thread(target=self._listen, args=(ours, theirs), name="backstay-signals", daemon=True).start()
+
+    def release(self) -> None:
+        """Handle SIGTERM no more: what did before `install` does again. One that has come already is sent again."""
+        with self._lock:
+            self._then.clear()
+        if self._before is None or threading.current_thread() is not threading.main_thread():
+            return
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._before)
+        self._before = None
+        if self.asked.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self) -> None:
         """What SIGTERM does."""
@@ -78,18 +91,29 @@ class Stop:
 
 
 def termination_message(fields: Mapping[str, Any]) -> bytes:
-    """JSON within Kubernetes's limit: long texts are cut, then metrics left out."""
+    """JSON within Kubernetes's limit: long texts are cut, then metrics left out. Of a traceback the end is kept."""
     kept = dict(fields)
-    for limit in (2000, 500, 100):
-        text = json.dumps(kept, default=str).encode()
+    for limit in (2000, 1000, 500, 100):
+        text = _encoded(kept)
         if len(text) <= _LIMIT:
             return text
         kept = {
-            name: value[:limit] if isinstance(value, str) else value
+            name: _cut(name, value, limit) if isinstance(value, str) else value
             for name, value in kept.items()
             if name != "metrics" or limit > 500
         }
-    return json.dumps(kept, default=str).encode()[:_LIMIT]
+    return _encoded(kept)[:_LIMIT]
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    # Characters beyond ASCII as themselves: escaped, a text that is not English takes twice the room or more.
+    return json.dumps(fields, default=str, ensure_ascii=False).encode(errors="backslashreplace")
+
+
+def _cut(name: str, value: str, limit: int) -> str:
+    if len(value) <= limit:
+        return value
+    return "...\n" + value[-limit:] if name == "traceback" else value[:limit]
 
 
 def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ from .._shard._replication import Replication
 from .._update._engine import ShardEngine
 from .._wire.server import DataServer
 from ..errors import BackstayError, CheckpointError, JobFailed, Superseded
+from ._farewell import Farewell, wait_applied
 from ._history import begin_history
 from ._last_save import ask_to_save, wait_until
 from ._leader import Leader
@@ -98,6 +99,7 @@ class Server:
         self._commit_arrived: dict[int, float] = {}
         self._rollbacks: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
         self._already_complete = False
+        self._farewell = Farewell(self._times, incarnation=self.incarnation, took_over=inherited is not None)
         self._newcomers_until = 0.0 if inherited is None else time.monotonic() + self._times.newcomer
 
         store = open_store(environment, probes=inherited is None)
@@ -312,38 +314,30 @@ class Server:
 
     def _end(self, done: Done) -> int:
         if not done.failed and not self._already_complete:
-            self._wait_applied(done)
+            wait_applied(self._runtime, done.version, self._times.farewell)
         _faults.reach("done", done.version)
         # A failure is any server's to tell: the operator may see another one's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
-        deadline = time.monotonic() + self._times.farewell
-        while time.monotonic() < deadline and not self._stop.asked.is_set() and self._awaited():
-            time.sleep(0.05)
+        self._farewell.wait(self._stop.asked, self._awaited, stored=bool(done.checkpoint or done.failed))
+        if self._driving is not None and not done.failed:
+            self._write_outcome(done, self._farewell.end(already_complete=self._already_complete))
         return 1 if done.failed else 0
 
     def _awaited(self) -> bool:
-        """Whether somebody has not heard yet that the job is over."""
+        """Whether a peer lives that has not heard yet that the job is over."""
         now = time.monotonic()
-        if now < self._newcomers_until:
-            return True
         with self._lock:
             pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
-        return bool(pods) or (self._driving is not None and self._control.linked() > 0)
+        linked = self._driving is not None and self._control.linked() > 0
+        return now < self._newcomers_until or bool(pods) or linked
 
-    def _wait_applied(self, done: Done) -> None:
-        deadline = time.monotonic() + self._times.farewell
-        while self._runtime.version < done.version and time.monotonic() < deadline and self._runtime.failed is None:
-            time.sleep(0.01)
-
-    def _write_outcome(self, done: Done) -> None:
-        leader = self._leader
-        fields: dict[str, Any]
-        if done.failed or leader is None:
-            fields = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
-        else:
-            fields = leader.outcome(done, self._term, complete=self._already_complete)
-        write_termination(self._env.termination_log, fields)
+    def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:
+        """The pod's last message; `last`: what is known only when the server leaves."""
+        said = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
+        if self._leader is not None and not done.failed:
+            said = self._leader.outcome(done, self._term, complete=self._already_complete)
+        write_termination(self._env.termination_log, said | dict(last or {}))
 
     def _save_and_stop(self) -> int:
         """SIGTERM: a checkpoint of what there is, so that whoever goes on loses nothing."""
@@ -527,15 +521,19 @@ class Server:
                 reply.evaluation.update(self._leader.evaluation_of(self._runtime.version))
         return reply
 
-    def left(self, peer: Peer) -> None:
+    def left(self, peer: Peer, *, trained: bool = False) -> bool:
         if peer.role == contract.ROLE_SERVER:
             if self._driving is not None:
                 self._driving.save()
-            return
+            return True
+        ended = self._done is not None and not self._done.failed
+        if trained and ended and peer.index == 0 and not self._farewell.report(peer.incarnation):
+            return False
         with self._lock:
             self._liveness.left(peer)
         if self._driving is not None and peer.role == contract.ROLE_WORKER:
             self._driving.left(peer.index, peer.incarnation)
+        return True
 
     def evaluated(self, request: EvaluatedRequest) -> bool:
         if self._leader is None or self._driving is None:

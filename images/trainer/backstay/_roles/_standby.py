@@ -171,8 +171,9 @@ class Standby:
         del request
         return HeartbeatReply()
 
-    def left(self, peer: Peer) -> None:
-        pass
+    def left(self, peer: Peer, *, trained: bool = False) -> bool:
+        del peer
+        return not trained  # a standby counts no reports of the end
 
     def evaluated(self, request: EvaluatedRequest) -> bool:
         del request

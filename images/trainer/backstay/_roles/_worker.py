@@ -113,6 +113,7 @@ class Worker:
         self._compiled = False
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the gradient was compiled for
         self._moved = False  # a server that was joined is gone
+        self._returns = False  # `run` returns a result: the pod goes on
         self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
         self._gone = threading.Event()
         stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
@@ -153,6 +154,7 @@ class Worker:
                 pulled, params = self._exchange(pulled, gradient)
             result = self._finish(pulled, params)
             if result is not None:
+                self._returns = True
                 return result
             pulled, params = self._reconnect(PeerLost("a server was lost before the job was done"))
 
@@ -326,6 +328,8 @@ class Worker:
             self._plan.agreement,
             self._stop.asked.is_set,
             at=(self._term, self._version),
+            # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
+            seconds=self._env.timeouts.end if self._heart.news.done else None,
         )
         self._metrics.joins.inc()
         self._moved = False
@@ -390,6 +394,9 @@ class Worker:
                 return None
             if time.monotonic() > deadline:
                 raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")
+        _faults.reach("done", pulled.version)
+        if self._rank == 0 and not self._confirmed():
+            return None
         return Result(
             params=tree,
             step=pulled.version,
@@ -397,7 +404,34 @@ class Worker:
             metrics=news.evaluation or metrics,
             checkpoint=news.checkpoint or None,
             train_metrics=train_metrics,
+            rank=self._rank,
         )
+
+    def _confirmed(self) -> bool:
+        """Report to shard 0 that this worker has the result; False when another server took over meanwhile.
+
+        The operator learns from shard 0's last message which incarnation of rank 0 returned from `train`. One that
+        could not report it must not return: the operator replaces it, and the code after training would run twice.
+
+        Raises:
+            WaitedTooLong: shard 0 did not answer.
+        """
+        deadline = time.monotonic() + self._env.timeouts.confirm
+        while True:
+            try:
+                self._control.confirm()
+                return True
+            except (PeerLost, Refused) as error:
+                raise_end(self._heart, News(), self._stop)
+                if isinstance(error, Refused) and error.code not in _MENDED:
+                    raise
+                if self._moved:
+                    return False
+                if time.monotonic() > deadline:
+                    raise WaitedTooLong(
+                        f"shard 0 did not take the report that training is over here: {error}"
+                    ) from None
+                self._stop.asked.wait(self._env.timeouts.reconnect_pause)
 
     def _evaluate(self, params: Any, step: int) -> dict[str, float]:
         """Once, after the last update. A failure costs the metrics, not the training."""
@@ -426,7 +460,11 @@ class Worker:
         self._disconnect()
         self._heart.close()
         self._batches.close()
-        self._control.leave("told to stop" if self._stop.asked.is_set() else "done")
+        self._control.leave("told to stop" if self._stop.asked.is_set() else "done", trained=self._returns)
         self._control.close()
-        self._http.close()
+        if self._returns:
+            self._joined = True  # the pod stays ready while the script goes on
+            self._metrics.examples_per_second.set(0)
+        else:
+            self._http.close()
         self._gone.set()

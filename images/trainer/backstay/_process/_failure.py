@@ -1,0 +1,114 @@
+"""Describes an exception of the script for the pod's termination message: what, where, and a short traceback."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import PeerLost, StorageError
+
+__all__ = ["Failure", "describe"]
+
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_LIBRARIES: Final = (
+    str(_PACKAGE) + os.sep,
+    *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")),
+)
+_PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TRACEBACK_CHARS: Final = 1800
+# A place that cannot be found, or a right that is missing, does not come back; every other error of I/O may.
+_LASTING: Final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a termination message says about an exception.
+
+    Attributes:
+        reason: the exception's type, such as ``KeyError``.
+        message: its text; the type where it has none.
+        at: ``file:line`` of the innermost frame that belongs to the script; empty where there is none.
+        traceback: Python's traceback without the frames of libraries, at most 1,800 characters, its end kept.
+        transient: whether the same call may succeed later: the exception, or one that caused it, is an error of I/O,
+            of the network or of memory.
+    """
+
+    reason: str
+    message: str
+    at: str
+    traceback: str
+    transient: bool
+
+    def fields(self) -> dict[str, Any]:
+        """For a termination message."""
+        fields: dict[str, Any] = {"reason": self.reason, "message": self.message, "traceback": self.traceback}
+        if self.at:
+            fields["at"] = self.at
+        if self.transient:
+            fields["transient"] = True
+        return fields
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure that an exception is, with its traceback in the words of Python and the paths of the script."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_script(frame.filename)]
+    innermost = own[-1] if own else None
+    return Failure(
+        reason=type(error).__name__,
+        message=str(error) or type(error).__name__,
+        at="" if innermost is None else f"{_short(innermost.filename)}:{innermost.lineno}",
+        traceback=_bounded("".join(_lines(error))),
+        transient=any(_is_transient(each) for each in _chain(error)),
+    )
+
+
+def _lines(error: BaseException) -> Iterator[str]:
+    """As `traceback.format_exception`, without the frames of libraries, notes, and the exceptions before this one."""
+    shown = [
+        traceback.FrameSummary(_short(frame.filename), frame.lineno, frame.name, line=frame.line)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_script(frame.filename)
+    ]
+    if shown:
+        yield "Traceback (most recent call last):\n"
+        yield from traceback.StackSummary.from_list(shown).format()
+    yield from traceback.format_exception_only(type(error), error)[: 1 if not isinstance(error, SyntaxError) else None]
+
+
+def _bounded(text: str) -> str:
+    text = text.rstrip("\n")
+    return text if len(text) <= _TRACEBACK_CHARS else "...\n" + text[-(_TRACEBACK_CHARS - 4) :]
+
+
+def _is_script(filename: str) -> bool:
+    if filename.startswith("<"):
+        return filename == "<string>"
+    path = str(Path(filename).absolute())
+    return not path.startswith(_LIBRARIES) and not any(part in path for part in _PACKAGES)
+
+
+def _short(filename: str) -> str:
+    """Relative to the working directory, where a job's files are; the same in every pod, wherever that is mounted."""
+    path = str(Path(filename).absolute())
+    folder = str(Path.cwd()) + os.sep
+    return path[len(folder) :] if path.startswith(folder) else filename
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | PeerLost | StorageError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and not isinstance(error, _LASTING)

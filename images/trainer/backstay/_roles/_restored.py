@@ -1,0 +1,54 @@
+"""A worker that was created after training: it returns from `train` with the last checkpoint, and calls no server."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import jax
+
+from .._checkpoint import load
+from .._result import Result
+from ..errors import CheckpointError
+from ._metrics import HttpPort, Metrics
+from ._storing import patiently
+
+if TYPE_CHECKING:
+    from backstay_spec.runtime import Trained
+
+    from .._process._environment import Environment
+    from ._script import Plan
+
+__all__ = ["restored"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Metrics) -> Result:
+    """The result of the training, for a worker whose predecessor was lost before `train` returned there.
+
+    Args:
+        trained: how training ended.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or does not fit the parameters of this script.
+    """
+    if environment.checkpoint_uri is None:
+        raise CheckpointError("training is over and the job stores no checkpoint: its result cannot be restored")
+    # The folder may have another name in this pod.
+    uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
+    ready = False
+    HttpPort(metrics, lambda: ready, bind=environment.bind, port=environment.metrics_port)
+    tree = plan.partition.tree
+    checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
+    params = jax.device_put(checkpoint.params)
+    metrics.version.set(checkpoint.step)
+    ready = True
+    _LOG.info("training is over: the result of step %d comes from %s", checkpoint.step, uri)
+    return Result(
+        params=params,
+        step=checkpoint.step,
+        metrics=trained.metrics,
+        checkpoint=trained.checkpoint,
+        rank=environment.index,
+    )

@@ -1,0 +1,111 @@
+"""Which exception ended a pod, read from its termination message: the trainer's JSON, or the last lines of its log.
+
+The trainer's JSON names the exception and its place. A script that fails before it imports `backstay` leaves the end of
+its log (``FallbackToLogsOnError``), in which Python's traceback has the same facts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from backstay_spec.causes import Cause, terminated_state, verdict_of
+from backstay_spec.observed import Manifest
+
+__all__ = ["Raised", "raised_by"]
+
+_FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
+_FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
+_PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
+_LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<")
+# Exceptions after which the same call may succeed: of the network, of memory, or of a storage.
+_TRANSIENT: Final = re.compile(
+    r"Time(?:d)?out|Connect|Network|Unavailable|Throttl|Socket|SSL|HTTP|Http|URLError|gaierror|BrokenPipe|Temporar|"
+    r"RateLimit|IncompleteRead|ClientError|EndpointError|RpcError|MemoryError|StorageError|PeerLost|WaitedTooLong|"
+    r"Superseded|KeyboardInterrupt|^(?:OSError|IOError|BlockingIOError|InterruptedError)$"
+)
+# What an accelerator's runtime, or a library that calls a service, says of a failure that may pass.
+_TRANSIENT_TEXT: Final = re.compile(r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|out of memory", re.IGNORECASE)
+# Exit codes above it are 128 + a signal's number; 128 itself is a container that could not be started.
+_LAST_CODE: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The exception that ended a pod.
+
+    Attributes:
+        type: such as ``KeyError``, without its module; ``python`` and ``StartError`` where no Python code ran.
+        at: ``file:line`` of the innermost frame of the script; empty where none is known.
+        text: the exception's message.
+        traceback: for people, bounded; empty where there is none.
+        transient: whether the same call may succeed later.
+    """
+
+    type: str
+    at: str
+    text: str
+    traceback: str = ""
+    transient: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for the same exception at the same place; without a place, for the same exception and message."""
+        return self.type, self.at or self.text
+
+    @property
+    def summary(self) -> str:
+        """Such as ``KeyError: 'x' (train.py:12)``."""
+        said = f"{self.type}: {self.text}" if self.text and self.text != self.type else self.type
+        return f"{said} ({self.at})" if self.at else said
+
+
+def raised_by(pod: Manifest) -> Raised | None:
+    """The exception that ended this pod; None where a signal or a disruption ended it, or nothing says why."""
+    state = terminated_state(pod)
+    if state is None or verdict_of(pod).cause is not Cause.CRASHED:
+        return None
+    code = state.get("exitCode")
+    if not isinstance(code, int) or not 0 < code <= _LAST_CODE:
+        return None
+    message = str(state.get("message") or "")
+    if code == _LAST_CODE or state.get("reason") in ("StartError", "ContainerCannotRun"):
+        return Raised("StartError", "", message.strip()) if message.strip() else None
+    try:
+        said = json.loads(message)
+    except ValueError:
+        return _from_log(message)
+    return _from_message(said) if isinstance(said, dict) else None
+
+
+def _from_message(said: dict[str, Any]) -> Raised | None:
+    reason, at, text, traceback = (str(said.get(name) or "") for name in ("reason", "at", "message", "traceback"))
+    if not reason:
+        return None
+    transient = said.get("transient") is True or _is_transient(reason, text)
+    return Raised(reason, at, text, traceback, transient)
+
+
+def _from_log(log: str) -> Raised | None:
+    lines = log.rstrip().splitlines()
+    frames = [(number, found) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
+    if not frames:
+        found = _PYTHON.match(lines[-1]) if lines else None
+        return None if found is None else Raised("python", "", found[1])
+    after = lines[frames[-1][0] + 1 :]
+    final = next((found for line in after if line[:1].strip() and (found := _FINAL.match(line))), None)
+    if final is None:
+        return None
+    own = [found for _, found in frames if not _LIBRARY.search(found[1])] or [frames[-1][1]]
+    name, text = final[1].rpartition(".")[2], final[2] or ""
+    # Exceptions that this one was raised from stand above it.
+    others = (found[1].rpartition(".")[2] for line in lines if line[:1].strip() and (found := _FINAL.match(line)))
+    transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
+    start = next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), frames[0][0])
+    return Raised(name, f"{own[-1][1]}:{own[-1][2]}", text, "\n".join(lines[start:]), transient)
+
+
+def _is_transient(name: str, text: str) -> bool:
+    return bool(_TRANSIENT.search(name) or _TRANSIENT_TEXT.search(text))

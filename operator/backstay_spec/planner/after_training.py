@@ -1,0 +1,254 @@
+"""Policy: the end of training, and the script of worker 0 that goes on after it.
+
+Training ends with the last checkpoint: the condition Trained. The job ends when the script of worker 0 has ended. Its
+exit code counts, because exporting and uploading a model is part of the job. The job no longer needs any other pod.
+
+Shard 0's last message names the incarnation of rank 0 that has the result (`Trained.returned`): a worker reports it to
+that server before `train` returns. A worker that died before that is replaced, and its replacement reads the last
+checkpoint. One that was lost after it is not: what its script had done by then must not be done twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, TypeAlias
+
+from backstay_spec import contract, runtime, status
+from backstay_spec.causes import AFTER_TRAINING_FAILED, TRAINED, Outcome, outcome_of, terminated_state, verdict_of
+from backstay_spec.events import normal, warning
+from backstay_spec.names import Slot
+from backstay_spec.planner import replacement
+from backstay_spec.planner.conditions import Statement
+from backstay_spec.planner.creating import create, look_up
+from backstay_spec.planner.effects import Decision, Effects, Failure
+from backstay_spec.planner.end import Success
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, ended_at, has_worked, is_restored
+from backstay_spec.planner.record import Record
+from backstay_spec.planner.report import checkpoint_status, readable
+from backstay_spec.types_status import CheckpointStatus
+
+__all__ = ["LEADER", "Ended", "Trained", "Verdict", "judge", "restored_from", "said", "trained"]
+
+LEADER: Final = Slot(contract.ROLE_WORKER, 0)
+SHARD_0: Final = Slot(contract.ROLE_SERVER, 0)
+# Worker 0 may end before shard 0's server does, whose last message has the loss and the metrics.
+LAST_MESSAGE: Final = timedelta(seconds=20)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Training has ended.
+
+    Attributes:
+        reason, message: of the condition.
+        fields: fields of the status that the last messages of the pods name.
+        returned: the incarnation of rank 0 that has the result; 0: none has it; None: not known.
+        checkpoint: the last one; None where none is stored.
+        confirmed: whether shard 0's server said it, and not worker 0 alone.
+    """
+
+    reason: str
+    message: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    returned: int | None = None
+    checkpoint: CheckpointStatus | None = None
+    confirmed: bool = False
+
+    @property
+    def stored(self) -> str:
+        """Where the result is, for people."""
+        if self.checkpoint is None:
+            return "the job stores no checkpoint"
+        return f"the checkpoint of step {self.checkpoint.step} is {self.checkpoint.uri}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job ends; `complete` is what the condition AfterTrainingComplete says of it."""
+
+    ending: Success | Failure
+    complete: Statement
+
+
+Verdict: TypeAlias = Ended | Decision
+
+
+def trained(facts: Facts, record: Record) -> Trained | None:
+    """Whether training has ended: shard 0's server, or worker 0, left it as its last message, or the status says so."""
+    known = facts.conditions.get(status.TRAINED)
+    holds = status.holds(facts.conditions, status.TRAINED)
+    server, worker = _outcome(facts, record, SHARD_0), _outcome(facts, record, LEADER)
+    fields: dict[str, Any] = {}
+    returned: int | None = None
+    if worker is not None and worker.result in (TRAINED, AFTER_TRAINING_FAILED):
+        returned = record.current(LEADER)
+        fields = _fields(facts, worker)
+    elif not holds and (server is None or not server.succeeded):
+        return None
+    confirmed = server is not None and server.succeeded
+    if server is not None and confirmed:
+        fields |= _fields(facts, server)
+        returned = server.returned if returned is None else returned
+    checkpoint = fields.get("checkpoint", facts.old.checkpoint)
+    if holds and known is not None:
+        return Trained(known.reason, known.message, fields, returned, checkpoint, confirmed)
+    step = fields.get("step", facts.old.step)
+    stored = f", stored as {fields['checkpoint'].uri}" if "checkpoint" in fields else ""
+    if server is not None and server.result == "AlreadyComplete":
+        text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"
+        return Trained("AlreadyComplete", text, fields, returned, checkpoint, confirmed)
+    return Trained("Completed", f"trained to step {step}{stored}", fields, returned, checkpoint, confirmed)
+
+
+def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
+    """What becomes of worker 0 after training: the job's end, or what to do until then."""
+    verdict = _judge_leader(facts, record, end)
+    if isinstance(verdict, Ended):
+        return verdict
+    if verdict.effects.failure is not None:
+        return _failed(end, verdict.effects.failure.message)
+    since = facts.conditions.get(status.TRAINED)
+    begun = since.last_transition_time if since is not None and since.status == "True" else facts.now
+    seconds = facts.spec.run_policy.after_training_seconds
+    deadline = begun + timedelta(seconds=seconds)
+    if facts.now < deadline:
+        return verdict.also(Effects(wake=deadline))
+    late = f"the script of worker 0 has not ended within spec.runPolicy.afterTrainingSeconds ({seconds} s)"
+    return _failed(end, late)
+
+
+def said(end: Trained, verdict: Verdict) -> list[Statement]:
+    """The conditions Trained and AfterTrainingComplete, and what the others say meanwhile."""
+    found = [Statement(status.TRAINED, True, end.reason, end.message, normal("Trained", end.message))]
+    if isinstance(verdict, Ended):
+        return [*found, verdict.complete]
+    text = "training is over; the script of worker 0 has not ended yet"
+    return [
+        *found,
+        Statement(status.AFTER_TRAINING_COMPLETE, None, "ScriptRuns", text),
+        Statement(status.RUNNING, True, "AfterTraining", text),
+        Statement(status.TRAINING, False, "Trained", "training is over"),
+        Statement(status.PODS_READY, False, "Trained", "training is over: the other pods leave"),
+    ]
+
+
+def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:
+    """How a worker that is created now gets the result; None where no checkpoint holds it."""
+    if end.checkpoint is None or not end.checkpoint.uri:
+        return None
+    metrics = end.fields.get("metrics", facts.old.metrics)
+    return runtime.Trained(step=end.checkpoint.step, checkpoint=end.checkpoint.uri, metrics=dict(metrics))
+
+
+def _judge_leader(facts: Facts, record: Record, end: Trained) -> Verdict:
+    current = record.current(LEADER)
+    pod = facts.pod(LEADER, current)
+    waits = record.waits_until(LEADER.key) is not None
+    if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
+        return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
+    if waits:
+        return _replaced(facts, record, end, None)
+    if pod is None:
+        name = facts.pod_name(LEADER, current)
+        if end.returned == 0 or facts.refusal(LEADER, current) is not None:
+            return _replaced(facts, record, end, None)
+        if name not in facts.observed.missing:
+            return Decision(record, look_up(facts, LEADER, current))
+        return _lost(end, f"worker 0 (pod {name}) no longer exists")
+    if pod.alive:
+        if end.returned == 0 and not is_restored(pod):
+            return _replaced(facts, record, end, pod)
+        return Decision(record)
+    return _judge_dead(facts, record, end, pod)
+
+
+def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
+    verdict = verdict_of(pod.raw)
+    found, state = outcome_of(pod.raw), terminated_state(pod.raw)
+    code = state.get("exitCode") if state is not None else None
+    returned = found is not None and found.result in (TRAINED, AFTER_TRAINING_FAILED)
+    # A message that the script has written over is not ours; then shard 0's word counts.
+    returned = returned or (found is None and end.returned == pod.incarnation and not _failed_in_train(state))
+    # A worker that was created after training is Ready as soon as it has the result.
+    may_have = returned or end.returned is None or (is_restored(pod) and has_worked(pod, None))
+    if code == 0 and not pod.deleting and may_have:
+        return _complete(facts, record, end, pod)
+    if not verdict.cause.charged and may_have:
+        return _lost(end, f"worker 0 (pod {pod.name}) was lost before its script had ended: {verdict.text}")
+    if not returned:
+        return _replaced(facts, record, end, None)
+    text = f"worker 0 (pod {pod.name}) failed after training: {verdict.text}"
+    return _failed(end, text, found.traceback if found is not None else "")
+
+
+def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None) -> Verdict:
+    """Worker 0 has not got the result: its replacement reads the last checkpoint.
+
+    Args:
+        alive: its pod, which looks for servers that have left.
+    """
+    if restored_from(end, facts) is None:
+        return _failed(end, "worker 0 died before it had the result of the training, and the servers have left")
+    if alive is None:
+        return replacement.judge(facts, record, LEADER)
+    return create(record, LEADER, None) if facts.can_create else Decision(record)
+
+
+def _complete(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
+    """The script has ended with exit code 0. The last message of shard 0's server is waited for, for a short while."""
+    server = facts.pod(SHARD_0, record.current(SHARD_0))
+    at = ended_at(pod)
+    if not end.confirmed and server is not None and server.alive and at is not None and facts.now < at + LAST_MESSAGE:
+        return Decision(record, Effects(wake=at + LAST_MESSAGE))
+    kind = status.AFTER_TRAINING_COMPLETE
+    complete = Statement(kind, True, "Completed", "the script of worker 0 has ended with exit code 0")
+    return Ended(Success(end.reason, end.message, end.fields), complete)
+
+
+def _lost(end: Trained, why: str) -> Verdict:
+    text = f"{why}; whether its code after training was complete is not known; {end.stored}"
+    complete = Statement(status.AFTER_TRAINING_COMPLETE, False, "PodLost", text, warning("AfterTrainingLost", text))
+    return Ended(Success(end.reason, end.message, end.fields), complete)
+
+
+def _failed(end: Trained, why: str, detail: str = "") -> Verdict:
+    text = f"{why.rstrip('.')}; {end.stored}"
+    complete = Statement(status.AFTER_TRAINING_COMPLETE, False, AFTER_TRAINING_FAILED, text)
+    return Ended(Failure(AFTER_TRAINING_FAILED, text, detail, end.fields), complete)
+
+
+def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
+    """Whether the last message is the trainer's about an exception inside `train`."""
+    try:
+        message = json.loads((state or {}).get("message") or "")
+    except ValueError:
+        return False
+    return isinstance(message, dict) and "reason" in message
+
+
+def _outcome(facts: Facts, record: Record, slot: Slot) -> Outcome | None:
+    """The last message of a slot's current pod. One of before a suspension does not count: the job begins again."""
+    pod = facts.pod(slot, record.current(slot))
+    if pod is None or not pod.ended or facts.outlived_suspension(slot):
+        return None
+    return outcome_of(pod.raw)
+
+
+def _fields(facts: Facts, found: Outcome) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if found.step is not None:
+        fields["step"] = found.step
+        if found.checkpoint:
+            fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
+    if found.term is not None:
+        fields["term"] = found.term
+    if found.loss is not None:
+        fields["loss"] = readable(found.loss, 6)
+    if found.metrics:
+        fields["metrics"] = dict(found.metrics)
+        fields["evaluated_step"] = found.step
+    return fields

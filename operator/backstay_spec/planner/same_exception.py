@@ -1,0 +1,81 @@
+"""Policy: whether a job fails at once because its pods raise the same exception before the first update (O4).
+
+A retry cannot help where the pods of different slots, which run the same script, raise the same exception at the same
+place. One pod proves nothing: its node may be at fault. So most slots of a role, or of the job, have to agree; in a
+role with one slot two incarnations. Nothing is lost, as there has been no update yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from backstay_spec import contract
+from backstay_spec.exceptions import Raised, raised_by
+from backstay_spec.names import Slot
+from backstay_spec.planner.effects import Failure
+from backstay_spec.planner.facts import Facts, desired_slots
+from backstay_spec.planner.pods import PodView, created_at
+
+__all__ = ["REASON", "judge"]
+
+REASON = "ScriptFailed"
+_PODS = {
+    contract.ROLE_SERVER: "parameter server",
+    contract.ROLE_WORKER: "worker",
+    contract.ROLE_EVALUATOR: "evaluator",
+}
+
+
+def judge(facts: Facts) -> Failure | None:
+    """The job's failure, if most of its pods, or of a role's, raise the same exception before the first update."""
+    start = facts.old.start_time
+    if facts.trained or facts.spec.run_policy.suspend or start is None:
+        return None
+    slots = desired_slots(facts.job)
+    last = {slot: found for slot in slots if (found := _last_raised(facts.pods.get(slot, ()), start))}
+    for role in (contract.ROLE_SERVER, contract.ROLE_WORKER):
+        of_role = [slot for slot in slots if slot.role == role]
+        if failure := _agreed(of_role, last, role):
+            return failure
+    return _agreed(slots, last, "")
+
+
+def _last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
+    """The lasting exceptions of a slot's dead pods, newest first; none where its newest pod works.
+
+    Args:
+        start: when the job began to run, or was resumed: pods of before may have had another spec.
+    """
+    if not pods or pods[-1].ready:
+        return []
+    dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting]
+    found = [raised_by(pod.raw) for pod in dead if (made := created_at(pod)) is not None and made >= start]
+    lasting = []
+    for raised in found:
+        if raised is None or raised.transient:
+            break
+        lasting.append(raised)
+    return lasting
+
+
+def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: str) -> Failure | None:
+    counts = Counter(last[slot][0].key for slot in slots if slot in last)
+    if not counts:
+        return None
+    key, agreeing = counts.most_common(1)[0]
+    raised = next(last[slot][0] for slot in slots if slot in last and last[slot][0].key == key)
+    if agreeing >= 2 and 2 * agreeing > len(slots):
+        what = f"{_PODS[role]}s" if role else "pods"
+        return _failure(raised, f"raised by {agreeing} of {len(slots)} {what}")
+    if role and len(slots) == 1:
+        again = last[slots[0]]
+        if len(again) >= 2 and again[0].key == again[1].key:
+            return _failure(raised, f"raised by the only {_PODS[role]}, twice")
+    return None
+
+
+def _failure(raised: Raised, by: str) -> Failure:
+    text = f"{raised.summary}: {by} before the first update, so another attempt would fail too"
+    return Failure(REASON, text, raised.traceback)

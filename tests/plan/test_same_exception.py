@@ -1,0 +1,216 @@
+"""O4: pods that raise the same exception before the first update fail the job at once, with the traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backstay_spec import contract
+from backstay_spec.exceptions import raised_by
+
+SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
+SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 4}}
+ONE_EACH = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}}
+LOG = """step 1
+Traceback (most recent call last):
+  File "/backstay/code/train.py", line 7, in <module>
+    import sklearn.datasets
+  File "/usr/lib/python3.11/importlib/__init__.py", line 126, in import_module
+    return _bootstrap._gcd_import(name)
+ModuleNotFoundError: No module named 'sklearn'
+"""
+
+
+def says(reason="KeyError", at="train.py:12", **more):
+    return json.dumps({"reason": reason, "message": "'x'", "at": at, "traceback": f"  {at}\n{reason}: 'x'", **more})
+
+
+def started(make_cluster, spec=SPEC):
+    cluster = make_cluster(spec)
+    cluster.settle()
+    cluster.tick(1)
+    return cluster
+
+
+def crash(cluster, role, index, message, code=1):
+    cluster.end(cluster.named(role, index), code, message)
+    cluster.settle()
+
+
+def test_most_workers_with_one_exception_fail_the_job_at_once(make_cluster):
+    cluster = started(make_cluster)
+    for rank in (0, 3):
+        crash(cluster, WORKER, rank, says())
+        assert cluster.status["phase"] != "Failed", "half of them may have a node in common"
+    crash(cluster, WORKER, 1, says())
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    first, *trace = failed["message"].splitlines()
+    assert first.startswith("KeyError: 'x' (train.py:12): raised by 3 of 4 workers before the first update")
+    assert trace == ["  train.py:12", "KeyError: 'x'"]
+    assert "\n" not in cluster.events[-1][1]
+    assert not cluster.living()
+
+
+def test_an_import_that_fails_is_read_from_the_log(make_cluster):
+    """A script that fails before it imports backstay leaves its log's end; all servers are enough."""
+    cluster = started(make_cluster)
+    crash(cluster, SERVER, 0, LOG)
+    crash(cluster, WORKER, 2, LOG)
+    crash(cluster, SERVER, 1, LOG)
+    message = cluster.condition("Failed")["message"]
+    assert message.startswith("ModuleNotFoundError: No module named 'sklearn' (/backstay/code/train.py:7)")
+    assert message.endswith("ModuleNotFoundError: No module named 'sklearn'")
+
+
+def test_with_one_pod_of_a_role_its_second_failure_decides(make_cluster):
+    cluster = started(make_cluster, ONE_EACH)
+    cluster.run(cluster.named(SERVER, 0))
+    crash(cluster, WORKER, 0, says())
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(1)
+    cluster.settle()
+    crash(cluster, WORKER, 0, says(at="train.py:13"))
+    assert cluster.status["phase"] != "Failed", "another place is another exception"
+    cluster.tick(2)
+    cluster.settle()
+    crash(cluster, WORKER, 0, says(at="train.py:13"))
+    assert "raised by the only worker, twice" in cluster.condition("Failed")["message"]
+
+
+def test_one_server_and_one_worker_agree(make_cluster):
+    cluster = started(make_cluster, ONE_EACH)
+    crash(cluster, SERVER, 0, LOG)
+    assert cluster.status["phase"] != "Failed"
+    crash(cluster, WORKER, 0, LOG)
+    assert "raised by 2 of 2 pods" in cluster.condition("Failed")["message"]
+
+
+def test_after_the_first_update_budgets_decide(make_cluster):
+    cluster = started(make_cluster)
+    cluster.answer(step=1)
+    for rank in range(4):
+        crash(cluster, WORKER, rank, says())
+    assert cluster.status["phase"] != "Failed"
+
+
+def test_what_was_mended_while_the_job_was_suspended_is_not_held_against_it(make_cluster):
+    """The dead pods of before are still there; the next ones run another spec."""
+    cluster = started(make_cluster)
+    for rank in range(2):
+        crash(cluster, WORKER, rank, says())
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    cluster.bury()
+    cluster.settle()
+    cluster.tick(60)
+    cluster.edit(runPolicy={"suspend": False}, image="train:2")
+    cluster.settle()
+    for rank in (2, 3):
+        crash(cluster, WORKER, rank, says())
+    assert cluster.status["phase"] != "Failed"
+
+
+def test_a_command_that_does_not_exist_fails_the_job(make_cluster):
+    cluster = started(make_cluster)
+    for shard in range(2):
+        name = cluster.named(SERVER, shard)
+        cluster.end(name, 128, 'exec: "pyton": executable file not found in $PATH', reason="StartError")
+        cluster.settle()
+    assert '"pyton": executable file not found' in cluster.condition("Failed")["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (says("ConnectionResetError"), 1),
+        (says("RuntimeError", transient=True), 1),
+        (says("XlaRuntimeError", message="RESOURCE_EXHAUSTED: out of memory"), 1),
+        (says(), 137),
+        (says(), 143),
+        ("no traceback at all", 1),
+        (LOG.replace("ModuleNotFoundError", "urllib.error.URLError"), 1),
+        ("ConnectionError: refused\n\nDuring handling of the above exception, another one occurred:\n\n" + LOG, 1),
+    ],
+)
+def test_what_may_succeed_later_is_retried(make_cluster, message, code):
+    """Signals, networks and memory: a retry may help, so budgets decide."""
+    cluster = started(make_cluster)
+    for role, count in ((SERVER, 2), (WORKER, 4)):
+        for index in range(count):
+            crash(cluster, role, index, message, code)
+    assert cluster.status["phase"] != "Failed"
+
+
+def test_a_disruption_is_no_exception(make_cluster):
+    cluster = started(make_cluster)
+    for rank in range(4):
+        name = cluster.named(WORKER, rank)
+        cluster.disrupt(name, "PreemptionByScheduler")
+        cluster.end(name, 1, says())
+        assert raised_by(cluster.pods[name]) is None
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+
+
+@pytest.mark.parametrize(
+    ("log", "key"),
+    [
+        (LOG, ("ModuleNotFoundError", "/backstay/code/train.py:7")),
+        (
+            '  File "t.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax',
+            ("SyntaxError", "t.py:3"),
+        ),
+        (
+            "python: can't open file '/c/tran.py': [Errno 2] No",
+            ("python", "can't open file '/c/tran.py': [Errno 2] No"),
+        ),
+        (LOG[LOG.index('  File "/usr') :], ("ModuleNotFoundError", "/usr/lib/python3.11/importlib/__init__.py:126")),
+    ],
+)
+def test_what_python_prints_names_the_exception(make_cluster, log, key):
+    cluster = started(make_cluster)
+    name = cluster.named(WORKER, 0)
+    cluster.end(name, 1, log)
+    assert raised_by(cluster.pods[name]).key == key
+
+
+MESSAGES = st.sampled_from(["a", "b", "transient", "signal"])
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    servers=st.integers(1, 3),
+    workers=st.integers(1, 4),
+    data=st.data(),
+    trained=st.booleans(),
+)
+def test_o4_the_job_fails_exactly_when_most_pods_of_a_role_agree(make_cluster, servers, workers, data, trained):
+    """O4: against a count that is made from what each slot's last pod raised."""
+    cluster = started(make_cluster, {"parameterServers": {"replicas": servers}, "workers": {"replicas": workers}})
+    if trained:
+        cluster.answer(step=1)
+    slots = [(SERVER, i) for i in range(servers)] + [(WORKER, i) for i in range(workers)]
+    raised = {}
+    for role, index in data.draw(st.permutations(slots)):
+        kind = data.draw(MESSAGES)
+        if kind in ("a", "b"):
+            raised[role, index] = kind
+        message = says(at=f"train.py:{kind}", **({"transient": True} if kind == "transient" else {}))
+        crash(cluster, role, index, message, 137 if kind == "signal" else 1)
+        agreed = any(
+            sum(raised.get(slot) == key for slot in group) >= max(2, len(group) // 2 + 1)
+            for key in "ab"
+            for group in (slots, [s for s in slots if s[0] == SERVER], [s for s in slots if s[0] == WORKER])
+        )
+        assert (cluster.status["phase"] == "Failed") == (agreed and not trained)
+        if agreed and not trained:
+            return

@@ -1,0 +1,205 @@
+"""The code after `train`: whose exit code counts, what is said of a failure, and who gets the result. T7, T8."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import backstay
+from backstay._faults import ENV_FAULTS
+from backstay._process._exit import termination_message
+from backstay._process._failure import describe
+from backstay._roles._farewell import Farewell
+from backstay._timeouts import Timeouts
+from backstay.errors import PeerLost, StorageError
+
+CHECKPOINTS = "checkpoints"
+TIMES = Timeouts()
+
+
+def stored(job, tmp_path: Path, workers: int = 1, **environment: str):
+    """A job with one server and a folder for checkpoints."""
+    tiny = job(1, workers, checkpoint={"uri": str(tmp_path / CHECKPOINTS)})
+    tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", **environment}
+    return tiny
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    for name, value in right.items():
+        if name.isdigit() or name in ("step", "squares"):
+            np.testing.assert_allclose(left[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_the_last_messages_say_who_has_the_result(job, tmp_path: Path) -> None:
+    """T8: the server names the incarnation of rank 0 that returned, each worker says that training is over."""
+    tiny = stored(job, tmp_path, 2)
+    server, leads, follows = tiny.server(0, 1), tiny.worker(0, 3), tiny.worker(1, 1)
+    assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
+    assert server.words()["result"] == "Succeeded"
+    assert server.words()["returned"] == 3
+    for rank, worker in enumerate((leads, follows)):
+        words = worker.words()
+        assert (words["result"], words["step"]) == ("Trained", 4)
+        assert words["checkpoint"] == server.words()["checkpoint"]
+        result = tiny.params(worker)
+        assert (result["rank"], result["leads"]) == (rank, rank == 0)
+
+
+def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) -> None:
+    """The exit code is the script's; the message has the type, the place and a traceback of the script alone."""
+    tiny = stored(job, tmp_path, AFTER="raise")
+    tiny.server(0)
+    worker = tiny.worker(0)
+    assert worker.wait() == 1
+    words = worker.words()
+    assert (words["result"], words["reason"]) == ("AfterTrainingFailed", "KeyError")
+    assert words["message"] == "'no model of step 4'"
+    assert str(words["at"]).startswith("tests/runtime/tiny.py:")
+    assert str(words["traceback"]).count("tiny.py") == 3
+    assert "KeyError: 'no model of step 4'" in worker.output()
+
+
+def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: Path) -> None:
+    """T8: a script that exports is ended by SIGTERM as any program is, and by its own exit code."""
+    tiny = stored(job, tmp_path, 2)
+    tiny.server(0)
+    waits, exits = tiny.worker(0, AFTER="wait"), tiny.worker(1, AFTER="exit")
+    assert exits.wait() == 3
+    tiny.wait_for(waits, "exporting")
+    waits.process.send_signal(signal.SIGTERM)
+    assert waits.wait() == -signal.SIGTERM
+    assert waits.words()["result"] == exits.words()["result"] == "Trained"
+
+
+def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path) -> None:
+    tiny = stored(job, tmp_path, AFTER="twice")
+    tiny.server(0)
+    worker = tiny.worker(0)
+    assert worker.wait() == 1
+    assert worker.words()["result"] == "AfterTrainingFailed"
+    assert "train was called a second time in one pod" in str(worker.words()["message"])
+
+
+def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_checkpoint(job, tmp_path: Path) -> None:
+    """T7, T8: killed with the result in its hands; the server says so, and a later pod returns the same result."""
+    tiny = stored(job, tmp_path, 1, **{ENV_FAULTS: "kill worker/0 @0 done"})
+    server, dies = tiny.server(0, 1), tiny.worker(0, 1)
+    assert [dies.wait(), server.wait()] == [-signal.SIGKILL, 0]
+    words = server.words()
+    assert (words["result"], words["returned"]) == ("Succeeded", 0)
+    assert not dies.termination.exists()
+    said = {name: words[name] for name in ("step", "checkpoint", "metrics")}
+    comes = tiny.worker(0, 2, BACKSTAY_TRAINED=json.dumps(said))
+    assert comes.wait() == 0
+    assert comes.words()["result"] == "Trained"
+    same(tiny.params(comes), tiny.reference())
+    assert tiny.params(comes)["leads"]
+
+
+def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_again(job, tmp_path: Path) -> None:
+    """T8: only the servers hold the result: the replacement gets it from them."""
+    tiny = job(2, 1)
+    tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", ENV_FAULTS: "kill worker/0 @0 done"}
+    servers = [tiny.server(shard, 1) for shard in range(2)]
+    assert tiny.worker(0, 1).wait() == -signal.SIGKILL
+    comes = tiny.worker(0, 2)
+    assert [comes.wait(), *(server.wait() for server in servers)] == [0, 0, 0]
+    assert servers[0].words()["returned"] == 2
+    same(tiny.params(comes), tiny.reference())
+
+
+def test_t8_how_long_a_server_stays() -> None:
+    """T8: for peers 15 s, for a result that no checkpoint holds 2 minutes, and never longer."""
+    farewell = Farewell(TIMES, incarnation=1, took_over=False)
+    assert not farewell.stays(0.0, stored=True, awaited=False)
+    assert farewell.stays(TIMES.farewell - 1, stored=True, awaited=True)
+    assert not farewell.stays(TIMES.farewell, stored=True, awaited=True)
+    assert farewell.stays(TIMES.result - 1, stored=False, awaited=False)
+    assert not farewell.stays(TIMES.result, stored=False, awaited=True)
+    assert farewell.report(7)
+    assert not farewell.stays(0.0, stored=False, awaited=False)
+    assert farewell.end(already_complete=False) == {"returned": 7}
+    assert not farewell.report(8), "what the message does not say must not be promised to the worker"
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "took_over", "already", "said"),
+    [
+        (1, False, False, {"returned": 0}),
+        (2, False, False, {"returned": 0}),
+        (1, False, True, {"returned": 0}),
+        (2, False, True, {}),
+        (2, True, False, {}),
+        (2, True, True, {}),
+    ],
+)
+def test_a_server_that_cannot_know_who_returned_does_not_say(incarnation, took_over, already, said) -> None:
+    """A server before this one may have reached the end, and rank 0 may have reported to that one."""
+    assert Farewell(TIMES, incarnation=incarnation, took_over=took_over).end(already_complete=already) == said
+
+
+def raised(error: BaseException, cause: BaseException | None = None):
+    try:
+        try:
+            if cause is not None:
+                raise cause
+        except BaseException as first:
+            raise error from first
+        raise error
+    except BaseException as caught:  # noqa: BLE001  # MemoryError among them
+        return describe(caught)
+
+
+def test_o4_what_may_succeed_later_is_marked() -> None:
+    """O4: errors of I/O, network and memory, also as the cause of another one; a missing file is not such."""
+    for error in (ConnectionResetError(), TimeoutError(), OSError(28, "full"), MemoryError(), PeerLost("x")):
+        assert raised(error).transient
+        assert raised(RuntimeError("no data"), error).transient
+    assert raised(StorageError("x")).transient
+    for error in (KeyError("x"), FileNotFoundError("x"), ModuleNotFoundError("x"), PermissionError("x")):
+        assert not raised(error).transient
+        assert "transient" not in raised(error).fields()
+
+
+def test_a_traceback_names_the_script_and_not_the_libraries() -> None:
+    def script():
+        import jax
+
+        jax.tree.map(lambda leaf: leaf["kernel"], {"a": 1.0})
+
+    try:
+        script()
+    except TypeError as error:
+        found = describe(error)
+    assert found.at.startswith("tests/runtime/test_after_training.py:")
+    assert "tree_util" not in found.traceback
+    assert found.traceback.startswith("Traceback (most recent call last):\n")
+    assert found.traceback.endswith("TypeError: 'float' object is not subscriptable")
+    assert len(raised(RuntimeError("x" * 10**6)).traceback) <= 1800
+
+
+def test_the_last_message_fits_and_stays_json_whatever_the_script_said() -> None:
+    """https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/: 4096 bytes."""
+    for text in ("é\n" * 5000, "\ud800" * 3000, '"' * 9000, "错误" * 9000):
+        fields = {"result": "AfterTrainingFailed", "reason": "E", "message": text, "traceback": text + "the end"}
+        written = termination_message(fields)
+        assert len(written) <= 4096
+        assert json.loads(written)["traceback"].endswith("the end")
+
+
+def test_in_one_process_the_script_leads() -> None:
+    import jax.numpy as jnp
+    import optax
+
+    result = backstay.train(
+        init=lambda key: {"w": jnp.zeros(2)},
+        loss=lambda params, batch: jnp.sum(params["w"] ** 2),
+        batches=lambda key: jnp.ones(1),
+        optimizer=optax.sgd(0.1),
+        steps=1,
+    )
+    assert (result.rank, result.is_leader) == (0, True)
