@@ -226,7 +226,7 @@ ADVICE = {
     "sophia": r"optax\.contrib\.sophia, evaluates the loss inside an update.*Use optax\.adamw or optax\.lion",
     "hessian": r"hutchinson_estimator_diag_hessian.*evaluates the loss inside an update",
     "sam-opaque": r"optax\.contrib\.sam with opaque_mode=True computes gradients .* Use opaque_mode=False",
-    "lookahead": r"optax\.lookahead needs optax\.LookaheadParams .* Use the fast optimizer alone",
+    "lookahead": r"optax\.lookahead needs optax\.LookaheadParams, .* Use the fast optimizer alone",
     "dpsgd": r"optax\.differentially_private_aggregate " + EXAMPLES,
     "monitor": r"optax\.monitor changes the structure of its state in the first update\. Remove it",
     "measure-with-ema": r"optax\.measure_with_ema returns a measurement instead of updates\. Remove it",
