@@ -78,8 +78,11 @@ def test_clean_pods(running, policy):
 def test_what_the_pods_used_is_deleted_when_none_of_them_runs(running, policy, code):
     """Services, Secret and NetworkPolicy of a job that has ended. A new operator does not delete them again."""
     cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": policy}})
-    result = {"result": "Succeeded", "step": 9} if code == 0 else {"result": "Failed", "reason": "X", "message": "m"}
-    cluster.end(cluster.named(SERVER, 0), code, json.dumps(result))
+    if code == 0:
+        cluster.complete()
+    else:
+        failed = {"result": "Failed", "reason": "X", "message": "m"}
+        cluster.end(cluster.named(SERVER, 0), code, json.dumps(failed))
     cluster.settle()
     assert (len(cluster.services), len(cluster.policies), cluster.secrets_deleted) == (2, 1, 0), "pods still use them"
     cluster.tick(10)
@@ -99,7 +102,7 @@ def test_what_the_pods_used_is_deleted_when_none_of_them_runs(running, policy, c
 def test_an_operator_that_dies_while_it_deletes_leaves_nothing_behind(running):
     for done in range(5):
         cluster = running(TWO_SERVERS | {"runPolicy": {"cleanPods": "All"}})
-        cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 9}))
+        cluster.complete()
         cluster.settle()
         cluster.tick(10)
         cluster.settle()
