@@ -31,6 +31,9 @@ from backstay_spec.crd import build_crd
 JOBS_PATH = f"/apis/{contract.API_VERSION}/namespaces/default/{contract.PLURAL}"
 
 
+# All pods have this address, where one process answers the operator's calls as servers that train would.
+SERVERS_IP = "127.243.255.254"
+
 # A worker that crashes before its first gradient backs off (O4), and these pods never compute one; preempted ones do
 # not back off.
 PREEMPTED = {
@@ -173,8 +176,15 @@ async def measure(jobs: int, kills: int, assets: str | None) -> None:
         with cluster:
             client = cluster.client()
             await client.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", build_crd())
-            kubelet = FakeKubelet(client)
+            kubelet = FakeKubelet(client, pod_ip=SERVERS_IP)
             await kubelet.start()
+            servers = await asyncio.create_subprocess_exec(
+                sys.executable, str(Path(__file__).with_name("_servers.py")), SERVERS_IP,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            assert servers.stdout is not None
+            if not await servers.stdout.readline():
+                raise SystemExit(f"the port {SERVERS_IP}:{contract.PORT_CONTROL} is taken")
             log = (Path(folder) / "operator.log").open("wb")
             operator = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "backstay_operator", "--kubeconfig", str(cluster.kubeconfig),
@@ -187,6 +197,8 @@ async def measure(jobs: int, kills: int, assets: str | None) -> None:
                 operator.terminate()
                 await operator.wait()
                 log.close()
+                servers.terminate()
+                await servers.wait()
                 await kubelet.stop()
                 await client.close()
 

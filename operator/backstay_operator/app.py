@@ -106,7 +106,7 @@ class App:
             contacted=self._reconciler.contacted,
             clock=clock,
         )
-        self._reconciler.mark = lambda key: self._dispatcher.mark(key, urgent=True)
+        self._reconciler.mark = self._dispatcher.mark
         self._reconciler.mark_after = self._dispatcher.mark_after
         self._reconciler.follow = self._poller.follow
         self._reconciler.hurry = self._poller.hurry

@@ -32,6 +32,7 @@ class FakeKubelet:
         client: the API server; closed by its owner.
         name: of the node.
         pod_cidr: where pods' addresses come from: on loopback, so that nobody calls out; nothing listens there.
+        pod_ip: one address for all pods instead, where a program of the caller answers for them.
         max_pods: what the node takes.
         parallel: requests under way at once.
         clock: seconds since the epoch.
@@ -44,6 +45,7 @@ class FakeKubelet:
         *,
         name: str = "fake",
         pod_cidr: str = "127.244.0.0/18",
+        pod_ip: str | None = None,
         max_pods: int = 10_000,
         parallel: int = 16,
         clock: Callable[[], float] = time.time,
@@ -72,6 +74,7 @@ class FakeKubelet:
         self._limit = asyncio.Semaphore(parallel)
         self._busy: dict[str, asyncio.Task[None]] = {}  # by uid
         self._killed: dict[str, tuple[int, str, Object | None]] = {}
+        self._pod_ip = pod_ip
         self._addresses: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -174,7 +177,7 @@ class FakeKubelet:
     def _status(self, pod: Object, killed: tuple[int, str, Object | None] | None) -> Object:
         now = timestamp(self._clock())
         uid = pod["metadata"]["uid"]
-        if uid not in self._addresses:
+        if self._pod_ip is None and uid not in self._addresses:
             self._addresses[uid] = self._node.addresses.take()[0]
         records = []
         for container in pod["spec"]["containers"]:
@@ -187,7 +190,7 @@ class FakeKubelet:
         phase = "Running" if killed is None else "Succeeded" if killed[0] == 0 else "Failed"
         before = (pod.get("status") or {}).get("conditions") or []
         extra = [] if killed is None or killed[2] is None else [killed[2]]
-        ip = self._addresses[uid]
+        ip = self._pod_ip or self._addresses[uid]
         return {
             "phase": phase,
             "conditions": conditions_of(before, phase, [], records, has_address=True, now=now) + extra,
