@@ -50,6 +50,7 @@ class JobView:
     evaluated_step: int | None = None
     checkpoint: str | None = None
     roles: dict[str, RoleView] = field(default_factory=dict)
+    standbys: int = 0  # of all shards; `roles` counts them as parameter servers
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
     pods: tuple[dict[str, Any], ...] = ()
     stage: str = ""  # what is being started before there is a job to look at
@@ -95,6 +96,7 @@ def view_of(
         for role, values in (status.get("roles") or {}).items()
     }
     ending = _termination_of_shard_0(pods)
+    servers = (job.get("spec") or {}).get("parameterServers") or {}
     view = JobView(
         name=job["metadata"]["name"],
         namespace=job["metadata"]["namespace"],
@@ -108,6 +110,7 @@ def view_of(
         evaluated_step=ending.get("step") if ending.get("metrics") else status.get("evaluatedStep"),
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
+        standbys=int(servers.get("replicas", 1)) * int(servers.get("standbys", 0)),
         seen=bool(status),
         concluded="loss" in ending,
         trouble=_trouble_of(status),

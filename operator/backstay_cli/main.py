@@ -31,6 +31,7 @@ from backstay_cli.script_command import ScriptCommand
 from backstay_cli.words import shortened
 
 BAD_INPUT = 2
+_NAME = "Script only: the job's name. [default: the script's name, or its folder's for train.py and main.py]"
 
 app = typer.Typer(
     name="backstay",
@@ -76,7 +77,7 @@ def run(
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="Script only: a pod that evaluates each checkpoint. Needs --checkpoint.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Script only: the job's name. [default: the script's name]")] = None,
+    name: Annotated[str | None, typer.Option(help=_NAME)] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Script only: where checkpoints go, a folder or any fsspec URI.")
     ] = None,

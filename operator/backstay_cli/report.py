@@ -66,14 +66,18 @@ def _finite(value: float | None) -> float | None:
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     """The report for people."""
     desired = {role: values.desired for role, values in view.roles.items()}
-    shape = f"{count(desired.get('ParameterServer', 0), 'server')}, {count(desired.get('Worker', 0), 'worker')}"
+    standbys = min(view.standbys, desired.get("ParameterServer", 0))
+    shape = count(desired.get("ParameterServer", 0) - standbys, "server")
+    shape += f", {count(standbys, 'standby')}" if standbys else ""
+    shape += f", {count(desired.get('Worker', 0), 'worker')}"
     if view.step or view.phase == "Succeeded":
         when = f"after {number(view.step)} updates in {seconds:.1f} s"
     else:
         when = f"before its first update, after {seconds:.1f} s"
     yield f"{view.name} {view.phase.lower()} {when} ({shape})"
     if view.message and (view.phase != "Succeeded" or "AlreadyComplete" in view.message):
-        for line in plain(view.message):
+        first, *more = plain(view.message)
+        for line in (first, *(line for line in more if line not in first)):
             yield f"  {line}"
     if view.loss is not None or view.examples_per_second is not None:
         rate = "" if not view.examples_per_second else f", {number(view.examples_per_second, 3)} examples/s"
@@ -124,7 +128,7 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
         yield f"  {group[0].pod} ended with {how}: {shortened(str(group[0].log))}"
         yield from said or ("    | (it printed nothing)",)
         if len(group) > 1:
-            yield f"    so did {', '.join(end.pod for end in group[1:])}"
+            yield f"    the same in {', '.join(end.pod for end in group[1:])}"
 
 
 def tail(log: Path) -> Iterator[str]:

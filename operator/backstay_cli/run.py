@@ -151,14 +151,14 @@ class _Following:
     async def look(self, api: Api) -> JobView:
         """Look at the job, and show it with what worker 0's script has printed."""
         self.view = view = await look(api, self.namespace, self.name, self.view)
-        self.display.print(self._output.news(view.pods))
+        self.display.print(self._output.news(view.pods, updated=bool(view.step)))
         self.display.show(view)
         return view
 
     def end(self) -> None:
         """Show what is left of the script's output."""
         if self.view is not None:
-            self.display.print(self._output.news(self.view.pods))
+            self.display.print(self._output.news(self.view.pods, updated=bool(self.view.step)))
             self.display.print(self._output.end(failed=self.view.phase == "Failed"))
 
 

@@ -29,7 +29,7 @@ _LINE_LENGTH = 1000
 class ScriptOutput:
     """Follows the log of worker 0, from one pod to its replacement.
 
-    A traceback is held back until it is clear what it means: the report of a failed job shows it, and only once.
+    A traceback is held back until it is clear whether the job fails: the report of a failed job shows it once.
 
     Args:
         logs: the folder with the logs of all pods.
@@ -41,15 +41,21 @@ class ScriptOutput:
         self._offset = 0
         self._rest = b""
         self._held: list[str] = []
+        self._replaced: list[str] = []  # the traceback that ended a pod which has a replacement
         self._shown: list[str] = []
 
-    def news(self, pods: Sequence[dict[str, Any]]) -> list[str]:
-        """The lines since the last call, printable; `pods` are the job's."""
+    def news(self, pods: Sequence[dict[str, Any]], *, updated: bool = True) -> list[str]:
+        """The lines since the last call, printable.
+
+        Args:
+            pods: the job's.
+            updated: whether the job has made an update. Before it, the exception of one pod may soon fail the job.
+        """
         log = self._newest_log(pods)
-        lines: list[str] = []
         if log is not None and log != self._log:
-            lines += self._release(again=False)
+            self._replaced, self._held = self._held or self._replaced, []
             self._log, self._offset, self._rest = log, 0, b""
+        lines = self._release_replaced() if updated else []
         return lines + list(self._filtered(self._read()))
 
     def end(self, *, failed: bool) -> list[str]:
@@ -58,7 +64,7 @@ class ScriptOutput:
         if self._rest:
             lines += self._filtered([self._rest])
             self._rest = b""
-        return lines if failed else lines + self._release(again=False)
+        return lines if failed else [*self._release_replaced(), *lines, *self._release(again=False)]
 
     def _newest_log(self, pods: Sequence[dict[str, Any]]) -> Path | None:
         found: list[tuple[int, Path]] = []
@@ -104,6 +110,13 @@ class ScriptOutput:
                 self._held.append(text)
             else:
                 yield text
+
+    def _release_replaced(self) -> list[str]:
+        replaced, self._replaced = self._replaced, []
+        if replaced == self._shown:
+            return []
+        self._shown = replaced or self._shown
+        return replaced
 
     def _release(self, *, again: bool = True) -> list[str]:
         """The traceback that was held back; `again`: also if it is the one that was shown last."""

@@ -396,6 +396,7 @@ def test_the_traceback_that_all_pods_raised_is_printed_once_and_whole(tmp_path: 
     text = "\n".join(report.lines(view, 1.5, tmp_path))
     assert text.count("Traceback") == 1
     assert all(text.count(f"in f{n}\n") == 1 for n in range(12))
-    assert "so did a-ps-1" in text
+    assert "the same in a-ps-1" in text
     assert "connecting" not in text
     assert "KeyError: all 2 pods raised it: KeyError: 'nope'" in text
+    assert "\n  KeyError: 'nope'\n" not in text

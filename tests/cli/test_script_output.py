@@ -53,6 +53,21 @@ def test_the_traceback_of_a_failed_job_is_left_to_the_report(tmp_path: Path) -> 
     assert output.end(failed=True) == []
 
 
+def test_before_the_first_update_the_traceback_of_a_replaced_pod_waits_for_the_jobs_end(tmp_path: Path) -> None:
+    def output_of_two_pods() -> tuple[ScriptOutput, list[str]]:
+        output = ScriptOutput(tmp_path)
+        return output, [line for n in (1, 2) for line in output.news([pod(n)], updated=False)]
+
+    write(tmp_path, pod(1), b"hello\n" + TRACEBACK)
+    write(tmp_path, pod(2), b"12:00:01 worker-0: starting\nagain\n")
+    failed, shown = output_of_two_pods()
+    assert shown + failed.end(failed=True) == ["hello", "again"]
+    trained, _ = output_of_two_pods()
+    assert trained.news([pod(2)], updated=True) == TRACEBACK.decode().splitlines()
+    stopped, _ = output_of_two_pods()
+    assert stopped.end(failed=False) == TRACEBACK.decode().splitlines()
+
+
 def test_the_same_traceback_of_replacements_is_shown_once(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     shown: list[str] = []

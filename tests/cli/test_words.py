@@ -106,7 +106,7 @@ def test_what_several_pods_said_alike_is_shown_once(tmp_path: Path) -> None:
     lines = list(report.lines(view_of(job, dead, []), 1.0, tmp_path))
     assert "before its first update" in lines[0]
     assert sum("raise RuntimeError" in line for line in lines) == 1
-    assert "    so did a-worker-2" in lines
+    assert "    the same in a-worker-2" in lines
     assert "    | (it printed nothing)" in lines
     assert lines[-1].endswith("the end")
     assert all(len(line) < 1000 for line in lines)

@@ -131,7 +131,8 @@ def checkpointing(facts: Facts) -> list[Statement]:
     progress, kind = facts.progress, status.CHECKPOINTING
     if facts.spec.checkpoint.uri is None and facts.spec.checkpoint.volume is None:
         message = (
-            "spec.checkpoint sets neither uri nor volume: no checkpoints are written; losing a server loses its state"
+            "no checkpoints are written, because spec.checkpoint has neither uri nor volume: "
+            "after the loss of a server without a standby, training starts again at step 0"
         )
         return [Statement(kind, False, "NotConfigured", message, warning("NotConfigured", message))]
     if progress is not None and progress.checkpoint_error:
