@@ -11,6 +11,8 @@ import logging
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -489,6 +491,30 @@ def test_t8_idle_connections_to_the_data_port_are_closed(
     assert any("the data port" in record.getMessage() for record in caplog.records)
 
 
+def test_t8_connections_that_use_up_all_descriptors_are_closed(strangers: list[Connection]) -> None:
+    """O7: the server can open no file then, and still looks at its sockets."""
+    limit = 128
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("full_server.py")), TOKEN, str(limit)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        # They begin HTTP/2, as gRPC itself closes those that do not. The last ones wait to be accepted.
+        strangers.extend(Connection(port) for _ in range(limit + 20))
+        assert all(stranger.closed() for stranger in strangers)
+        stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
+        stream.write(Frame(pull=Pull()))
+        stream.read()
+        stream.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 # ---- The guard itself ----
 
 
@@ -519,6 +545,22 @@ def test_a_connection_with_a_valid_call_is_never_closed(listener: socket.socket)
     assert not guard._proven
     assert not guard._names
     for each in (bad, *ends):
+        each.close()
+
+
+def test_o7_a_connection_that_is_seen_twice_is_still_closed(listener: socket.socket) -> None:
+    """Another thread that looks at the sockets holds duplicates of their descriptors for a moment."""
+    port = listener.getsockname()[1]
+    sockets, guard = Sockets(), ConnectionGuard(port, "the port", grace=5 * SCAN_SECONDS)
+    bad = Connection(port, silent=True)
+    end = listener.accept()[0]
+    sockets.scan([guard])
+    with end.dup():
+        sockets.scan([guard])
+    for _ in range(5):
+        sockets.scan([guard])
+    assert bad.closed()
+    for each in (bad, end):
         each.close()
 
 

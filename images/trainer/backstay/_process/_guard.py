@@ -8,10 +8,11 @@ the job's token, and closed when that does not come.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,7 @@ from ._sockets import (
     connection_of,
     peer_address,
     received_bytes,
+    reserve_descriptors,
     reset_one,
     shut_down,
     socket_descriptors,
@@ -81,7 +83,7 @@ class Warnings:
 class _Unproven:
     """An accepted connection on which no call with the token came yet."""
 
-    number: int  # of its descriptor
+    inode: int
     connection: Connection
     scans: int = 0
 
@@ -92,16 +94,17 @@ class Sockets:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._guards: list[ConnectionGuard] = []
-        self._known: dict[tuple[int, int], Connection | None] = {}  # by descriptor and inode; None: not connected
+        self._known: dict[int, Connection | None] = {}  # by inode; None: not connected
         self._thread: threading.Thread | None = None
 
     def add(self, guard: ConnectionGuard) -> None:
         """From now on `guard` is told of connections to its port."""
+        reserve_descriptors()
         with self._lock:
             self._guards.append(guard)
-            for (number, _), connection in self._known.items():
+            for inode, connection in self._known.items():
                 if connection is not None and connection[0][1] == guard.port:
-                    guard.begin(number, connection)
+                    guard.begin(inode, connection)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="backstay-guard", daemon=True)
                 self._thread.start()
@@ -113,18 +116,21 @@ class Sockets:
 
     def scan(self, guards: Sequence[ConnectionGuard]) -> None:
         """Look once, and tell these guards."""
-        present = set(socket_descriptors())
-        ended = {key: self._known.pop(key) for key in self._known.keys() - present}
-        begun = {key: connection_of(key[0]) for key in present - self._known.keys()}
-        self._known.update(begun)
+        # By inode: another thread may hold a duplicate of a descriptor for a moment, which is the same connection.
+        numbers = {inode: number for number, inode in socket_descriptors()}
+        ended = [self._known.pop(inode) for inode in self._known.keys() - numbers.keys()]
+        begun = {inode: connection_of(numbers[inode]) for inode in numbers.keys() - self._known.keys()}
+        # What was closed meanwhile, and may be another socket by now, is looked at again.
+        begun = {inode: connection for inode, connection in begun.items() if _inode(numbers[inode]) == inode}
+        self._known |= begun
         for guard in guards:
-            for connection in ended.values():
+            for connection in ended:
                 if connection is not None and connection[0][1] == guard.port:
                     guard.end(connection)
-            for (number, _), connection in begun.items():
+            for inode, connection in begun.items():
                 if connection is not None and connection[0][1] == guard.port:
-                    guard.begin(number, connection)
-            guard.look()
+                    guard.begin(inode, connection)
+            guard.look(numbers)
 
     def _run(self) -> None:
         while True:
@@ -138,6 +144,13 @@ class Sockets:
                     self.scan(guards)
                 except OSError as error:  # such as too many open files: the next scan may find fewer
                     _LOG.debug("a scan of the connections failed: %s", error)
+
+
+def _inode(number: int) -> int:
+    try:
+        return os.fstat(number).st_ino
+    except OSError:
+        return -1
 
 
 _SOCKETS: Final = Sockets()
@@ -194,9 +207,9 @@ class ConnectionGuard:
 
     # ---- Called by `Sockets`, one at a time ----
 
-    def begin(self, number: int, connection: Connection) -> None:
+    def begin(self, inode: int, connection: Connection) -> None:
         """A connection was accepted."""
-        self._unproven[connection[1]] = _Unproven(number, connection)
+        self._unproven[connection[1]] = _Unproven(inode, connection)
 
     def end(self, connection: Connection) -> None:
         """A connection is over: its address proves nothing any more."""
@@ -206,24 +219,27 @@ class ConnectionGuard:
             self._proven.pop(self._names.pop(address, ""), None)
             self._refused.pop(address, None)
 
-    def look(self) -> None:
-        """Close the connections that are due."""
+    def look(self, numbers: Mapping[int, int]) -> None:
+        """Close the connections that are due. `numbers` are the descriptors of this process's sockets, by inode."""
         for address in [address for address in self._unproven if address in self._names]:
             del self._unproven[address]
         per_host = Counter(address[0] for address in self._unproven)
         for address, found in list(self._unproven.items()):
             found.scans += 1
-            why = self._why(found, per_host)
-            if why and address not in self._names and reset_one(found.number, found.connection):
+            number = numbers.get(found.inode)
+            if number is None:
+                continue
+            why = self._why(found, number, per_host)
+            if why and address not in self._names and reset_one(number, found.connection):
                 del self._unproven[address]
                 self.warnings.add(address[0], f"a connection was closed: {why}")
 
-    def _why(self, found: _Unproven, per_host: Counter[str]) -> str:
+    def _why(self, found: _Unproven, number: int, per_host: Counter[str]) -> str:
         """Why this connection has to be closed; empty: it has not."""
         if found.scans >= self._grace_scans:
             return f"no call with this job's token came within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
             return f"its host has more than {MAX_UNPROVEN} without a call with this job's token"
-        if received_bytes(found.number) > MAX_UNPROVEN_BYTES:
+        if received_bytes(number) > MAX_UNPROVEN_BYTES:
             return f"more than {MAX_UNPROVEN_BYTES >> 10} KiB came before a call with this job's token"
         return ""

@@ -9,12 +9,15 @@ once, both ways.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeAlias
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "connections",
     "peer_address",
     "received_bytes",
+    "reserve_descriptors",
     "reset",
     "reset_one",
     "shut_down",
@@ -41,6 +45,38 @@ _NO_LINGER: Final = struct.pack("ii", 1, 0)
 # tcpi_bytes_received in struct tcp_info of Linux (include/uapi/linux/tcp.h): a u64 at byte 128.
 _TCP_INFO_BYTES: Final = 136
 _RECEIVED: Final = struct.Struct("=128xQ")
+
+
+class _Spare:
+    """A descriptor for looking at sockets when the process has no free one, as in a flood of connections."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._number = os.dup(self._null)
+
+    @contextlib.contextmanager
+    def duplicate(self, number: int) -> Iterator[socket.socket]:
+        """The socket of a descriptor, which stays open until this ends."""
+        with self._lock:
+            os.dup2(number, self._number, inheritable=False)
+            try:
+                sock = socket.socket(fileno=self._number)
+                try:
+                    yield sock
+                finally:
+                    sock.detach()
+            finally:
+                os.dup2(self._null, self._number, inheritable=False)
+
+
+_spares: list[_Spare] = []
+
+
+def reserve_descriptors() -> None:
+    """From now on, the functions of this module work even while the process can open no further file."""
+    if not _spares:
+        _spares.append(_Spare())
 
 
 def connections() -> set[Connection]:
@@ -65,7 +101,14 @@ def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
 
 def socket_descriptors() -> Iterator[tuple[int, int]]:
     """The number and the inode of every open socket of this process."""
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208  # Linux and macOS; a Path for each would cost more
+    names: Iterable[str] | range
+    try:
+        names = os.listdir("/dev/fd")  # noqa: PTH208  # Linux and macOS; a Path for each would cost more
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        names = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # all of them are in use
+    for name in names:
         try:
             status = os.fstat(int(name))
         except (OSError, ValueError):
@@ -111,14 +154,24 @@ def peer_address(peer: str) -> Address:
     return (host, int(port)) if port.isdigit() else (peer, 0)
 
 
-def _duplicate(number: int) -> socket.socket:
-    """The same socket, whatever happens to the number meanwhile. The caller closes it."""
-    copy = os.dup(number)
+@contextlib.contextmanager
+def _duplicate(number: int) -> Iterator[socket.socket]:
+    """The same socket, whatever happens to the number meanwhile."""
     try:
-        return socket.socket(fileno=copy)
+        copy = os.dup(number)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _spares:
+            raise
+        with _spares[0].duplicate(number) as sock:
+            yield sock
+        return
+    try:
+        sock = socket.socket(fileno=copy)
     except OSError:  # the number is another kind of file by now
         os.close(copy)
         raise
+    with sock:
+        yield sock
 
 
 def _address(name: tuple[str, int]) -> Address:
