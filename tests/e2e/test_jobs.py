@@ -181,9 +181,8 @@ def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit:
     }
     gate = tmp_path / "gate"
     name = submit(spec, env={"HOLD_AT": "20", "GATE": str(gate)})
-    cluster.wait(
-        "there is a checkpoint", lambda: (tmp_path / "ckpt").exists() and any((tmp_path / "ckpt").glob("*.json"))
-    )
+    folder = tmp_path / "ckpt"
+    cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.manifest.json")))
     cluster.patch(name, [{"op": "add", "path": "/spec/runPolicy", "value": {"suspend": True}}])
     cluster.wait("the job is suspended", lambda: cluster.job(name)["status"].get("phase") == "Suspended")
     cluster.wait("its pods are gone", lambda: not cluster.pods(name))
@@ -211,7 +210,7 @@ def test_t7_a_server_that_is_killed_comes_back_from_the_newest_checkpoint(
     gate = tmp_path / "gate"
     name = submit(spec, env={"HOLD_AT": "25", "GATE": str(gate)})
     folder = tmp_path / "ckpt"
-    cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.json")))
+    cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.manifest.json")))
     cluster.kill(next(p["metadata"]["name"] for p in cluster.pods(name) if f"-ps-{shard}-" in p["metadata"]["name"]))
     gate.touch()
     status = ended(cluster, name, "Succeeded")

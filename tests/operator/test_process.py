@@ -454,7 +454,15 @@ class Shard(control_pb2_grpc.ControlServicer):
 
     def __init__(self, token: str) -> None:
         self.token = token
-        self.reply = control_pb2.ProgressReply(incarnation=1, term=1, step=41, loss=0.25, has_loss=True, world=2)
+        self.reply = control_pb2.ProgressReply(
+            incarnation=1,
+            term=1,
+            step=41,
+            loss=0.25,
+            has_loss=True,
+            world=2,
+            term_start=control_pb2.TermStart(term=1),
+        )
         self.asked: list[control_pb2.ProgressRequest] = []
 
     async def Progress(self, request: Any, context: Any) -> Any:  # noqa: N802
