@@ -82,7 +82,8 @@ def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> No
     assert told(job, "SettingsChanged") == [
         (
             "SettingsChanged",
-            "changed since step 105 was stored: the optimizer computes another update: 0.1 was replaced by 0.2; b",
+            "changed since the checkpoint of step 105: "
+            "the optimizer computes another update: 0.1 was replaced by 0.2; b",
         )
     ]
 

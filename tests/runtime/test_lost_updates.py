@@ -65,6 +65,26 @@ def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path
         assert began < shown["backstay_checkpoint_timestamp_seconds"] <= time.time()
 
 
+def test_t6_without_checkpoints_a_replaced_coordinator_begins_a_higher_term(job) -> None:
+    """It starts at step 0 again. With the same term, the operator would not report the rollback."""
+    tiny = job(1, 2)
+    tiny.environment = {"STEPS": str(10**7), "HOLD_AT": "7"}
+    server = tiny.server(0, 1)
+    workers = [tiny.worker(rank) for rank in range(2)]
+    for worker in workers:
+        tiny.wait_for(worker, "step 7/")
+    before = progress_of(tiny)
+    assert (before.term, before.term_start.step) == (1, 0)
+    server.process.send_signal(signal.SIGKILL)
+    server.wait()
+    tiny.let()
+    server = tiny.server(0, 2)
+    tiny.wait_for(server, "step 1/")
+    start = progress_of(tiny).term_start
+    assert start.term > before.term
+    assert (start.step, start.checkpoint, start.redone) == (0, "", 7)
+
+
 def test_a_leaf_that_no_gradient_reaches_is_named(job) -> None:
     tiny = job(2, 2)
     tiny.environment = {"STEPS": "12", "RUNNING": "1"}

@@ -58,7 +58,7 @@ def _term(facts: Facts, progress: Progress) -> News:
         events = [normal("Continued", f"training continues from {place}: {start.checkpoint}")]
         if start.changes:
             changed = "; ".join(start.changes)
-            events.append(warning("SettingsChanged", f"changed since step {start.step} was stored: {changed}"))
+            events.append(warning("SettingsChanged", f"changed since the checkpoint of step {start.step}: {changed}"))
         return News(tuple(events), fields)
     return News(fields=fields)
 

@@ -41,7 +41,7 @@ def _open_storage(
 ) -> ManifestStorage | NoStorage:
     """The storage; nothing is read or written yet."""
     if store is None:
-        return NoStorage(world)
+        return NoStorage(world, environment.incarnation)
     job = Job(namespace=environment.namespace, name=environment.job, uid=environment.uid)
     holder = Holder(job, environment.incarnation, environment.pod_name)
     checkpoint = environment.config.checkpoint
@@ -175,7 +175,7 @@ def _report(continued: Continued, leader: Leader) -> None:
             continued.step,
         )
     for change in continued.changes:
-        _LOG.warning("changed since step %d was stored: %s", continued.step, change)
+        _LOG.warning("changed since the checkpoint of step %d: %s", continued.step, change)
     leader.continues(continued.changes, None if continued.same_run else continued.examples)
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
 
+_TERMS_OF_ONE_SERVER = 1_000_000  # more rollbacks than one server process sees
 _LOG = logging.getLogger(__name__)
 
 KNOWN_SECONDS = 2.0
@@ -386,12 +387,18 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
 
 
 class NoStorage:
-    """A job that stores nothing starts again from its seed."""
+    """A job that stores nothing starts again from its seed.
+
+    Args:
+        world: the number of ranks to begin with.
+        incarnation: of shard 0's server. No file remembers the terms of the previous ones: each has a range of its own.
+    """
 
     stored_at = 0.0
 
-    def __init__(self, world: Callable[[], int]) -> None:
+    def __init__(self, world: Callable[[], int], incarnation: int) -> None:
         self._world = world
+        self._least = _TERMS_OF_ONE_SERVER * max(0, incarnation - 1)
         self.continued: Continued | None = None
 
     def write_manifest(self, order: WriteManifest) -> str:
@@ -404,7 +411,7 @@ class NoStorage:
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
         """See `Storage.newest`."""
-        return CoordinatorState(term=above_term + 1, version=0, world=self._world()), ""
+        return CoordinatorState(term=max(above_term, self._least) + 1, version=0, world=self._world()), ""
 
     def closing(self) -> None:
         """See `ManifestStorage.closing`."""
