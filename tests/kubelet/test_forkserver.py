@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -231,6 +232,16 @@ async def test_command_lines_mean_the_same(bench, capfd):
     assert NOTE not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["python", "sub/script.py"], ["python", "-m", "sub.script"]])
+async def test_the_folder_of_the_script_stays_out_of_a_safe_path(bench, argv):
+    bench.env["PYTHONSAFEPATH"] = "1"
+    bench.write("sub/script.py", "import sys; print(vars(sys)['path'], sys.flags); import beside\n")
+    bench.write("sub/beside.py", "")
+    executed, forked = await both(bench, argv)
+    assert forked == executed
+    assert {code for code, _ in executed} == {1}
+
+
 async def test_a_module_fails_the_same(bench):
     bench.write("module.py", FAILS)
     executed, forked = await both(bench, ["python", "-m", "module"], ["python", "-m", "no_such_module"])
@@ -381,6 +392,24 @@ async def test_many_containers_at_once(bench):
         runs = [bench.run(runtime, ["python", "script.py", str(i)]) for i in range(20)]
         found = await asyncio.gather(*runs)
     assert found == [(i, "True\n") for i in range(20)]
+
+
+async def test_more_containers_than_descriptors_do_not_end_the_spawner(bench):
+    """While the forkserver imports, each waiting container takes descriptors. Others are running."""
+    bench.early.write_text("import time; time.sleep(1)\n" + EARLY)
+    bench.write("script.py", "raise SystemExit(int(__import__('sys').argv[1]))\n")
+    async with bench.runtime() as runtime:
+        first, read = await bench.start(runtime, ["sh", "-c", "echo up; sleep 3600"])
+        assert await asyncio.to_thread(os.read, read, 9) == b"up\n"
+        (spawner,) = (pid for pid in children(os.getpid()) if first.pid in children(pid))
+        resource.prlimit(spawner, resource.RLIMIT_NOFILE, (100, 100))
+        runs = [bench.run(runtime, ["python", "script.py", str(i)]) for i in range(100)]
+        found = await asyncio.gather(*runs)
+        assert not first.exited.done()
+        runtime.kill(first, signal.SIGKILL)
+        await first.exited
+        os.close(read)
+    assert [code for code, _ in found] == list(range(100))
 
 
 async def test_a_signal_reaches_a_forked_container(bench):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # this file's folder: its modules are nobody's top-level modules
 
 import builtins
@@ -202,7 +202,8 @@ class ForkServer:
         sys.executable = program.executable
         sys.orig_argv = list(program.argv)
         sys.argv = ["-m", *program.argv[3:]] if program.module else list(program.argv[1:])
-        sys.path.insert(0, program.path0)
+        if not sys.flags.safe_path:
+            sys.path.insert(0, program.path0)
         for name in [name for name in sys.modules if name.partition(".")[0] == "backstay_cluster"]:
             del sys.modules[name]
         main = types.ModuleType("__main__")

@@ -23,6 +23,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -43,6 +44,8 @@ IMPORT_SECONDS = 20.0
 ANSWER_SECONDS = 5.0
 FAILURES = 3
 """A forkserver that was lost so often, without a container in between, is not started again."""
+MAX_REQUESTS = 200
+"""Containers that wait for the forkserver. Each takes four descriptors here, and room in the forkserver's socket."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
@@ -121,7 +124,10 @@ class Forkserver:
     def ask(self, request: Request) -> bool:
         """Send a request; False when the forkserver cannot take it."""
         assert self.sock is not None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:
+            return False
         with theirs:
             try:
                 fds = [*request.fds, theirs.fileno()]
@@ -210,7 +216,12 @@ class Spawner:
         request = json.loads(data)
         try:
             if request["op"] == "start":
-                self.start(request["id"], *fds)
+                try:
+                    if len(fds) < 2:  # the kernel leaves out what this process has no room for
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    self.start(request["id"], *fds)
+                except OSError as error:  # costs this container and no other one
+                    self.fail(request["id"], error)
             elif request["op"] == "preload":
                 self.forkserver = Forkserver(read_json(fds[0]))
                 self.forkserver.start()
@@ -228,21 +239,37 @@ class Spawner:
         with contextlib.suppress(ConnectionError):
             self.sock.sendall(json.dumps(message).encode())
 
+    def fail(self, container: str, error: OSError) -> None:
+        """Report a container that this process could not start."""
+        self.say({"op": "failed", "id": container, "errno": error.errno or errno.EIO, "what": "start"})
+
     def start(self, container: str, spec_fd: int, out_fd: int) -> None:
         spec = read_json(spec_fd)
-        if self.forkserver is not None and self.forkserver.usable and runs_python(spec["argv"]):
+        server = self.forkserver
+        room = len(self.requests) < min(MAX_REQUESTS, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 4)
+        if server is not None and server.usable and room and runs_python(spec["argv"]):
             # The deadline is another one as soon as the forkserver is asked.
             request = Request(container, spec_fd, out_fd, time.monotonic() + IMPORT_SECONDS)
             self.requests[container] = request
-            if self.forkserver.ready and not self.forkserver.ask(request):
+            if server.ready and not server.ask(request):
                 self.lose_forkserver("it takes no request")
             return
         self.execute(container, spec, out_fd)
 
     def execute(self, container: str, spec: dict[str, Any], out_fd: int) -> None:
         """Start a container from this process."""
-        err_r, err_w = os.pipe()  # closed by a successful exec, else carries why not
-        pid = os.fork()
+        try:
+            err_r, err_w = os.pipe()  # closed by a successful exec, else carries why not
+        except OSError as error:
+            self.fail(container, error)
+            return
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(err_r)
+            os.close(err_w)
+            self.fail(container, error)
+            return
         if pid == 0:
             self.become(container, spec, out_fd, err_w)
         os.close(err_w)
@@ -349,7 +376,10 @@ class Spawner:
         server.lose()
         if server.failures < FAILURES:
             print(f"the forkserver is started again: {why}", file=sys.stderr, flush=True)
-            server.start()
+            try:
+                server.start()
+            except OSError as error:
+                print(f"no forkserver any more: {error}", file=sys.stderr, flush=True)
         else:
             print(f"no forkserver any more: {why}", file=sys.stderr, flush=True)
         for request in list(self.requests.values()):
