@@ -189,11 +189,11 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
     late = end.active_deadline(facts)
     if facts.spec.run_policy.suspend and not _is_complete(verdict):
         return _suspended(facts, outline)
-    if isinstance(verdict, after_training.Ended) or late.failure is not None:
-        ending = verdict.ending if isinstance(verdict, after_training.Ended) else late.failure
-        assert ending is not None
+    if not isinstance(verdict, after_training.Ended) and late.failure is not None:
+        verdict = after_training.interrupted(trained, late.failure)
+    if isinstance(verdict, after_training.Ended):
         said = after_training.said(trained, verdict)
-        return _ended(facts, replace(outline, said=outline.said + tuple(said)), ending)
+        return _ended(facts, replace(outline, said=outline.said + tuple(said)), verdict.ending)
     record, found = verdict.record, verdict.effects + late
     result = after_training.restored_from(trained, facts)
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)

@@ -190,6 +190,31 @@ def test_t7_a_file_that_exists_is_never_replaced(write: Write, uri: str) -> None
     assert newest.name == second.name
 
 
+def test_t7_a_file_system_without_links_replaces_no_file_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(source: object, target: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("os.link", unsupported)
+    folder = CheckpointStore(str(tmp_path)).folder
+    folder.write("a", b"first")
+    with pytest.raises(CheckpointError, match="exist"):
+        folder.write("a", b"other")
+    assert (folder.read("a"), folder.names()) == (b"first", ["a"])
+
+
+def test_t7_a_manifest_under_the_name_of_another_is_refused(write: Write, uri: str) -> None:
+    """A copy, whose checksum is valid, does not become a newer checkpoint."""
+    store = CheckpointStore(uri)
+    made = write(store, PARAMS, version=3)
+    store.folder.write(str(made.key._replace(version=9)), made.text())
+    newest = store.newest()
+    assert newest.manifest is not None
+    assert newest.manifest.version == 3
+    assert "says of itself" in newest.skipped[0]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=8, unique=True), st.integers(1, 4)
 )

@@ -200,3 +200,49 @@ def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) 
     after = file.stat()
     assert (before.st_ino, before.st_size, before.st_blocks) == (after.st_ino, after.st_size, after.st_blocks)
     first.lease.release()
+
+
+def test_t7_a_challenger_that_was_stopped_does_not_take_its_own_pause_for_silence(start: Start) -> None:
+    """A node that sleeps stops both: the holder gets time to renew before it is judged."""
+    holder, challenger = start(uid="1"), start("b", uid="2")
+    holder.lease.acquire()
+
+    def meanwhile() -> None:
+        if challenger.waits == 1:
+            challenger.now += 2 * TIMES.silence
+        else:
+            holder.renew()
+
+    challenger.meanwhile = meanwhile
+    with pytest.raises(CheckpointInUse):
+        challenger.lease.acquire()
+
+
+def test_t6_a_holder_that_was_stopped_looks_for_a_newer_lease_before_anything_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next look is due only after `confirm`, which is longer than its pause was."""
+    holder, successor = start(incarnation=1), start(incarnation=2)
+    holder.lease.acquire()
+    successor.lease.acquire()
+
+    class Paused:
+        """The first wait takes longer than the silence that a lease survives."""
+
+        rounds = 0
+
+        def wait(self, seconds: float) -> bool:
+            self.rounds += 1
+            holder.now += TIMES.silence
+            return self.rounds > 1
+
+        def is_set(self) -> bool:
+            return False
+
+        def set(self) -> None: ...
+
+    assert TIMES.silence < TIMES.confirm
+    with monkeypatch.context() as patched:
+        patched.setattr(holder.lease, "_stopped", Paused())
+        holder.lease._renew_forever()
+    assert [type(error) for error in holder.lost] == [Superseded]

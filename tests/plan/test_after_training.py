@@ -74,6 +74,17 @@ def test_an_exception_fails_the_job_with_its_traceback_and_the_checkpoint(runnin
     assert not cluster.living()
 
 
+def test_a_long_exception_hides_neither_the_pod_nor_the_checkpoint(running):
+    """The first line of the condition keeps its beginning and its end."""
+    cluster = after(running)
+    cluster.end(leader(cluster), 1, json.dumps({**RAISED, "message": "x\n" * 500}))
+    cluster.settle()
+    first = cluster.condition("Failed")["message"].splitlines()[0]
+    assert first.startswith("worker 0 (pod ")
+    assert first.endswith("the checkpoint of step 9 is file:///ckpt/9")
+    assert cluster.condition("Failed")["message"].endswith("in export\nKeyError: 'model'")
+
+
 @pytest.mark.parametrize(("code", "reason", "said"), [(3, "", "exit code 3"), (137, "OOMKilled", "more memory than")])
 def test_every_exit_code_and_running_out_of_memory_fail_the_job(running, code, reason, said):
     """O4: the program is to blame for both, so another attempt would end the same way."""
@@ -153,6 +164,55 @@ def test_t8_a_worker_without_the_result_is_replaced_from_the_checkpoint(running,
     assert cluster.status["phase"] == "Succeeded"
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_exception_before_train_returns_is_not_the_code_s_after_training(running, inside):
+    """The worker has reported that it has the result; its last message tells on which side of the return it died."""
+    cluster = running(SPEC)
+    cluster.end(leader(cluster), 1, json.dumps({"reason": "OSError", "message": "x"}) if inside else "log")
+    cluster.train(returned=1)
+    cluster.settle()
+    cluster.tick(2)
+    cluster.settle()
+    if inside:
+        assert cluster.status["incarnations"]["worker-0"] == 2
+        assert cluster.status["phase"] == "Running"
+    else:
+        assert cluster.condition("Failed")["reason"] == "AfterTrainingFailed"
+
+
+def test_a_result_that_was_lost_before_the_servers_left_is_not_made_again(running):
+    """The worker with the result is replaced while the servers still run; then shard 0 names the one that had it."""
+    cluster = running(SPEC)
+    cluster.disrupt(leader(cluster), "EvictionByEvictionAPI")
+    cluster.settle()
+    assert cluster.status["incarnations"]["worker-0"] == 2
+    cluster.run(leader(cluster, 2))
+    cluster.train(returned=1)
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.condition("AfterTrainingComplete")["reason"] == "PodLost"
+    assert "incarnation 1 of worker 0 had the result" in cluster.condition("AfterTrainingComplete")["message"]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_replacement_runs_the_code_once_too(running, ready):
+    """A worker that gets the result from the checkpoint is Ready as soon as it has it."""
+    cluster = running(SPEC)
+    cluster.disrupt(leader(cluster), "EvictionByEvictionAPI")
+    cluster.train(returned=0)
+    cluster.settle()
+    cluster.run(leader(cluster, 2), ready=False)
+    cluster.tick(1)
+    cluster.run(leader(cluster, 2), ready=ready)
+    cluster.settle()
+    cluster.disrupt(leader(cluster, 2), "EvictionByEvictionAPI")
+    cluster.settle()
+    if ready:
+        assert cluster.condition("AfterTrainingComplete")["reason"] == "PodLost"
+    assert (cluster.status["phase"] == "Succeeded") is ready
+    assert cluster.status["incarnations"]["worker-0"] == (2 if ready else 3)
+
+
 def test_a_result_that_nothing_holds_fails_the_job(running):
     """No checkpoint, and no worker that has it: there is nothing to go on with."""
     cluster = running({**SPEC, "checkpoint": {}})
@@ -230,6 +290,9 @@ def test_the_other_deadlines_still_count(running):
     cluster.tick(60)
     cluster.settle()
     assert cluster.condition("Failed")["reason"] == "DeadlineExceeded"
+    assert "file:///ckpt/9" in cluster.condition("Failed")["message"]
+    complete = cluster.condition("AfterTrainingComplete")
+    assert (complete["status"], complete["reason"]) == ("False", "DeadlineExceeded")
     cluster.tick(5)
     cluster.settle(1) if cluster.job_deleted else cluster.apply(cluster.plan())
     assert cluster.job_deleted

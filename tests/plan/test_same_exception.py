@@ -66,6 +66,19 @@ def test_an_import_that_fails_is_read_from_the_log(make_cluster):
     assert message.endswith("ModuleNotFoundError: No module named 'sklearn'")
 
 
+def test_a_slot_whose_newest_pod_works_no_longer_counts(make_cluster):
+    """Two replacements work, so the exception of the third worker is not one that every attempt raises."""
+    cluster = started(make_cluster)
+    for rank in (0, 1):
+        crash(cluster, WORKER, rank, says())
+    cluster.tick(2)
+    cluster.settle()
+    for rank in (0, 1):
+        cluster.run(cluster.named(WORKER, rank, 2))
+    crash(cluster, WORKER, 2, says())
+    assert cluster.status["phase"] != "Failed"
+
+
 def test_with_one_pod_of_a_role_its_second_failure_decides(make_cluster):
     cluster = started(make_cluster, ONE_EACH)
     cluster.run(cluster.named(SERVER, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import backstay
 from backstay._faults import ENV_FAULTS
-from backstay._process._exit import termination_message
+from backstay._process._exit import Stop, termination_message
 from backstay._process._failure import describe
 from backstay._roles._farewell import Farewell
 from backstay._timeouts import Timeouts
@@ -179,7 +180,10 @@ def test_a_traceback_names_the_script_and_not_the_libraries() -> None:
     assert "tree_util" not in found.traceback
     assert found.traceback.startswith("Traceback (most recent call last):\n")
     assert found.traceback.endswith("TypeError: 'float' object is not subscriptable")
-    assert len(raised(RuntimeError("x" * 10**6)).traceback) <= 1800
+    long = raised(RuntimeError("x" * 10**6)).traceback
+    assert len(long) <= 1800
+    assert long.startswith("Traceback (most recent call last):\n"), "the frames stay, and the text is cut"
+    assert "RuntimeError: xxx" in long
 
 
 def test_the_last_message_fits_and_stays_json_whatever_the_script_said() -> None:
@@ -189,6 +193,25 @@ def test_the_last_message_fits_and_stays_json_whatever_the_script_said() -> None
         written = termination_message(fields)
         assert len(written) <= 4096
         assert json.loads(written)["traceback"].endswith("the end")
+
+
+def test_t8_a_sigterm_that_comes_while_train_returns_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads signals may not have read it yet when the process is handed over to the script."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        stop = Stop()
+        monkeypatch.setattr(stop, "ask", lambda: None)  # the thread is late
+        stop.install()
+        signal.raise_signal(signal.SIGTERM)
+        assert not came
+        stop.release()
+        deadline = time.monotonic() + 30
+        while not came and time.monotonic() < deadline:
+            time.sleep(0.01)  # the kernel may choose another thread, then Python passes it on
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_in_one_process_the_script_leads() -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, Manifest, Origin
+from backstay._checkpoint import CheckpointStore, Claim, FolderLease, Holder, Job, Manifest, Origin
 from backstay._control import ControlClient, ControlServer, Driving, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
@@ -239,3 +239,43 @@ def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> N
     finally:
         storage.close()
         previous.release()
+
+
+def test_t6_a_folder_that_is_taken_over_late_continues_where_the_term_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing could be written when the term began. What the previous incarnation stored until then does not count."""
+    store = CheckpointStore(str(tmp_path))
+    job = Job(namespace="default", name="job", uid="1")
+    storage = storage_of(store)
+    origin = Origin(history=HISTORY, job=job, seed=0, structure=SCRIPT.plan(1).partition.structure_digest.hex())
+    store.write_claim(Claim(origin=origin, lease=1, term=1, incarnation=1))
+    with monkeypatch.context() as full:
+
+        def refuse(name: str, fill: object) -> None:
+            raise CheckpointError("cannot write: the disk is full")
+
+        full.setattr(store.folder, "write", refuse)
+        state, checkpoint = storage.newest(0)
+    assert (state.version, checkpoint) == (0, "")
+    info = store.write_shard([], history=HISTORY, version=6, term=1, shard=0, shards=1, incarnation=1)
+    late = store.write_manifest(
+        Manifest(
+            origin=origin,
+            lease=1,
+            version=6,
+            term=1,
+            incarnation=1,
+            shards=1,
+            leaves=(),
+            structure={"dict": []},
+            files=(info,),
+            state=CoordinatorState(1, 6, 1, history=HISTORY).to_json(),
+        )
+    )
+    assert store.newest().manifest == late
+    try:
+        storage._hold()
+        assert store.newest().manifest is None
+    finally:
+        storage.close()

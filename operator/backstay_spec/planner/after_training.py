@@ -31,7 +31,7 @@ from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status, readable
 from backstay_spec.types_status import CheckpointStatus
 
-__all__ = ["LEADER", "Ended", "Trained", "Verdict", "judge", "restored_from", "said", "trained"]
+__all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "said", "trained"]
 
 LEADER: Final = Slot(contract.ROLE_WORKER, 0)
 SHARD_0: Final = Slot(contract.ROLE_SERVER, 0)
@@ -134,6 +134,13 @@ def said(end: Trained, verdict: Verdict) -> list[Statement]:
         Statement(status.TRAINING, False, "Trained", "training is over"),
         Statement(status.PODS_READY, False, "Trained", "training is over: the other pods leave"),
     ]
+
+
+def interrupted(end: Trained, failure: Failure) -> Ended:
+    """Another policy ends the job while the script of worker 0 runs."""
+    text = f"{failure.message}; {end.stored}"
+    complete = Statement(status.AFTER_TRAINING_COMPLETE, False, failure.reason, text)
+    return Ended(Failure(failure.reason, text, failure.detail, end.fields), complete)
 
 
 def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:

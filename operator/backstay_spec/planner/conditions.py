@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from backstay_spec import contract, status
 from backstay_spec.causes import Blocked
-from backstay_spec.events import Event, normal, shortened, warning
+from backstay_spec.events import Event, normal, one_line, shortened, warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import Updates
 from backstay_spec.planner import budgets
@@ -90,7 +90,7 @@ def ended(end: Success | Failure) -> list[Statement]:
         event = warning("Failed", f"{end.reason}: {end.message}")
         text = end.message
         if end.detail:
-            text = f"{shortened(text, _MAX_SUMMARY)}\n{shortened(end.detail, _MAX_DETAIL)}"
+            text = f"{one_line(text, _MAX_SUMMARY)}\n{shortened(end.detail, _MAX_DETAIL)}"
         first = Statement(status.FAILED, True, end.reason, text, event)
     else:
         first = Statement(status.SUCCEEDED, True, end.reason, end.message, normal("Succeeded", end.message))

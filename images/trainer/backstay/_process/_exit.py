@@ -34,6 +34,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked = threading.Event()
         self._before: Any = None  # what handled SIGTERM before `install`
+        self._came = False  # SIGTERM has come; the thread may not have read that yet
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
 
@@ -67,7 +68,7 @@ class Stop:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, self._before)
         self._before = None
-        if self.asked.is_set():
+        if self._came or self.asked.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self) -> None:
@@ -88,6 +89,7 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Only so that the process does not die; `_listen` does the rest."""
+        self._came = True
 
 
 def termination_message(fields: Mapping[str, Any]) -> bytes:

@@ -21,6 +21,8 @@ _LIBRARIES: Final = (
 )
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRACEBACK_CHARS: Final = 1800
+# Of a longer text the rest is in the log: the frames, which are before the text, must stay in the traceback.
+_TEXT_CHARS: Final = 500
 # A place that cannot be found, or a right that is missing, does not come back; every other error of I/O may.
 _LASTING: Final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -33,7 +35,8 @@ class Failure:
         reason: the exception's type, such as ``KeyError``.
         message: its text; the type where it has none.
         at: ``file:line`` of the innermost frame that belongs to the script; empty where there is none.
-        traceback: Python's traceback without the frames of libraries, at most 1,800 characters, its end kept.
+        traceback: Python's traceback without the frames of libraries, at most 1,800 characters, its end kept. The
+            text of the exception is cut after 500.
         transient: whether the same call may succeed later: the exception, or one that caused it, is an error of I/O,
             of the network or of memory.
     """
@@ -78,7 +81,10 @@ def _lines(error: BaseException) -> Iterator[str]:
     if shown:
         yield "Traceback (most recent call last):\n"
         yield from traceback.StackSummary.from_list(shown).format()
-    yield from traceback.format_exception_only(type(error), error)[: 1 if not isinstance(error, SyntaxError) else None]
+    for line in traceback.format_exception_only(type(error), error)[
+        : 1 if not isinstance(error, SyntaxError) else None
+    ]:
+        yield line if len(line) <= _TEXT_CHARS else f"{line[:_TEXT_CHARS]}...\n"
 
 
 def _bounded(text: str) -> str:

@@ -120,6 +120,7 @@ class ManifestStorage:
         self._term = 0
         self._history = ""
         self._base: Manifest | None = None
+        self._begun = False  # `_base` is what the term began with
         self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
         self.continued: Continued | None = None
 
@@ -242,7 +243,7 @@ class ManifestStorage:
             else:
                 state = self._continue(manifest)
                 state.term = term
-            self._term, self._history, self._base = term, state.history, manifest
+            self._term, self._history, self._base, self._begun = term, state.history, manifest, True
             self.stored_at = 0.0 if manifest is None else manifest.unix_seconds
             try:
                 self._claim()
@@ -266,10 +267,14 @@ class ManifestStorage:
     # ---- The lease and the claim ----
 
     def _hold(self) -> None:
-        """Have the lease, and the claim of the term. What could not be written before is written now."""
+        """Have the lease, and the claim of the term. What could not be written before is written now.
+
+        The claim names what this term began with: an older incarnation may have stored more in the meantime (T6).
+        """
         if not self._lease.number:
             self._lease.acquire()
-            self._base = self._store.newest(verify=False).manifest
+            if not self._begun:
+                self._base = self._store.newest(verify=False).manifest
         if self._claimed != (self._lease.number, self._term):
             self._claim()
 
