@@ -8,6 +8,7 @@ https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-c
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -341,17 +342,25 @@ def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:
     return (pod.get("status") or {}).get(field) or ()
 
 
+# The kubelet may have cut the first line at its beginning.
+_PROGRESS = re.compile(r"step \d+/\d+  loss |^[^:]*  [\d.]+ examples/s$")
+
+
 def _last_words(message: str, code: int) -> str:
     """What a termination message adds to an exit code: our JSON's `message`, or the last lines of a log.
 
-    A process that a signal ended had no last words: what its log ends with may be long past, and is called so.
+    A process that a signal ended printed nothing about its end. The last lines of its log may be old, and the lines
+    with its progress do not explain the end.
     """
     said = _json(message)
     if said is not None:
         reason, told = _text(said.get("reason")), _text(said.get("message"))
         words = shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
         return f": {words}" if words else ""
-    lines = [_log_line(line) for line in message.strip().splitlines()[-5:]]
+    printed = message.strip().splitlines()
+    if code > SIGNALLED:
+        printed = [line for line in printed if not _PROGRESS.search(line)]
+    lines = [_log_line(line) for line in printed[-5:]]
     words = shortened("\n".join(lines), 400)
     if not words:
         return ""

@@ -84,6 +84,20 @@ def test_last_words_name_the_error_once(message):
     assert verdict_of(pod).text == "exit code 1: TypeError: no such leaf"
 
 
+def test_the_progress_of_a_process_that_was_killed_does_not_explain_its_end():
+    """The kubelet cuts the first line of a log's end anywhere."""
+    progress = "06:36:33 worker-1: step 16952/60000  loss 0.000440761  accuracy 1  1101.1 examples/s"
+    for log, shown in (
+        (f"{progress[30:]}\n{progress}\n", ""),
+        (f"{progress[-20:]}\n{progress}\nMemoryError\n{progress}", "; its log ends: MemoryError"),
+    ):
+        state = {"exitCode": 137, "reason": "Error", "message": log}
+        pod = {
+            "status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": {"terminated": state}}]}
+        }
+        assert verdict_of(pod).text == f"exit code 137 (SIGKILL){shown}"
+
+
 def test_who_was_killed_had_no_last_words_only_a_log_and_lines_of_json_are_read():
     """The kubelet gives the log's end as the message of any that failed, however old it is."""
     log = '{"level": "info", "message": "checkpoint of step 5"}\n{"level": "info", "message": "step 7"}\nfree text\n[1]'
