@@ -92,7 +92,7 @@ def run_job(
     def conclude(reason: str, message: str) -> None:
         """The object for programs, where the job has no end of its own to report."""
         if as_json:
-            view = following.view or JobView(following.name, following.namespace)
+            view = stopping.with_stored(following.view or JobView(following.name, following.namespace), folder / _LOGS)
             seconds = time.monotonic() - started
             print(report.as_json(view, seconds, folder / _LOGS, reason=reason, message=message), flush=True)
 
@@ -101,9 +101,10 @@ def run_job(
             _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None))
         )
     except asyncio.CancelledError:
-        for line in stopping.farewell(following.view, job, folder / _LOGS, again):
+        farewell = list(stopping.farewell(following.view, job, folder / _LOGS, again))
+        for line in farewell:
             say(line)
-        conclude("Interrupted", "stopped by a signal")
+        conclude("Interrupted", farewell[0])
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -177,6 +178,9 @@ async def _run(
                     if stopping.stores(job) and following.view is not None and following.view.step:
                         following.stage("stopping: the servers store a checkpoint; Ctrl-C again stops them now")
                         await stopping.stop_job(session.api, following.namespace, following.name)
+                        # The phase, the step and the checkpoint have changed since.
+                        with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):
+                            await following.look(session.api)
                     raise
         finally:
             following.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from backstay_cli.view import number
 from backstay_cli.words import shortened
 from backstay_spec import contract
 
-__all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored_step", "stores"]
+__all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored", "stored_step", "stores", "with_stored"]
 
 STORING_SECONDS = 60.0
 """How long the servers may take to store a checkpoint; as long as their pods have on a cluster."""
 
 _POLL_SECONDS = 0.1
 # The line of shard 0's server in `backstay._roles._leader`; the end-to-end test of Ctrl-C holds the two together.
-_STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): ", re.MULTILINE)
+_STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): (.+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 
 
@@ -49,7 +50,21 @@ async def stop_job(api: Api, namespace: str, name: str) -> None:
 
 def stored_step(view: JobView, logs: Path) -> int | None:
     """The step of the newest checkpoint that shard 0's servers stored in this run; None: they stored none."""
-    steps = []
+    newest = stored(view, logs)
+    return None if newest is None else newest[0]
+
+
+def with_stored(view: JobView, logs: Path) -> JobView:
+    """`view` with the step and the place of the newest checkpoint: it is newer than the status of a stopped job."""
+    newest = stored(view, logs)
+    if newest is None:
+        return view
+    return replace(view, step=max(newest[0], view.step or 0), checkpoint=newest[1])
+
+
+def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
+    """The step and the place of the newest checkpoint that shard 0's servers stored in this run."""
+    found = []
     for pod in view.pods:
         labels = pod["metadata"].get("labels", {})
         if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (contract.ROLE_SERVER, "0"):
@@ -58,10 +73,11 @@ def stored_step(view: JobView, logs: Path) -> int | None:
         try:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-                steps += [int(step) for step in _STORED.findall(file.read().decode(errors="replace"))[-1:]]
+                lines = _STORED.findall(file.read().decode(errors="replace"))
+                found += [(int(step), place) for step, place in lines[-1:]]
         except OSError:
             continue
-    return max(steps, default=None)
+    return max(found, default=None)
 
 
 def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:

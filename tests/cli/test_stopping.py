@@ -9,7 +9,7 @@ import pytest
 
 from backstay_cli.follow import JobView
 from backstay_cli.main import _command_again
-from backstay_cli.stopping import farewell, stored_step, stores
+from backstay_cli.stopping import farewell, stored_step, stores, with_stored
 from backstay_spec import contract
 
 AGAIN = "backstay run --checkpoint ck train.py"
@@ -37,6 +37,9 @@ def test_the_newest_checkpoint_of_shard_0s_servers_counts(tmp_path: Path) -> Non
     log(tmp_path, pods[2], stored(200))
     view = JobView("a", "default", pods=pods)
     assert stored_step(view, tmp_path) == 105
+    newest = with_stored(view, tmp_path)
+    assert newest.step == 105
+    assert stored(105).endswith(f": {newest.checkpoint}"), "the JSON of an interrupted run names it"
     assert stored_step(JobView("a", "default", pods=(server(9),)), tmp_path) is None
 
 
