@@ -37,7 +37,7 @@ from backstay._process._guard import (
 from backstay._timeouts import Timeouts
 from backstay._wire.flight import ClientStream, Listener
 from backstay_rpc import bearer
-from backstay_rpc.channels import MAX_MESSAGE_BYTES
+from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
 from backstay_rpc.control_pb2 import (
     TRAINING,
     Applied,
@@ -348,12 +348,42 @@ def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Call
 def test_t8_a_stranger_that_goes_on_calling_is_cut_off(
     training: Callable[..., Training], strangers: list[Connection]
 ) -> None:
-    job = training()
+    job = training(unproven=3600.0)  # not because the connection is without a valid call for long
     strangers.append(Connection(job.server.port))
     for number in range(4 * MAX_REFUSED):
         strangers[-1].call(2 * number + 1, HEARTBEAT)
     assert strangers[-1].closed()
     job.goes_on()
+
+
+def test_o7_calls_above_the_limit_of_a_connection_are_refused(
+    training: Callable[..., Training], strangers: list[Connection]
+) -> None:
+    """Also with the token: the others stay open, and hold nothing that training needs."""
+    job = training(message=3600.0)
+    strangers.append(Connection(job.server.port))
+    streams = [2 * number + 1 for number in range(MAX_CALLS_PER_CONNECTION + 16)]
+    for stream in streams:
+        strangers[-1].call(stream, HEARTBEAT, TOKEN)
+    surplus = set(streams[MAX_CALLS_PER_CONNECTION:])
+    assert strangers[-1].answered(surplus) == surplus
+    job.goes_on()
+
+
+def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[..., Training]) -> None:
+    """The older server, which was only stopped, learns at once that it was replaced."""
+    job = training()
+    job.goes_on()
+    sink = SimpleNamespace(deliver=lambda _: None)
+    newer = Peer(role="parameter-server", index=1, incarnation=1)
+    link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, sink, "Sync")  # type: ignore[arg-type]
+    link.start()
+    try:
+        until(lambda: job.link.refused is not None)
+        assert "replaced by incarnation 1" in str(job.link.refused)
+        until(lambda: job.server.linked() == 1)
+    finally:
+        link.close()
 
 
 def test_t8_idle_connections_are_closed(training: Callable[..., Training], strangers: list[Connection]) -> None:
