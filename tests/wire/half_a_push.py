@@ -13,6 +13,16 @@ from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Pus
 address, token, hello_hex, gradient_hex, size = sys.argv[1:]
 nbytes = int(size)
 stream = ClientStream(address, Hello.FromString(bytes.fromhex(hello_hex)), token)
+# As a real worker does: the server's first answer shows that the call was authenticated. Before that, the guard of the
+# port closes a connection that sends much.
+stream.write(frames.pull(0))
+while True:
+    received = stream.read()
+    assert received is not None
+    if frames.kind_of(received[0]) in {"end", "params_begin"} and (
+        frames.kind_of(received[0]) == "end" or received[0].params_begin.whole
+    ):
+        break
 gradient = GradientId.FromString(bytes.fromhex(gradient_hex))
 stream.write(Frame(push_begin=PushBegin(id=gradient, info=GradientInfo(finite=True), bytes=nbytes)))
 data = np.ones(nbytes, np.uint8)
