@@ -75,7 +75,10 @@ def run(
     ] = None,
     mode: Annotated[str | None, typer.Option(help="Script only: Sync or Async. [default: Sync]")] = None,
     evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="Script only: a pod that evaluates each checkpoint. Needs --checkpoint.")
+        bool,
+        typer.Option(
+            "--evaluator", help="Script only: a pod that evaluates the newest checkpoint. Needs --checkpoint."
+        ),
     ] = False,
     name: Annotated[str | None, typer.Option(help=_NAME)] = None,
     checkpoint: Annotated[
@@ -92,7 +95,7 @@ def run(
         typer.Option(
             metavar="NAME=VALUE",
             help="Environment variable of every pod; NAME alone passes its current value. May be repeated. A script "
-            "gets this environment anyway, but for BACKSTAY_*, KUBERNETES_* and CUDA_VISIBLE_DEVICES.",
+            "also gets the environment of this command, except BACKSTAY_*, KUBERNETES_* and CUDA_VISIBLE_DEVICES.",
         ),
     ] = None,
     preload: Annotated[
@@ -102,15 +105,15 @@ def run(
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the TrainingJob and do not run it.")] = False,
     output: Annotated[str, typer.Option(help="text, or json: one object on stdout at the end.")] = "text",
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/<job>-<time>]")
+        Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/<job>-<time>-<pid>]")
     ] = None,
 ) -> None:
-    """Run a job on an embedded cluster on this machine, with servers and workers, and wait for its end.
+    """Run a job with servers and workers on this machine, in an embedded cluster, until the job ends.
 
     Options go before the script. What follows the script are the script's own arguments:
     backstay run --workers 4 train.py --lr 0.1
 
-    Exit status: 0 the job Succeeded, 1 it Failed, 2 the input is invalid, 130 interrupted.
+    Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted.
     """
     from backstay_cli.run import as_yaml, new_folder, run_job
 
@@ -157,7 +160,7 @@ def run(
 @app.command()
 def up(
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/up-<time>]")
+        Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/up-<time>-<pid>]")
     ] = None,
     preload: Annotated[
         bool,
