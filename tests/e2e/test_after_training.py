@@ -54,7 +54,9 @@ def test_t8_a_script_that_is_deleted_while_it_exports_is_not_run_again(
     status = cluster.wait_for_end(name)
     assert status["phase"] == "Succeeded", cluster.describe(name)
     assert cluster.condition(name, "AfterTrainingComplete")["reason"] == "PodLost"
-    assert "AfterTrainingLost" in {event["reason"] for event in cluster.events(name)}
+    cluster.wait(  # events are sent after the status is written
+        "the loss is an event", lambda: "AfterTrainingLost" in {event["reason"] for event in cluster.events(name)}
+    )
     assert not (tmp_path / "2").exists()
 
 
