@@ -272,7 +272,9 @@ def test_a_job_can_be_piped_in_and_runs_in_the_current_folder(name: str) -> None
     assert RUNNER.invoke(app, ["run", name, "--print-job"], input=b"\xff").exit_code == 2
 
 
-def test_the_shell_completes_the_commands() -> None:
+def test_the_shell_completes_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it, typer looks for a shell among the parents of this process, and there may be none.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     result = RUNNER.invoke(app, ["--show-completion", "bash"])
     assert "complete" in result.stdout
     words = {"_BACKSTAY_COMPLETE": "complete_bash", "COMP_WORDS": "backstay v", "COMP_CWORD": "1"}
