@@ -111,6 +111,8 @@ def combine(
             "step": coordinator.step if coordinator.term else None,
             "loss": coordinator.loss if coordinator.has_loss else None,
             "examples_per_second": coordinator.examples_per_second,
+            "goal_steps": coordinator.goal_steps or None,
+            "updates_per_second": coordinator.updates_per_second or None,
             "world": coordinator.world or None,
             "metrics": dict(coordinator.metrics),
             "train_metrics": dict(coordinator.train_metrics),

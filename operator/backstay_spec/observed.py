@@ -55,6 +55,8 @@ class Progress:
         reached: the shards whose server answered.
         in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
+        goal_steps: the updates that training ends with.
+        updates_per_second: lately; None: not known yet.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
@@ -78,6 +80,8 @@ class Progress:
     step: int | None = None
     loss: float | None = None
     examples_per_second: float | None = None
+    goal_steps: int | None = None
+    updates_per_second: float | None = None
     world: int | None = None
     stalled: tuple[Stalled, ...] = ()
     contributed: Mapping[int, int] = field(default_factory=dict)

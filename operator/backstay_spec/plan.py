@@ -179,6 +179,7 @@ def _ended(facts: Facts, outline: _Outline, ending: end.Success | Failure) -> _O
             **ending.fields,
             "completion_time": status.whole_seconds(facts.now),
             "examples_per_second": None,
+            "updates_per_second": None,
         },
     )
 
@@ -206,7 +207,7 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
         + Effects(actions=created)
         + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), ()),
         said=outline.said + tuple(conditions.resumed(facts)) + tuple(after_training.said(trained, verdict)),
-        fields={**outline.fields, **trained.fields, "examples_per_second": None},
+        fields={**outline.fields, **trained.fields, "examples_per_second": None, "updates_per_second": None},
     )
 
 
@@ -221,7 +222,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
         effects=end.suspended(facts),
         said=outline.said + tuple(conditions.suspended(facts)),
         desired=dict.fromkeys(facts.old.roles, 0),
-        fields={"start_time": None, "examples_per_second": None},
+        fields={"start_time": None, "examples_per_second": None, "updates_per_second": None},
     )
 
 
@@ -251,7 +252,10 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         effects=decided.effects
         + objects
         + Effects(events=news.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
-        fields={**outline.fields, **({"examples_per_second": 0.0} if trains.stands_still else {})},
+        fields={
+            **outline.fields,
+            **({"examples_per_second": 0.0, "updates_per_second": None} if trains.stands_still else {}),
+        },
         said=outline.said + tuple(said),
         all_created=conditions.all_created(facts, record, slots, decided.effects),
     )

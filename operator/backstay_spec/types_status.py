@@ -183,8 +183,14 @@ class TrainingJobStatus(StatusModel):
     step: int | None = None
     """Updates applied."""
 
+    goal_steps: int | None = None
+    """Updates that training ends with: `steps` of `backstay.train`."""
+
     examples_per_second: FiniteFloat = None
     """Examples trained on per second, over all workers, lately."""
+
+    updates_per_second: FiniteFloat = None
+    """Updates applied per second, lately."""
 
     loss: FiniteFloat = None
     """Loss of the newest update; absent when it is not finite."""

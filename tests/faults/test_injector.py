@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from backstay import _faults
+from backstay import _faults, _instrument
 from backstay._checkpoint._files import PosixFolder
 from backstay._faults import Injector, parse
 from backstay._process._environment import Environment
@@ -33,11 +33,11 @@ VARIABLES = {
 }
 CHILD = """
 import os, sys
-from backstay import _faults
+from backstay import _faults, _instrument
 from backstay._process._environment import Environment
 _faults.install(Environment.read(os.environ), os.environ)
 for step in range(int(sys.argv[1])):
-    _faults.reach("compute", step)
+    _instrument.reach("compute", step)
     print("computed", step, flush=True)
 """
 
@@ -95,9 +95,9 @@ def test_a_stopped_process_is_stopped_whole_and_goes_on_by_itself() -> None:
 def test_each_fault_happens_once_and_never_before_its_step(install, capfd: pytest.CaptureFixture[str]) -> None:
     install("delay worker/1 @5 0.001s; delay worker/2 @0 9s; delay worker/1#2 @0 9s; delay worker/1 @6 push 0.001s")
     for step in (0, 4, 7, 8):  # a worker that was late passes over steps: the next one is meant
-        _faults.reach("compute", step)
+        _instrument.reach("compute", step)
     assert capfd.readouterr().err == "fault injected at step 7: delay worker/1 @5 0.001s\n"
-    _faults.reach("push", 8)
+    _instrument.reach("push", 8)
     assert "delay worker/1 @6 push" in capfd.readouterr().err
 
 
@@ -112,10 +112,10 @@ def test_cut_ends_the_connections_that_this_process_opened_too(install) -> None:
         theirs, _ = listener.accept()
         with theirs:
             ours.settimeout(10)
-            _faults.reach("compute", 0)
+            _instrument.reach("compute", 0)
             theirs.sendall(b"x")
             assert ours.recv(1) == b"x"
-            _faults.reach("compute", 1)
+            _instrument.reach("compute", 1)
             assert ours.recv(1) == b""
 
 
@@ -123,9 +123,9 @@ def test_a_full_disk_fails_the_checkpoint_and_leaves_nothing_behind(install, tmp
     folder = PosixFolder(tmp_path / "ckpt")
     role = {contract.ENV_ROLE: "parameter-server", contract.ENV_INDEX: "0"}
     install("fill server/0 @5 1000s", **role)
-    _faults.reach("applied", 4)
+    _instrument.reach("applied", 4)
     folder.write("a", b"1")
-    _faults.reach("applied", 5)
+    _instrument.reach("applied", 5)
     with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)):
         folder.write("b", b"2")
     assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["a"]
@@ -134,13 +134,13 @@ def test_a_full_disk_fails_the_checkpoint_and_leaves_nothing_behind(install, tmp
 def test_a_corrupt_frame_is_one_that_the_rules_of_the_stream_refuse() -> None:
     injector = Injector(parse("corrupt worker/1 @2"), "worker", 1, 1)
     frame = Frame(push_begin=PushBegin(bytes=4096))
-    assert injector.on_wire(frame) is frame
+    assert injector.alter("frame", frame) is frame
     injector.reach("compute", 2)
     end = Frame()
     end.end.bytes = 1
-    assert injector.on_wire(end) is end
-    damaged = injector.on_wire(frame)
+    assert injector.alter("frame", end) is end
+    damaged = injector.alter("frame", frame)
     with pytest.raises(Refusal):
         Cover([4096]).announce(damaged.push_begin.bytes)
     Cover([4096]).announce(frame.push_begin.bytes)
-    assert injector.on_wire(frame) is frame
+    assert injector.alter("frame", frame) is frame

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from .. import _faults
+from .. import _instrument
 from ..errors import CheckpointError, StorageError
 
 
@@ -82,7 +82,7 @@ class PosixFolder:
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            _faults.disk()
+            _instrument.reach("write")
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(fill, bytes):
                 temporary.write_bytes(fill)
@@ -95,7 +95,7 @@ class PosixFolder:
                 with contextlib.suppress(OSError):  # a file system without modes
                     temporary.chmod(mode)
             _fsync(temporary)
-            _faults.reach("rename")
+            _instrument.reach("rename")
             _publish(temporary, self.path / name)
             _fsync(self.path)
         except Exception as error:
@@ -172,7 +172,7 @@ class RemoteFolder:
         if self.size(name) is not None:
             raise CheckpointError(f"cannot write {self.uri}/{name}: it exists, and files are never replaced")
         try:
-            _faults.disk()
+            _instrument.reach("write")
             if isinstance(fill, bytes):
                 self._fs.pipe_file(self._at(name), fill)
                 return

@@ -25,6 +25,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
+from .. import _instrument
 from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
@@ -161,7 +162,13 @@ class ControlClient:
             activity=activity,
             step_seconds=step_seconds,
         )
+        began = time.monotonic()
+        if (doing := _instrument.doing()) is not None:
+            request.doing.point, request.doing.seconds = doing.point, began - doing.began
+            request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
         reply: HeartbeatReply = self._call(shard, "Heartbeat", request)
+        if reply.clock:
+            _instrument.clocks.observe(shard, began, reply.clock, time.monotonic())
         return reply
 
     def evaluated(self, term: int, step: int, metrics: Mapping[str, float], error: str = "") -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from .. import _instrument
 from ..errors import ConfigurationError
 from ._plan import ENV_FAULTS, Fault, parse
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from .._process._environment import Environment
 
-__all__ = ["Injector", "disk", "install", "on_wire", "reach"]
+__all__ = ["Injector", "install"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,7 +44,13 @@ class Injector:
         self._corrupt = 0
 
     def reach(self, point: str, step: int | None) -> None:
-        """The process is at `point` of `step`; without a step, of the highest one so far."""
+        """The process is at `point` of `step`; without a step, of the highest one so far.
+
+        Raises:
+            OSError: ENOSPC at the point ``write``, while the disk is full.
+        """
+        if point == "write" and time.monotonic() < self._full_until:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
         with self._lock:
             self._step = max(self._step, -1 if step is None else step)
             at = self._step if step is None else step
@@ -54,16 +61,12 @@ class Injector:
             print(f"fault injected at step {at}: {fault}", file=sys.stderr, flush=True)
             self._strike(fault)
 
-    def disk(self) -> None:
-        """
-        Raises:
-            OSError: ENOSPC, while the disk is full.
-        """
-        if time.monotonic() < self._full_until:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
-
-    def on_wire(self, frame: Frame) -> Frame:
-        """What arrives when `frame` is sent: its announced size with one bit flipped, when that is due."""
+    def alter(self, point: str, value: Frame) -> Frame:
+        """What arrives when a frame is sent, at the point ``frame``: its announced size with one bit flipped, when that
+        is due."""
+        frame = value
+        if point != "frame":
+            return frame
         kind = frame.WhichOneof("kind")
         if not self._corrupt or kind not in ("push_begin", "params_begin"):
             return frame
@@ -111,36 +114,16 @@ def _stop(seconds: float | None) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-_injector: Injector | None = None
-
-
 def install(environment: Environment, variables: Mapping[str, str]) -> None:
-    """Take the script that the pod's environment has, if any.
+    """Take the script that the pod's environment has, if any: it strikes at the instrumentation points.
 
     Raises:
-        ConfigurationError: it cannot be understood.
+        ConfigurationError: the script is invalid.
     """
-    global _injector  # noqa: PLW0603  # one process, one pod
     text = variables.get(ENV_FAULTS, "")
     try:
         faults = parse(text)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    _injector = Injector(faults, environment.role, environment.index, environment.incarnation) if faults else None
-
-
-def reach(point: str, step: int | None = None) -> None:
-    """See `Injector.reach`."""
-    if _injector is not None:
-        _injector.reach(point, step)
-
-
-def disk() -> None:
-    """See `Injector.disk`."""
-    if _injector is not None:
-        _injector.disk()
-
-
-def on_wire(frame: Frame) -> Frame:
-    """See `Injector.on_wire`."""
-    return frame if _injector is None else _injector.on_wire(frame)
+    found = Injector(faults, environment.role, environment.index, environment.incarnation) if faults else None
+    _instrument.strike_with(found)

@@ -7,7 +7,7 @@ import time
 
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
 
-from .. import _faults
+from .. import _instrument
 from .._checkpoint import load
 from .._control import ControlClient, Heartbeats
 from .._process._environment import Environment
@@ -55,6 +55,7 @@ class Evaluator:
         Raises:
             Stopped, JobFailed, Refused, WaitedTooLong: as a worker does.
         """
+        _instrument.follow_this_thread()
         try:
             self._run()
         finally:
@@ -100,11 +101,11 @@ class Evaluator:
         uri = f"{str(self._env.checkpoint_uri).rstrip('/')}/{checkpoint.rpartition('/')[2]}"
         error, metrics = "", {}
         self._heart.activity = TRAINING
-        _faults.reach("evaluate", step)
         began = time.monotonic()
         try:
-            params = load(uri, like=self._plan.partition.tree.shapes()).params
-            metrics = evaluation_of(self._evaluate, params)
+            with _instrument.span("evaluate", step):
+                params = load(uri, like=self._plan.partition.tree.shapes()).params
+                metrics = evaluation_of(self._evaluate, params)
         except CheckpointError as failure:
             # It may have been deleted meanwhile, for newer ones.
             _LOG.warning("the checkpoint of step %d could not be evaluated: %s", step, failure)

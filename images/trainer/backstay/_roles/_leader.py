@@ -22,6 +22,7 @@ from backstay_rpc.control_pb2 import (
     TermStart,
 )
 
+from .. import _instrument
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
 from .._process._logs import Reporter
 from .._update._untrained import Untrained, warning
@@ -55,7 +56,7 @@ class Leader:
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
         self._steps = steps
         self._reporter = Reporter(log_every, steps)
-        self._rate = Rate()
+        self._rate, self._update_rate = Rate(), Rate()
         self._loss: float | None = None
         self._per_second: float | None = None
         self._train_metrics: dict[str, float] = {}
@@ -109,9 +110,11 @@ class Leader:
         with self._lock:
             if self._first_staged is not None:
                 self._metrics.quorum_seconds.observe(max(0.0, now - self._first_staged))
+                _instrument.record("quorum_wait", self._first_staged, now, commit.version)
                 self._first_staged = None
             self._liveness.moved(now, commit.version + 1)
             self._rate.add(now, examples)
+            self._update_rate.add(now, 1)
             rate = self._per_second = self._rate.per_second(now)
             loss = self._know(infos)
             train_metrics = self._train_metrics
@@ -321,6 +324,7 @@ class Leader:
             reply.steps_redone = state.redone
             reply.untrained_leaves.extend(self._untrained_leaves)
             reply.examples_per_second = self._rate.per_second(now) or 0.0
+            reply.goal_steps, reply.updates_per_second = self._steps, self._update_rate.per_second(now) or 0.0
             if self._loss is not None:
                 reply.loss, reply.has_loss = self._loss, True
             reply.stalled.extend(self._liveness.stalled(now, stall_seconds, state.world))
@@ -334,6 +338,24 @@ class Leader:
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)
         self._tell_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
+
+    def status(self, now: float) -> dict[str, Any]:
+        """The job's part of the page `/status`, of the newest update."""
+        with self._lock:
+            checkpoint = self._checkpoint
+            return {
+                "step": self._step,
+                "goalSteps": self._steps,
+                "updatesPerSecond": self._update_rate.per_second(now),
+                "examplesPerSecond": self._rate.per_second(now),
+                "loss": self._loss,
+                "trainMetrics": dict(self._train_metrics),
+                "metrics": dict(self._evaluation),
+                "evaluatedStep": self._evaluation_step or None,
+                "evaluationError": self._evaluation_error,
+                "checkpoint": {"step": checkpoint.step, "uri": checkpoint.uri, "unixSeconds": checkpoint.unix_seconds},
+                "checkpointError": checkpoint.error,
+            }
 
     def _tell_stragglers(self, now: float, delays: dict[int, float]) -> None:
         self._metrics.stragglers(delays)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .. import _faults
+from .. import _instrument
 from .._checkpoint import (
     CheckpointStore,
     Claim,
@@ -132,7 +132,7 @@ class ManifestStorage:
             manifest = self._store.write_manifest(self._manifest(order))
             # Another process that took the lease before the manifest was there does not count it.
             self._lease.check()
-        _faults.reach("manifest", manifest.version)
+        _instrument.reach("manifest", manifest.version)
         try:
             self._store.prune(keep=self._keep(), newest=manifest)
         except CheckpointError as error:

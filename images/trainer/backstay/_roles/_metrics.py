@@ -1,7 +1,7 @@
 """Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
 
-https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz`, `/readyz` and `/peers` are the only things that
-a pod answers without the job's token (O7).
+https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz`, `/readyz`, `/peers` and `/status` are the only
+things that a pod answers without the job's token (O7).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -166,7 +166,11 @@ def metric_names() -> frozenset[str]:
 
 
 class HttpPort:
-    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`) and `/peers`."""
+    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`.
+
+    Attributes:
+        status: returns what `/status` shows; only shard 0's server has something to show.
+    """
 
     def __init__(
         self,
@@ -185,7 +189,8 @@ class HttpPort:
         Raises:
             OSError: the port cannot be bound; the message names it.
         """
-        registry = metrics.registry
+        registry, shown = metrics.registry, self
+        self.status: Callable[[], Mapping[str, Any]] = dict
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
@@ -201,8 +206,10 @@ class HttpPort:
                 elif path == "/peers":
                     said = {shard: {"answered": ago, "missed": missed} for shard, (ago, missed) in peers().items()}
                     self._answer(200, json.dumps(said).encode(), "application/json")
+                elif path == "/status":
+                    self._answer(200, json.dumps(shown.status(), allow_nan=False).encode(), "application/json")
                 else:
-                    self._answer(404, b"there are /metrics, /healthz, /readyz and /peers\n")
+                    self._answer(404, b"there are /metrics, /healthz, /readyz, /peers and /status\n")
 
             def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
                 self.send_response(status)

@@ -28,7 +28,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 
-from .. import _faults
+from .. import _instrument
 from .._control import Agreement, ControlServer, Driving, Link, Peers
 from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
@@ -49,6 +49,7 @@ from ._manifests import ManifestStorage, NoStorage
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script
 from ._standby import Inherited
+from ._status_page import StatusPage
 from ._storing import CheckpointWriter, open_store, restore
 
 __all__ = ["Server"]
@@ -70,8 +71,7 @@ class Server:
     ) -> None:
         """`inherited`: what it held as its shard's standby."""
         held = None if inherited is None else inherited.held
-        config = environment.config
-        self.shard, self.incarnation = environment.index, environment.incarnation
+        config, self.shard, self.incarnation = environment.config, environment.index, environment.incarnation
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
         self._times = environment.timeouts
         self._peer = Peer(
@@ -149,7 +149,7 @@ class Server:
             self._replication = Replication(
                 plan.agreement.digest,
                 incarnation=self.incarnation,
-                admitted=self._admit_replica,
+                admitted=lambda: self._runtime.admit_replica(),  # noqa: PLW0108  # it is made below
                 let_go=self._let_go,
                 coordinator=self._describe,
                 timeouts=environment.timeouts,
@@ -169,6 +169,7 @@ class Server:
         else:
             self._http = inherited.http
             inherited.become_ready(lambda: self._ready)
+        self._page = StatusPage((lambda _: {}) if self._leader is None else self._leader.status, self._http)
         self._data = DataServer(
             self._runtime,
             host=environment.bind,
@@ -220,18 +221,14 @@ class Server:
             self._link.inherit(held.term, held.engine.version, held.last, prepared)
         self._ready = True
 
-    def _admit_replica(self) -> None:
-        self._runtime.admit_replica()
-
     def _let_go(self, when: float, closed: bool) -> None:
         """The standby was lost: go on alone once it is certain that it was not promoted. Called by the apply thread.
 
-        The operator says so, as it is the only one who promotes. A process that died closes its connections, which one
-        that was promoted does not, nor does such a one dial again. Where the operator says nothing for long, it is dead
-        itself, and training goes on without it (O5); should it have promoted just before, its word comes late, and what
-        was done meanwhile is given up for a new term (T6).
+        Only the operator promotes, and reports it. A process that died closes its connections; a promoted one does not,
+        and does not connect again. Without an operator training goes on (O5). If it had promoted the standby just
+        before, what was done meanwhile is given up for a new term (T6).
         """
-        assert self._replication is not None
+        assert self._replication
         _LOG.warning("the standby is lost: asking whether it was promoted")
         patience = self._times.standby_closed if closed else self._times.standby_silent
         self._asking = True
@@ -260,6 +257,7 @@ class Server:
             CheckpointError, or whatever `init` raises: this shard could not be built.
             Refused: the coordinator refuses this server.
         """
+        _instrument.observe("apply", self._metrics.apply_seconds.observe)
         self._loader.start()
         if self._driving is not None:
             self._driving.start()
@@ -315,8 +313,8 @@ class Server:
     def _end(self, done: Done) -> int:
         if not done.failed and not self._already_complete:
             wait_applied(self._runtime, done.version, self._times.farewell)
-        _faults.reach("done", done.version)
-        # A failure is any server's to tell: the operator may see another one's end before shard 0's.
+        _instrument.reach("done", done.version)
+        # Any server reports a failure: the operator may see another one's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
         self._farewell.wait(self._stop.asked, self._awaited, stored=bool(done.checkpoint or done.failed))
@@ -360,8 +358,7 @@ class Server:
                 )
         elif self._writer is not None:
             ask_to_save(self._env, self._peer)
-            # Not for long where nothing is written, because what there is was stored already, or nobody asks for it.
-            link = self._link
+            link = self._link  # not for long where everything is stored already, or nobody asks for it
             wait_until(self._saved.is_set, lambda: link is not None and link.up, 10.0, gone=self._times.gone)
             time.sleep(0.5)  # the link carries the news
         return SIGTERM_EXIT
@@ -418,7 +415,8 @@ class Server:
                 parameters = self._script.initial()
             engine = ShardEngine(plan.partition, self.shard, plan.rule, parameters)
         quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
-        engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
+        with _instrument.span("compile"):
+            engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
         self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)
@@ -434,7 +432,7 @@ class Server:
             case Commit():
                 self._commit_arrived[message.version] = time.monotonic()
                 self._world = message.world
-                _faults.reach("commit", message.version)
+                _instrument.reach("commit", message.version)
             case Rollback():
                 self._ready = False
                 self._commit_arrived.clear()
@@ -449,7 +447,7 @@ class Server:
         """What this server's shard and its writer report; see `Coordination`."""
         match report:
             case Norm():
-                _faults.reach("norm", report.version)
+                _instrument.reach("norm", report.version)
             case Applied():
                 self._applied(report.version)
         if self._driving is not None:
@@ -461,11 +459,11 @@ class Server:
 
     def _applied(self, version: int) -> None:
         """An update was applied; it was version - 1's."""
-        _faults.reach("applied", version)
+        _instrument.reach("applied", version)
         self._metrics.version.set(version)
         began = self._commit_arrived.pop(version - 1, None)
         if began is not None:
-            self._metrics.apply_seconds.observe(time.monotonic() - began)
+            _instrument.record("apply", began, time.monotonic(), version - 1)
 
     # ---- Host ----
 
@@ -507,12 +505,14 @@ class Server:
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
         with self._lock:
             self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
+        self._page.beat(request)
         reply = HeartbeatReply(
             term=self._runtime.term,
             version=self._runtime.version,
             world=self._world,
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
+            clock=time.monotonic(),
         )
         if self._leader is not None:
             checkpoint = self._leader.checkpoint
@@ -531,6 +531,7 @@ class Server:
             return False
         with self._lock:
             self._liveness.left(peer)
+        self._page.left(peer)
         if self._driving is not None and peer.role == contract.ROLE_WORKER:
             self._driving.left(peer.index, peer.incarnation)
         return True

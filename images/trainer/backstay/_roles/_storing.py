@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from backstay_rpc.control_pb2 import File, Range, Written
 
+from .. import _instrument
 from .._checkpoint import CheckpointStore, Entry, Manifest, Reader, probe
 from .._coordination.seam import Coordination
 from .._update._engine import ShardEngine, Snapshot
@@ -94,15 +95,16 @@ class CheckpointWriter:
             del item
             began = time.monotonic()
             try:
-                info = self._store.write_shard(
-                    [Entry(e.key, e.start, e.stop, e.value) for e in snapshot.entries],
-                    history=history,
-                    version=version,
-                    term=term,
-                    shard=self._shard,
-                    shards=self._shards,
-                    incarnation=self._incarnation,
-                )
+                with _instrument.span("checkpoint", version):
+                    info = self._store.write_shard(
+                        [Entry(e.key, e.start, e.stop, e.value) for e in snapshot.entries],
+                        history=history,
+                        version=version,
+                        term=term,
+                        shard=self._shard,
+                        shards=self._shards,
+                        incarnation=self._incarnation,
+                    )
             except Exception as error:  # noqa: BLE001  # training goes on whatever the store raises, and says so
                 _LOG.error("this shard's part of the checkpoint of step %d could not be stored: %s", version, error)
                 written = Written(term=term, version=version, error=str(error))
@@ -157,7 +159,8 @@ def restore(uri: str, partition: Partition, shard: int, rule: Rule) -> ShardEngi
         check_fits(manifest, partition)
         return ShardEngine.restore(partition, shard, rule, Reader(store, manifest).read, manifest.version)
 
-    return patiently(read)
+    with _instrument.span("restore"):
+        return patiently(read)
 
 
 def patiently(

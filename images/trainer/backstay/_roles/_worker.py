@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
     RejectReason,
 )
 
-from .. import _faults
+from .. import _instrument
 from .._compute._gradient import Gradient, GradientFn
 from .._control import ControlClient, Heartbeats, News
 from .._coordination import Rate
@@ -42,7 +42,7 @@ from .._wire.buffers import Arrangement, ParamBuffers
 from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
-from ._metrics import HttpPort, Metrics
+from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 
 __all__ = ["Stopped", "Worker", "raise_end"]
@@ -128,6 +128,9 @@ class Worker:
             WaitedTooLong: servers were away for too long.
             Whatever `batches` and `loss` raise.
         """
+        _instrument.follow_this_thread()
+        for part in STEP_PARTS:
+            _instrument.observe(part, self._metrics.step(part).observe)
         try:
             return self._run()
         finally:
@@ -164,18 +167,17 @@ class Worker:
         step = pulled.version if self._sync else self._key_step
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
-        _faults.reach("compute", step)
         began = time.monotonic()
-        batch = self._batch(key)
-        ready = time.monotonic()
-        gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch)
-        gradient.finite  # noqa: B018  # waits for the computation
-        ended = time.monotonic()
-        self._metrics.step("batch_wait").observe(ready - began)
-        if self._compiled:  # the first one is mostly compiling
-            self._metrics.step("compute").observe(ended - ready)
+        with _instrument.span("batch_wait", step):
+            batch = self._batch(key)
+        with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
+            if not self._compiled:
+                _instrument.reach("compute", step)
+            gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch)
+            gradient.finite  # noqa: B018  # waits for the computation
+        if self._compiled:
             # Of both, because a rank is slow whichever of the two is.
-            self._heart.step_seconds = ended - began
+            self._heart.step_seconds = time.monotonic() - began
         self._compiled = True
         self._last, self._last_key = gradient, key
         return gradient
@@ -216,7 +218,7 @@ class Worker:
         if zero is not None:
             info.zero.leaves.extend(zero)
             info.zero.SetInParent()
-        _faults.reach("push", key_step)
+        _instrument.reach("push", key_step)
         while True:
             self._attempt += 1
             identity = GradientId(
@@ -229,7 +231,8 @@ class Worker:
             )
             began = time.monotonic()
             try:
-                pulled, params = self._pull(Push(identity, info, blocks), 0)
+                with _instrument.span("exchange", key_step):
+                    pulled, params = self._pull(Push(identity, info, blocks), 0)
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -239,16 +242,19 @@ class Worker:
                 ):
                     continue  # what it was computed for has not happened yet: send the same again
                 return pulled, params
-            self._observe(pulled, time.monotonic() - began)
+            self._observe(pulled, identity, began, time.monotonic())
             self._learn(pulled, key_step)
             self._count(pulled, info)
             return pulled, params
 
-    def _observe(self, pulled: Pulled, seconds: float) -> None:
-        """The parts of an exchange that took so many seconds."""
-        self._metrics.step("push").observe(pulled.push_seconds)
-        self._metrics.step("update_wait").observe(pulled.answer_seconds - pulled.push_seconds)
-        self._metrics.step("pull").observe(max(0.0, seconds - pulled.answer_seconds))
+    def _observe(self, pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
+        """Keep the parts of an exchange as spans."""
+        step, pushed, answered = gradient.key_step, began + pulled.push_seconds, began + pulled.answer_seconds
+        outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
+        flow = f"{gradient.term}.{gradient.version}.{gradient.rank}.{gradient.incarnation}.{gradient.attempt}"
+        _instrument.record("push", began, pushed, step, flow=flow)
+        _instrument.record("update_wait", pushed, answered, step, outcome=outcome)
+        _instrument.record("pull", answered, ended, step, version=pulled.version)
 
     def _learn(self, pulled: Pulled, key_step: int) -> None:
         """Async: which batch is next."""
@@ -324,13 +330,14 @@ class Worker:
 
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._compiled else COMPILING
-        replies = self._control.join_all(
-            self._plan.agreement,
-            self._stop.asked.is_set,
-            at=(self._term, self._version),
-            # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
-            seconds=self._env.timeouts.end if self._heart.news.done else None,
-        )
+        with _instrument.span("join"):
+            replies = self._control.join_all(
+                self._plan.agreement,
+                self._stop.asked.is_set,
+                at=(self._term, self._version),
+                # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
+                seconds=self._env.timeouts.end if self._heart.news.done else None,
+            )
         self._metrics.joins.inc()
         self._moved = False
         if self._term != replies[0].term:
@@ -349,8 +356,10 @@ class Worker:
         )
         self._joined = True
         if not self._compiled and self._prepared is None:
-            self._compile()
-        return self._pull(None, 0)
+            with _instrument.span("compile"):
+                self._compile()
+        with _instrument.span("first_pull"):
+            return self._pull(None, 0)
 
     def _hello(self, shard: int, reply: JoinReply) -> Hello:
         return Hello(
@@ -394,7 +403,7 @@ class Worker:
                 return None
             if time.monotonic() > deadline:
                 raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")
-        _faults.reach("done", pulled.version)
+        _instrument.reach("done", pulled.version)
         if self._rank == 0 and not self._confirmed():
             return None
         return Result(

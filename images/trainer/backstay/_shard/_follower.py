@@ -13,7 +13,7 @@ import numpy as np
 
 from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
-from .. import _faults
+from .. import _instrument
 from .._coordination import CoordinatorState, after
 from .._update._engine import ShardEngine, array_specs
 from .._wire.frames import Cover, kind_of
@@ -114,7 +114,7 @@ class Follower:
                     return
                 change()
             if kind in ("state", "commit") and self._held is not None:
-                _faults.reach("state" if kind == "state" else "follow", self._held.engine.version)
+                _instrument.reach("state" if kind == "state" else "follow", self._held.engine.version)
             stream.write(HELD)
             if then is not None:
                 then()

@@ -28,7 +28,7 @@ from backstay_rpc import AUTHORIZATION
 from backstay_rpc.channels import NOT_AUTHENTICATED, Credentials, flight_client_options, flight_headers, flight_uri
 from backstay_rpc.control_pb2 import Frame, Hello
 
-from .. import _faults
+from .. import _instrument
 from .._process._guard import ConnectionGuard
 from .._process._sockets import Address, Connection, connections, peer_address, reset, shut_down
 from .._timeouts import Timeouts
@@ -122,7 +122,7 @@ class ClientStream:
             raise self._lost(error) from error
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
-        frame = _faults.on_wire(frame)
+        frame = _instrument.alter("frame", frame)
         try:
             with self._busy:
                 if body is None:
@@ -187,7 +187,7 @@ class _ServerStream:
             raise Refusal("INVALID_ARGUMENT", f"what came is no frame: {_why(error)}") from error
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
-        frame = _faults.on_wire(frame)
+        frame = _instrument.alter("frame", frame)
         try:
             if body is None:
                 self._writer.write_metadata(frame.SerializeToString())

@@ -1,0 +1,252 @@
+"""The one instrumentation point of a training pod: spans, histograms and injected faults share it.
+
+Code marks what it does once, with `span`, `reach` or `record`. What happens at such a point is decided elsewhere: a
+ring buffer keeps the newest spans, a histogram observes their durations, and a fault script strikes. Times are seconds
+of `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+__all__ = [
+    "CAPACITY",
+    "Doing",
+    "Span",
+    "Striker",
+    "alter",
+    "clocks",
+    "doing",
+    "follow_this_thread",
+    "keep",
+    "observe",
+    "reach",
+    "record",
+    "span",
+    "spans",
+    "strike_with",
+]
+
+CAPACITY: Final = 16_384
+"""Spans that a pod keeps; the oldest are dropped. A span takes about 250 bytes."""
+
+_T = TypeVar("_T")
+
+
+class Span(NamedTuple):
+    """Something that a thread did.
+
+    Attributes:
+        point: what, such as ``compute``.
+        began, ended: seconds of `time.monotonic`. Equal for an instant.
+        step: the step that it belongs to; None: it belongs to none.
+        thread: the name of the thread.
+        notes: more about it: strings and numbers.
+    """
+
+    point: str
+    began: float
+    ended: float
+    step: int | None
+    thread: str
+    notes: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the followed thread is doing.
+
+    Attributes:
+        point: the innermost open span.
+        step: of that span; None: it has none.
+        began: when the span began, in seconds of `time.monotonic`.
+    """
+
+    point: str
+    step: int | None
+    began: float
+
+
+class Striker(Protocol):
+    """Carries out a fault script."""
+
+    def reach(self, point: str, step: int | None) -> None:
+        """The process is at `point`. Raises OSError where the script lets a write fail."""
+
+    def alter(self, point: str, value: Any) -> Any:
+        """What is used instead of `value` at `point`."""
+
+
+@dataclass
+class _Clock:
+    """How far another process's clock is ahead of this one, by the call with the shortest round trip lately."""
+
+    offset: float
+    error: float
+    seen: float
+
+
+_CLOCK_LIFE: Final = 60.0
+"""Seconds after which an offset is replaced although its round trip was shorter: clocks drift."""
+
+
+@dataclass
+class _Clocks:
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _known: dict[int, _Clock] = field(default_factory=dict)
+
+    def observe(self, shard: int, began: float, there: float, ended: float) -> None:
+        """A call to the server of `shard` began and ended at these times here, and was answered at `there` there.
+
+        The answer was given between the two, so the offset has an error of at most half of the round trip.
+        """
+        offset, error = there - (began + ended) / 2, (ended - began) / 2
+        with self._lock:
+            known = self._known.get(shard)
+            if known is None or error <= known.error or ended - known.seen > _CLOCK_LIFE:
+                self._known[shard] = _Clock(offset, error, ended)
+
+    def offsets(self) -> dict[int, tuple[float, float]]:
+        """By shard: seconds that its server's clock is ahead of this process's, and the largest error of that."""
+        with self._lock:
+            return {shard: (clock.offset, clock.error) for shard, clock in self._known.items()}
+
+
+clocks: Final = _Clocks()
+
+_striker: Striker | None = None
+_ring: deque[tuple[str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
+_observers: dict[str, Callable[[float], None]] = {}
+_followed = 0
+_open: list[_Open] = []
+_monotonic = time.monotonic
+_thread_id = threading.get_ident
+
+
+class _Open:
+    """A span that has not ended."""
+
+    __slots__ = ("_began", "_notes", "_point", "_step")
+
+    def __init__(self, point: str, step: int | None, notes: dict[str, Any]) -> None:
+        self._point, self._step, self._notes = point, step, notes
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = _monotonic()
+        if _thread_id() == _followed:
+            _open.append(self)
+        if _striker is not None:
+            try:
+                _striker.reach(self._point, self._step)
+            except BaseException:
+                self._leave()
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = _monotonic()
+        self._leave()
+        if kind is not None:
+            self._notes["raised"] = kind.__name__
+        elif (observer := _observers.get(self._point)) is not None:
+            observer(ended - self._began)
+        if _ring is not None:
+            _ring.append((self._point, self._began, ended, self._step, _thread_id(), self._notes or None))
+
+    def _leave(self) -> None:
+        if _open and _open[-1] is self:
+            _open.pop()
+
+    def as_doing(self) -> Doing:
+        return Doing(self._point, self._step, self._began)
+
+
+def span(point: str, step: int | None = None, **notes: Any) -> AbstractContextManager[None]:
+    """``with span("compute", step):`` marks what the thread does meanwhile; a fault may strike when it begins.
+
+    A span whose body raises an exception is kept with the exception's name, and is in no histogram.
+
+    Args:
+        point: what the thread does, such as ``compute``.
+        step: the step that it belongs to; None: it belongs to none.
+        notes: more about it: strings and numbers.
+    """
+    return _Open(point, step, notes)
+
+
+def reach(point: str, step: int | None = None) -> None:
+    """The thread is at `point`: a fault may strike here. Nothing is kept."""
+    if _striker is not None:
+        _striker.reach(point, step)
+
+
+def alter(point: str, value: _T) -> _T:
+    """`value`, unless a fault script replaces it at `point`."""
+    if _striker is None:
+        return value
+    altered: _T = _striker.alter(point, value)
+    return altered
+
+
+def record(point: str, began: float, ended: float, step: int | None = None, **notes: Any) -> None:
+    """Keep a span that was measured elsewhere; no fault strikes."""
+    if (observer := _observers.get(point)) is not None:
+        observer(max(0.0, ended - began))
+    if _ring is not None:
+        _ring.append((point, began, ended, step, _thread_id(), notes or None))
+
+
+def spans() -> list[Span]:
+    """The newest spans, in the order in which they ended."""
+    found = None
+    while found is None:
+        with contextlib.suppress(RuntimeError):  # another thread appended meanwhile
+            found = [] if _ring is None else list(_ring)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        Span(point, began, ended, step, names.get(thread, "a thread that has ended"), notes)
+        for point, began, ended, step, thread, notes in found
+    ]
+
+
+def doing() -> Doing | None:
+    """What the followed thread is doing; None: no span is open there."""
+    innermost = _open[-1:]
+    return innermost[0].as_doing() if innermost else None
+
+
+def follow_this_thread() -> None:
+    """`doing` reports what this thread does, from now on."""
+    global _followed  # noqa: PLW0603  # one process, one pod
+    _followed = _thread_id()
+    _open.clear()
+
+
+def keep(capacity: int) -> None:
+    """Keep this many spans from now on; 0: none."""
+    global _ring  # noqa: PLW0603
+    _ring = deque(maxlen=capacity) if capacity else None
+
+
+def observe(point: str, observer: Callable[[float], None] | None) -> None:
+    """Call `observer` with the seconds of each span at `point` that raises nothing; None: no longer."""
+    if observer is None:
+        _observers.pop(point, None)
+    else:
+        _observers[point] = observer
+
+
+def strike_with(striker: Striker | None) -> None:
+    """Take a fault script; None: no longer."""
+    global _striker  # noqa: PLW0603
+    _striker = striker

@@ -1,0 +1,107 @@
+"""The page `/status` of shard 0's server: what the job and each of its pods does now, for the `backstay` command."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
+
+from ._metrics import HttpPort
+
+__all__ = ["StatusPage"]
+
+_FORGET_SECONDS = 600.0
+"""A pod without a heartbeat for so long is left out."""
+
+
+@dataclass(frozen=True)
+class _Heard:
+    peer: Peer
+    activity: Activity
+    point: str
+    step: int | None
+    began: float  # of the span, by this process's clock
+    at: float
+
+
+class StatusPage:
+    """Keeps the newest heartbeat of each worker and evaluator. Thread-safe."""
+
+    def __init__(
+        self,
+        job: Callable[[float], dict[str, Any]],
+        port: HttpPort | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            job: ``job(now)`` returns what is to be shown of the job.
+            port: serves the page.
+        """
+        if port is not None:
+            port.status = self.page
+        self._job, self._clock = job, clock
+        self._lock = threading.Lock()
+        self._heard: dict[tuple[str, int], _Heard] = {}
+
+    def beat(self, request: HeartbeatRequest) -> None:
+        """A heartbeat; one of an older incarnation counts for nothing."""
+        now, peer = self._clock(), request.peer
+        key = peer.role, peer.index
+        doing = request.doing if request.HasField("doing") else None
+        with self._lock:
+            known = self._heard.get(key)
+            if known is not None and known.peer.incarnation > peer.incarnation:
+                return
+            self._heard[key] = _Heard(
+                peer,
+                request.activity,
+                "" if doing is None else doing.point,
+                doing.step if doing is not None and doing.has_step else None,
+                now if doing is None else now - doing.seconds,
+                now,
+            )
+
+    def left(self, peer: Peer) -> None:
+        """A pod left."""
+        with self._lock:
+            known = self._heard.get((peer.role, peer.index))
+            if known is not None and known.peer.incarnation == peer.incarnation:
+                del self._heard[peer.role, peer.index]
+
+    def page(self) -> dict[str, Any]:
+        """The page, as JSON: no number in it is NaN or infinite."""
+        now = self._clock()
+        with self._lock:
+            heard = sorted(self._heard.items())
+        pods = [_pod(now, one) for _, one in heard if now - one.at < _FORGET_SECONDS]
+        page: dict[str, Any] = _finite({**self._job(now), "pods": pods})
+        return page
+
+
+def _pod(now: float, heard: _Heard) -> dict[str, Any]:
+    return {
+        "role": heard.peer.role,
+        "index": heard.peer.index,
+        "incarnation": heard.peer.incarnation,
+        "pod": heard.peer.pod,
+        "activity": Activity.Name(heard.activity),
+        "doing": heard.point,
+        "step": heard.step,
+        "seconds": round(max(0.0, now - heard.began), 3),
+        "heartbeatSeconds": round(max(0.0, now - heard.at), 3),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value
