@@ -26,11 +26,13 @@ class Event:
         type: ``Normal`` or ``Warning``.
         reason: one CamelCase word for programs.
         message: a sentence for people, on one line.
+        slot: the slot whose pod died, such as ``worker-3``; empty for other events.
     """
 
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
+    slot: str = ""
 
 
 def normal(reason: str, message: str) -> Event:
@@ -38,9 +40,13 @@ def normal(reason: str, message: str) -> Event:
     return Event("Normal", reason, one_line(message))
 
 
-def warning(reason: str, message: str) -> Event:
-    """An event about something that somebody may have to mend."""
-    return Event("Warning", reason, one_line(message))
+def warning(reason: str, message: str, slot: str = "") -> Event:
+    """An event about something that somebody may have to mend.
+
+    Args:
+        slot: the slot whose pod died, such as ``worker-3``.
+    """
+    return Event("Warning", reason, one_line(message), slot)
 
 
 def one_line(text: str, limit: int = MAX_EVENT) -> str:

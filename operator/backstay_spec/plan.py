@@ -106,7 +106,7 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         all_created=outline.all_created,
     )
     written = report.judge(job.metadata, job.status, new, observed, now)
-    return _plan(written, replace(effects, events=effects.events + events), now)
+    return _plan(written, replace(effects, events=effects.events + events), job.status, now)
 
 
 def refuse(
@@ -142,10 +142,11 @@ def refuse(
     desired = {role: r.desired for role, r in old.roles.items()}
     new = NewStatus(record=record, conditions=said, desired=desired, ready={}, fields=fields)
     written = report.judge(metadata, old, new, Observed(), now)
-    return _plan(written, Effects(actions=actions, events=events), now)
+    return _plan(written, Effects(actions=actions, events=events), old, now)
 
 
-def _plan(written: report.Report, effects: Effects, now: datetime) -> Plan:
+def _plan(written: report.Report, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
+    written = report.with_history(written, old, effects.events, now)
     wake = earliest((written.wake, effects.wake))
     return Plan(
         status=written.status,

@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointStatus",
     "Condition",
     "FiniteFloat",
+    "HistoryEntry",
     "Phase",
     "PreciseTime",
     "Role",
@@ -162,6 +163,25 @@ class CheckpointStatus(StatusModel):
     """When the operator first heard of it."""
 
 
+class HistoryEntry(StatusModel):
+    """An event about the job."""
+
+    time: PreciseTime
+    """When the operator sent the event."""
+
+    type: Literal["Normal", "Warning"]
+    """Whether somebody may have to act."""
+
+    reason: str
+    """What happened, as one word in CamelCase for programs."""
+
+    message: str = ""
+    """What happened, for people."""
+
+    slot: str | None = None
+    """The slot whose pod died, such as `worker-3`."""
+
+
 class TrainingJobStatus(StatusModel):
     """What was last seen of the job."""
 
@@ -238,6 +258,9 @@ class TrainingJobStatus(StatusModel):
     checkpoint: CheckpointStatus | None = None
     """The newest whole checkpoint."""
 
+    history: list[HistoryEntry] = Field(default_factory=list)
+    """What happened, oldest first: the newest 50 events, which the API server itself deletes after an hour."""
+
     def to_dict(self) -> dict[str, Any]:
         """The status as JSON for the API server: camelCase, absent values left out, and so are empty maps of what
         most jobs have none of."""
@@ -245,5 +268,5 @@ class TrainingJobStatus(StatusModel):
         return {
             name: value
             for name, value in written.items()
-            if value or name not in ("metrics", "trainMetrics", "backoff")
+            if value or name not in ("metrics", "trainMetrics", "backoff", "history")
         }

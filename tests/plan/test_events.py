@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay_spec import contract
 from backstay_spec.events import MAX_EVENT, normal, one_line, warning
+from backstay_spec.planner.report import Report, with_history
+from backstay_spec.types_status import TrainingJobStatus
 
 TAIL = """Traceback (most recent call last):
   File "/work/train.py", line 7, in <module>
@@ -55,3 +60,33 @@ def test_the_death_of_a_pod_says_why_and_what_happens_next(running):
     assert cluster.status["phase"] == "Failed"
     assert "For simplicity" in cluster.condition("Failed")["message"]
     assert len(next(text for reason, text in cluster.events if reason == "Failed").splitlines()) == 1
+
+
+def test_the_status_keeps_the_newest_events_with_the_slot_that_died(running):
+    """O5: the API server deletes events after an hour, and a restarted operator has none of them."""
+    cluster = running({"workers": {"replicas": 2, "maxRestarts": 1000}, "checkpoint": {"uri": "file:///c"}})
+    before = cluster.status["history"]
+    assert [entry["reason"] for entry in before] == ["Running"]
+    pod = cluster.named(contract.ROLE_WORKER, 1)
+    cluster.end(pod, 137)
+    cluster.settle()
+    entry = cluster.status["history"][-1]
+    assert (entry["reason"], entry["slot"], entry["type"]) == ("Crashed", "worker-1", "Warning")
+    assert pod in entry["message"]
+    kept = cluster.status["history"]
+    cluster.restart_operator()
+    cluster.secret_ensured = True
+    cluster.settle()
+    assert cluster.status["history"][: len(kept)] == kept
+
+
+def test_the_history_in_the_status_is_bounded():
+    now = datetime(2026, 11, 22, tzinfo=UTC)
+    old = TrainingJobStatus()
+    for number in range(120):
+        events = (normal("Running", f"{number} " + "x" * 1000), normal("Evaluated", "of step 3"))
+        written = with_history(Report({"phase": "Running"}), old, events, now)
+        old = TrainingJobStatus.model_validate(written.status)
+    assert [entry.message.split()[0] for entry in old.history] == [str(n) for n in range(70, 120)]
+    assert len(json.dumps(old.to_dict())) < 25_000
+    assert with_history(Report(), old, (normal("A", "b"),), now).status is None

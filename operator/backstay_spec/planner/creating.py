@@ -72,4 +72,4 @@ def death_event(
     why = one_line(verdict.text, MAX_EVENT // 2)
     if why != verdict.text:
         then += f"; `kubectl logs {pod}` shows more"
-    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}")
+    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}", slot.key)

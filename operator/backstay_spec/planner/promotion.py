@@ -120,7 +120,7 @@ def promoted(record: Record, slot: Slot, found: Promote) -> Decision:
     if not found.counted:
         after = after.with_death(slot, found.verdict.cause, charged=charged)
         deaths = (Death(slot.role, slot.index, before, found.pod, found.verdict.cause, charged),)
-    return Decision(after, Effects(events=(warning(found.verdict.cause, text),), deaths=deaths))
+    return Decision(after, Effects(events=(warning(found.verdict.cause, text, slot.key),), deaths=deaths))
 
 
 def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:

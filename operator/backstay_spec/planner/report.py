@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
 from backstay_spec import status
 from backstay_spec.causes import finite
+from backstay_spec.events import Event, one_line
 from backstay_spec.observed import Observed, Progress
 from backstay_spec.planner.record import Record
 from backstay_spec.types import ObjectMeta
-from backstay_spec.types_status import CheckpointStatus, Condition, Role, RoleStatus, TrainingJobStatus
+from backstay_spec.types_status import CheckpointStatus, Condition, HistoryEntry, Role, RoleStatus, TrainingJobStatus
 
-__all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable"]
+__all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable", "with_history"]
 
 # How often progress alone may change a status (O8).
 PROGRESS_INTERVAL: Final = timedelta(seconds=10)
+_ENTRIES: Final = 50  # of the history
+_ENTRY_LENGTH: Final = 300
+_NOT_HISTORY: Final = frozenset({"Evaluated"})  # there is one for each checkpoint
 _ROLES: Final[tuple[Role, ...]] = ("ParameterServer", "Worker", "Evaluator")
 
 
@@ -68,6 +72,21 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
     if written is not None and now < written + PROGRESS_INTERVAL:
         return Report(wake=written + PROGRESS_INTERVAL)
     return Report(after.to_dict())
+
+
+def with_history(report: Report, old: TrainingJobStatus, events: tuple[Event, ...], now: datetime) -> Report:
+    """The verdict with the events in the status: the API server deletes events, and a job may train for weeks."""
+    if report.status is None or not events:
+        return report
+    found = [*old.history]
+    for event in events:
+        if event.reason not in _NOT_HISTORY:
+            text = one_line(event.message, _ENTRY_LENGTH)
+            found.append(
+                HistoryEntry(time=now, type=event.type, reason=event.reason, message=text, slot=event.slot or None)
+            )
+    entries = [entry.model_dump(mode="json", by_alias=True, exclude_none=True) for entry in found[-_ENTRIES:]]
+    return replace(report, status={**report.status, "history": entries})
 
 
 def _assembled(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus) -> TrainingJobStatus:
