@@ -153,6 +153,7 @@ class ScriptOptions:
         every_steps: store a checkpoint after this many updates.
         every_seconds: store a checkpoint after this many seconds; 0: not by time.
         evaluator: whether a pod evaluates each checkpoint.
+        continue_from: ``SameJob`` or ``Any``: whose checkpoints in the folder the job may continue.
     """
 
     servers: int | None = None
@@ -165,6 +166,7 @@ class ScriptOptions:
     every_steps: int | None = None
     every_seconds: int | None = None
     evaluator: bool | None = None
+    continue_from: str | None = None
 
     def given(self) -> list[str]:
         """The options that were given, as the user writes them."""
@@ -182,7 +184,7 @@ def job_of_script(
     if not script.is_file():
         raise BadInput(f"{script} does not exist or is not a file")
     if options.checkpoint is None:
-        for option in ("every_steps", "every_seconds", "evaluator"):
+        for option in ("every_steps", "every_seconds", "evaluator", "continue_from"):
             if getattr(options, option) is not None:
                 raise BadInput(f"--{option.replace('_', '-')} needs --checkpoint, the folder or URI of the checkpoints")
     servers: dict[str, Any] = {"replicas": 1 if options.servers is None else options.servers}
@@ -203,8 +205,12 @@ def job_of_script(
         spec["evaluator"] = {}
     if (checkpoint := options.checkpoint) is not None:
         uri = checkpoint if _URI.match(checkpoint) else str(Path(checkpoint).expanduser().resolve())
-        intervals = {"everySteps": options.every_steps, "everySeconds": options.every_seconds}
-        spec["checkpoint"] = {"uri": uri, **{name: value for name, value in intervals.items() if value is not None}}
+        more = {
+            "everySteps": options.every_steps,
+            "everySeconds": options.every_seconds,
+            "continueFrom": options.continue_from,
+        }
+        spec["checkpoint"] = {"uri": uri, **{name: value for name, value in more.items() if value is not None}}
     job = {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,

@@ -90,6 +90,13 @@ def run(
     every_seconds: Annotated[
         int | None, typer.Option(help="Script only: seconds between two checkpoints, 0: only by steps. [default: 60]")
     ] = None,
+    continue_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Script only: SameJob continues checkpoints of this job only; Any starts a new history from whatever "
+            "the folder holds. [default: SameJob]"
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,6 +137,7 @@ def run(
         every_steps=every_steps,
         every_seconds=every_seconds,
         evaluator=evaluator or None,
+        continue_from=continue_from,
     )
     is_script = file.suffix == ".py"
     try:

@@ -183,15 +183,19 @@ def test_options_may_follow_a_file_which_has_no_arguments(tmp_path: Path) -> Non
 
 def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> None:
     checkpoints = ["--checkpoint", str(tmp_path / "ck"), "--every-steps", "5", "--every-seconds", "0", "--evaluator"]
+    checkpoints += ["--continue-from", "Any"]
     spec = parse_job(printed("--standbys", "1", "--env", "A=1", "--env", "B=x=y", *checkpoints, script)).spec
     assert spec.parameter_servers.standbys == 1
     assert (spec.checkpoint.uri, spec.checkpoint.every_steps) == (str(tmp_path / "ck"), 5)
+    assert spec.checkpoint.continue_from == "Any"
     assert spec.checkpoint.every_seconds == 0
     assert spec.evaluator is not None
     assert spec.env == [{"name": "A", "value": "1"}, {"name": "B", "value": "x=y"}]
 
 
-@pytest.mark.parametrize("option", [["--every-steps", "5"], ["--every-seconds", "5"], ["--evaluator"]])
+@pytest.mark.parametrize(
+    "option", [["--every-steps", "5"], ["--every-seconds", "5"], ["--evaluator"], ["--continue-from", "Any"]]
+)
 def test_an_option_that_needs_checkpoints_says_so(script: str, option: list[str]) -> None:
     result = RUNNER.invoke(app, ["run", *option, script])
     assert result.exit_code == 2

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from backstay._checkpoint import CheckpointStore, Claim, FolderLease, Holder, Job, Manifest, Origin
+from backstay._checkpoint import CheckpointStore, Claim, Contents, FolderLease, Holder, Job, Manifest, Origin
 from backstay._control import ControlClient, ControlServer, Driving, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
@@ -27,7 +27,7 @@ from backstay._roles._standby import Inherited, Standby
 from backstay._shard._follower import Held
 from backstay._timeouts import Timeouts
 from backstay._update._engine import ShardEngine
-from backstay.errors import BackstayError, CheckpointError, Superseded
+from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
 from backstay_rpc.control_pb2 import Done, Peer, Rollback
 
 TOKEN = "0123456789abcdef"
@@ -200,6 +200,74 @@ def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: 
     answers.set()
 
 
+def test_t6_a_server_that_did_not_wait_for_the_storage_does_not_continue_what_it_did_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held step 5. The previous one had stored step 6, which is found only later, and is not in the history then."""
+    store, job = CheckpointStore(str(tmp_path)), Job(namespace="default", name="job", uid="1")
+    four, six = (store_manifest(store, job, version=version, term=3) for version in (4, 6))
+    assert store.newest().manifest == six
+    answers, contents = threading.Event(), store.contents
+
+    def slowly() -> Contents:
+        assert answers.wait(30)
+        return contents()
+
+    storage = storage_of(store)
+    try:
+        with monkeypatch.context() as slow:
+            slow.setattr(store, "contents", slowly)
+            slow.setattr("backstay._roles._manifests.KNOWN_SECONDS", 0.01)
+            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
+            answers.set()
+            with storage._lock:  # until the look at the storage ends
+                pass
+            storage._hold()
+        assert store.newest().manifest == four
+    finally:
+        storage.close()
+
+
+def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease was written, and then nothing could be read: the claim must not say that the history is empty."""
+    store, job = CheckpointStore(str(tmp_path)), Job(namespace="default", name="job", uid="1")
+    four = store_manifest(store, job, version=4, term=3)
+    storage = storage_of(store)
+    try:
+        with monkeypatch.context() as broken:
+
+            def err(**more: object) -> None:
+                raise StorageError("the storage errs")
+
+            broken.setattr(store, "newest", err)
+            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
+        storage._hold()
+        assert store.newest().manifest == four
+    finally:
+        storage.close()
+
+
+def store_manifest(store: CheckpointStore, job: Job, *, version: int, term: int) -> Manifest:
+    """A whole checkpoint without parameters, of incarnation 1."""
+    info = store.write_shard([], history=HISTORY, version=version, term=term, shard=0, shards=1, incarnation=1)
+    return store.write_manifest(
+        Manifest(
+            origin=Origin(history=HISTORY, job=job, seed=0),
+            lease=1,
+            version=version,
+            term=term,
+            incarnation=1,
+            shards=1,
+            leaves=(),
+            structure={"dict": []},
+            files=(info,),
+            state=CoordinatorState(term, version, 1, history=HISTORY).to_json(),
+        )
+    )
+
+
 def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> None:
     """It finds the newest checkpoint, and what the previous incarnation stores after that is not in the history."""
     store = CheckpointStore(str(tmp_path))
@@ -208,28 +276,11 @@ def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> N
     previous = FolderLease(store, Holder(job, 1), lost=lost.append, wait=lambda seconds: False)
     previous.acquire()
 
-    def manifest(version: int) -> Manifest:
-        info = store.write_shard(
-            [], history=HISTORY, version=version, term=3, shard=0, shards=1, incarnation=previous.number
-        )
-        return Manifest(
-            origin=Origin(history=HISTORY, job=job, seed=0),
-            lease=previous.number,
-            version=version,
-            term=3,
-            incarnation=1,
-            shards=1,
-            leaves=(),
-            structure={"dict": []},
-            files=(info,),
-            state=CoordinatorState(3, version, 1, history=HISTORY).to_json(),
-        )
-
-    four = store.write_manifest(manifest(4))
+    four = store_manifest(store, job, version=4, term=3)
     storage = storage_of(store)
     try:
         assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == (store.uri_of(four), (3, 4))
-        late = store.write_manifest(manifest(6))
+        late = store_manifest(store, job, version=6, term=3)
         newest = store.newest()
         assert newest.manifest == four
         assert late.name in newest.skipped[0]

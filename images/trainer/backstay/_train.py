@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _LOG = logging.getLogger(__name__)
-_CALLED = threading.Event()
+_CALLED: list[int] = []  # the process that called `train`; a process that it forks inherits it
 _RETURNED = threading.Event()
 
 
@@ -79,6 +79,7 @@ def train(
         JobFailed: in a single process, when gradients are not finite.
     """
     began = time.monotonic()
+    _refuse_in_child()
     environment: Environment | None = None
     try:
         environment = Environment.read(os.environ)
@@ -105,18 +106,35 @@ def train(
         _fail(environment, error)
 
 
+def _refuse_in_child() -> None:
+    """`multiprocessing` imports the script again in each process that it spawns: such a process is not the pod, and
+    must not train in its place.
+
+    Raises:
+        ConfigurationError: this is such a process, or one that the pod's process forked after it had called `train`.
+    """
+    processes = sys.modules.get("multiprocessing.process")
+    # True while a spawned process imports the script; Python's own check of the same mistake reads it too.
+    spawned = processes is not None and getattr(processes.current_process(), "_inheriting", False)
+    if spawned or (_CALLED and _CALLED[0] != os.getpid()):
+        raise ConfigurationError(
+            "train was called in a process that multiprocessing started, which imports or continues the script of "
+            "the first process: call train under `if __name__ == '__main__':`, and only in the first process."
+        )
+
+
 def _once() -> None:
     """A pod has one role in one job, whose servers leave when it is done.
 
     Raises:
         ConfigurationError: this process has called `train` before.
     """
-    if _CALLED.is_set():
+    if _CALLED:
         raise ConfigurationError(
             "train was called a second time in one pod: a job trains once. For several stages make several jobs; each "
             "of them may start from what backstay.load returns for the previous job."
         )
-    _CALLED.set()
+    _CALLED.append(os.getpid())
 
 
 def _alone(script: Script) -> Result:

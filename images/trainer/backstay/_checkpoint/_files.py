@@ -227,12 +227,19 @@ def _publish(temporary: Path, target: Path) -> None:
     """Give `temporary` its name. Raises `FileExistsError` when there is such a file."""
     try:
         os.link(temporary, target)
+    except FileExistsError:
+        # An NFS client sends a request again when its answer was lost: then the link that exists is this one.
+        if not temporary.samefile(target):
+            raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-    else:
-        temporary.unlink()
+        _rename(temporary, target)
         return
+    temporary.unlink(missing_ok=True)  # the same holds for the answer to this request
+
+
+def _rename(temporary: Path, target: Path) -> None:
     # A file system without hard links. The name is this process's alone, so nobody creates it between these two calls.
     if target.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))

@@ -165,7 +165,7 @@ class FolderLease:
                 dead |= self._watch([name for name in contents.leases if name not in dead])
                 # The number follows from what was seen before: whoever came meanwhile has the same one, and a lease
                 # is lost only to a higher number.
-                name = LeaseName(contents.newest_lease + 1, secrets.token_hex(8))
+                name = LeaseName(contents.next_lease(self._store.uri), secrets.token_hex(8))
                 self._folder.write(str(name), self._text(name.number))
                 if self._alone(name, dead):
                     break

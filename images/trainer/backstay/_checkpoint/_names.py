@@ -10,12 +10,14 @@ import re
 from typing import Final, NamedTuple
 
 __all__ = [
+    "HIGHEST",
     "MANIFEST_SUFFIX",
     "ClaimName",
     "LeaseName",
     "ManifestName",
     "ShardName",
     "is_format_1",
+    "is_unknown_manifest",
     "parse_claim",
     "parse_lease",
     "parse_manifest",
@@ -23,6 +25,9 @@ __all__ = [
 ]
 
 MANIFEST_SUFFIX: Final = ".manifest.json"
+
+HIGHEST: Final = 10**8 - 1
+"""The highest number of a lease and of a term: names have eight digits for each."""
 
 _HISTORY: Final = "[0-9a-f]{16}"
 _MANIFEST: Final = re.compile(
@@ -129,3 +134,8 @@ def parse_lease(name: str) -> LeaseName | None:
 def is_format_1(name: str) -> bool:
     """Whether `name` is the name of a manifest of format 1, which this version does not read."""
     return _FORMAT_1.fullmatch(name) is not None
+
+
+def is_unknown_manifest(name: str) -> bool:
+    """Whether `name` ends like the name of a manifest and has no format that this version knows."""
+    return name.endswith(MANIFEST_SUFFIX) and parse_manifest(name) is None and not is_format_1(name)

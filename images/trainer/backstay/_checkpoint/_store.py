@@ -24,11 +24,13 @@ from ..errors import CheckpointError, StorageError
 from ._files import Folder, PosixFolder, open_folder
 from ._manifest import MAX_BYTES, Claim, FileInfo, FileRange, Manifest
 from ._names import (
+    HIGHEST,
     ClaimName,
     LeaseName,
     ManifestName,
     ShardName,
     is_format_1,
+    is_unknown_manifest,
     parse_claim,
     parse_lease,
     parse_manifest,
@@ -51,10 +53,16 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest whole checkpoint, and what was passed over on the way to it: names of manifests with the reason."""
+    """The newest whole checkpoint, and what was passed over on the way to it.
+
+    Attributes:
+        skipped: names of manifests with the reason.
+        unusable: those of `skipped` that may be of this history, and cannot be read.
+    """
 
     manifest: Manifest | None
     skipped: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Contents:
     Attributes:
         manifests, claims: newest first.
         format_1: manifests that only older versions can read.
+        unknown: files that are named like a manifest, in a format that this version does not know.
     """
 
     names: tuple[str, ...]
@@ -72,6 +81,7 @@ class Contents:
     leases: tuple[LeaseName, ...]
     shards: tuple[ShardName, ...]
     format_1: tuple[str, ...]
+    unknown: tuple[str, ...]
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Contents:
@@ -84,6 +94,7 @@ class Contents:
             tuple(lease for name in kept if (lease := parse_lease(name)) is not None),
             tuple(shard for name in kept if (shard := parse_shard(name)) is not None),
             tuple(name for name in kept if is_format_1(name)),
+            tuple(name for name in kept if is_unknown_manifest(name)),
         )
 
     @property
@@ -97,6 +108,18 @@ class Contents:
         """The highest number of a lease that any name has; 0 when there is none."""
         numbers = [name.lease for name in self.manifests] + [name.lease for name in self.claims]
         return max([*numbers, *(name.number for name in self.leases)], default=0)
+
+    def next_term(self, above: int, uri: str) -> int:
+        """The number of the next term: higher than `above`, and than any term in the folder `uri`.
+
+        Raises:
+            CheckpointError: there is no such number.
+        """
+        return _next("term", max(above, self.newest_term), uri)
+
+    def next_lease(self, uri: str) -> int:
+        """The number of the next lease. Raises `CheckpointError` when there is none."""
+        return _next("lease", self.newest_lease, uri)
 
 
 class CheckpointStore:
@@ -270,12 +293,15 @@ class CheckpointStore:
         """What is in the folder. Raises `StorageError`."""
         return Contents.of(self.folder.names())
 
-    def newest(self, *, verify: bool = True, contents: Contents | None = None) -> Newest:
+    def newest(
+        self, *, verify: bool = True, contents: Contents | None = None, up_to: tuple[int, int] | None = None
+    ) -> Newest:
         """The newest whole checkpoint.
 
         Args:
             verify: read every file and compare its SHA-256; otherwise only sizes are compared.
             contents: as listed before.
+            up_to: the highest (term, version) that counts; None: no limit.
 
         Returns:
             The manifest, or None when there is no whole checkpoint; and what was skipped, with the reason.
@@ -286,20 +312,25 @@ class CheckpointStore:
         contents = contents or self.contents()
         claims = self._readable_claims(contents)
         skipped: list[str] = []
+        unusable: list[str] = []
         for key in contents.manifests:
             name = str(key)
+            if up_to is not None and (key.term, key.version) > up_to:
+                continue
             claim = excluded(key, claims)
             if claim is not None:
                 skipped.append(f"{name}: stored by a process that had lost the folder to lease {claim.lease}")
                 continue
             try:
-                return Newest(self.open(name, verify=verify), tuple(skipped))
+                return Newest(self.open(name, verify=verify), tuple(skipped), tuple(unusable))
             except StorageError:
                 raise  # it may be whole: to pass it over would throw away what was trained
             except CheckpointError as error:
-                skipped.append(f"{name}: {error}")
-        skipped += [f"{name}: has format 1, this version reads format 2" for name in contents.format_1]
-        return Newest(None, tuple(skipped))
+                unusable.append(f"{name}: {error}")
+                skipped.append(unusable[-1])
+        other = [f"{name}: has format 1, this version reads format 2" for name in contents.format_1]
+        other += [f"{name}: has a format that this version does not read" for name in contents.unknown]
+        return Newest(None, tuple(skipped + other), tuple(unusable + other))
 
     def newest_claim(self, contents: Contents) -> Claim | None:
         """The newest claim that is not damaged. Raises `StorageError`."""
@@ -389,6 +420,15 @@ def excluded(manifest: ManifestName, claims: Iterable[tuple[ClaimName, Claim]]) 
         if newer and (base is None or manifest > base):
             return name
     return None
+
+
+def _next(what: str, newest: int, uri: str) -> int:
+    if newest >= HIGHEST:
+        raise CheckpointError(
+            f"a file in {uri} has the {what} number {newest}, and {HIGHEST} is the highest: use another "
+            f"checkpoint.uri, or delete the files with that {what} number if they are not of this job"
+        )
+    return newest + 1
 
 
 def _sha256_of(path: str) -> tuple[int, str]:

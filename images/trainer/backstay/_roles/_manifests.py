@@ -22,6 +22,7 @@ from .._checkpoint import (
     Job,
     Manifest,
     ManifestLeaf,
+    Newest,
     Origin,
     describe_structure,
 )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
 
 _TERMS_OF_ONE_SERVER = 1_000_000  # more rollbacks than one server process sees
+_SHOWN = 3
 _LOG = logging.getLogger(__name__)
 
 KNOWN_SECONDS = 2.0
@@ -121,6 +123,8 @@ class ManifestStorage:
         self._history = ""
         self._base: Manifest | None = None
         self._begun = False  # `_base` is what the term began with
+        self._up_to: tuple[int, int] | None = None  # taken over: the (term, version) that this server held then
+        self._taking_over = threading.Lock()  # for `_base` and `_begun`, while `known` waits
         self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
         self.continued: Continued | None = None
 
@@ -188,14 +192,19 @@ class ManifestStorage:
             The newest checkpoint as far as names and sizes tell, and its (term, version); ('', (0, -1)) when there is
             none, or when the storage does not answer at once: training does not wait for it.
         """
-        found: list[Manifest | None] = []
+        goes_on = threading.Event()
+        self._up_to = state.term, state.version
 
         def look() -> None:
             try:
                 with self._lock:
                     self._term, self._history = state.term, state.history
+                    self._lease.acquire()
+                    manifest = self._store.newest(verify=False).manifest
+                    with self._taking_over:
+                        if not goes_on.is_set():
+                            self._base, self._begun, self._up_to = manifest, True, None
                     self._hold()
-                    found.append(self._base)
             except (CheckpointInUse, Superseded) as error:
                 _LOG.debug("the checkpoint folder is lost: %s", error)  # the lease has reported it
             except BackstayError as error:
@@ -204,7 +213,9 @@ class ManifestStorage:
         thread = threading.Thread(target=look, name="backstay-newest", daemon=True)
         thread.start()
         thread.join(KNOWN_SECONDS)
-        manifest = found[0] if found else None
+        with self._taking_over:
+            goes_on.set()  # what is found later is not what this server goes on from: see `_hold`
+            manifest = self._base if self._begun else None
         if manifest is None:
             return "", (0, -1)
         self.stored_at = manifest.unix_seconds
@@ -219,31 +230,30 @@ class ManifestStorage:
         """
         with self._lock:
             contents = patiently(self._store.contents)
+            contents.next_term(above_term, self._store.uri)  # refused before anything is written
             if self._lease.number:
                 self._lease.check()
             else:
+                contents.next_lease(self._store.uri)
                 self._identify(contents)
                 self._acquire(contents)
                 contents = patiently(self._store.contents)
-            newest = patiently(lambda: self._store.newest(contents=contents))
+            newest = patiently(lambda: self._store.newest(contents=contents, up_to=self._up_to))
             for line in newest.skipped:
                 _LOG.warning("passed over a checkpoint: %s", line)
             # Also above those that were passed over: no term has two beginnings (T6).
-            term = max(above_term, contents.newest_term) + 1
+            term = contents.next_term(above_term, self._store.uri)
             manifest = newest.manifest
             if manifest is None:
-                if contents.format_1:
-                    raise CheckpointError(
-                        f"{self._store.uri} holds checkpoints of format 1, which an earlier version of Backstay wrote "
-                        "and this one does not read: use another checkpoint.uri, or delete them"
-                    )
+                self._refuse_unusable(newest)
                 state = CoordinatorState(
                     term=term, version=0, world=self._world(), history=self._unused_history(contents)
                 )
             else:
                 state = self._continue(manifest)
                 state.term = term
-            self._term, self._history, self._base, self._begun = term, state.history, manifest, True
+            self._term, self._history, self._base = term, state.history, manifest
+            self._begun, self._up_to = True, None
             self.stored_at = 0.0 if manifest is None else manifest.unix_seconds
             try:
                 self._claim()
@@ -269,12 +279,14 @@ class ManifestStorage:
     def _hold(self) -> None:
         """Have the lease, and the claim of the term. What could not be written before is written now.
 
-        The claim names what this term began with: an older incarnation may have stored more in the meantime (T6).
+        The claim names what this term began with: an older incarnation may have stored more in the meantime (T6). The
+        same holds for a takeover that did not wait for the storage: a checkpoint that is newer than what this server
+        held then is not one that it goes on from.
         """
         if not self._lease.number:
             self._lease.acquire()
-            if not self._begun:
-                self._base = self._store.newest(verify=False).manifest
+        if not self._begun:
+            self._base, self._begun = self._store.newest(verify=False, up_to=self._up_to).manifest, True
         if self._claimed != (self._lease.number, self._term):
             self._claim()
 
@@ -313,14 +325,30 @@ class ManifestStorage:
     # ---- Whose history it is ----
 
     def _identify(self, contents: Contents) -> None:
-        """Refuse a history of another job before anything is written into its folder."""
-        manifest = patiently(lambda: self._store.newest(verify=False, contents=contents)).manifest
+        """Refuse a history of another job, or of none that can be read, before anything is written into its folder."""
+        newest = patiently(lambda: self._store.newest(verify=False, contents=contents))
         try:
-            if manifest is not None:
-                self._check_owner(manifest)
+            if newest.manifest is not None:
+                self._check_owner(newest.manifest)
+            else:
+                self._refuse_unusable(newest)
         except CheckpointOfAnotherJob:
             patiently(self._lease.observe)  # a job that still writes is the better reason
             raise
+
+    def _refuse_unusable(self, newest: Newest) -> None:
+        """
+        Raises:
+            CheckpointError: there are checkpoints, and none can be used: to begin at the seed would drop them silently.
+        """
+        if newest.unusable:
+            shown = "".join(f"\n  {line}" for line in newest.unusable[:_SHOWN])
+            more = f"\n  and {len(newest.unusable) - _SHOWN} more" if len(newest.unusable) > _SHOWN else ""
+            raise CheckpointError(
+                f"{self._store.uri} holds checkpoints, and this version of Backstay can use none of them: restore the "
+                "files, use another checkpoint.uri, or delete these files to begin again at the initial parameters:"
+                f"{shown}{more}"
+            )
 
     def _check_owner(self, manifest: Manifest) -> None:
         """
@@ -335,7 +363,8 @@ class ManifestStorage:
         if not identity.any_history:
             raise CheckpointOfAnotherJob(
                 f"the checkpoints in {self._store.uri} belong to {theirs} (step {manifest.version}), this is {mine}: "
-                "use another checkpoint.uri, or set checkpoint.continueFrom: Any to start from them"
+                "use another checkpoint.uri, or set checkpoint.continueFrom: Any (--continue-from Any of backstay run) "
+                "to continue them in a new history"
             )
         if manifest.version >= identity.steps:
             raise CheckpointOfAnotherJob(
