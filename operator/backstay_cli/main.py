@@ -184,6 +184,29 @@ def up(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint's manifest, or a job's checkpoint.uri: a folder or any fsspec URI.")
+    ],
+    out: Annotated[
+        str, typer.Argument(help="What to write, which does not exist yet: a folder, or a file called *.safetensors.")
+    ],
+    format: Annotated[  # noqa: A002  # the option is called so
+        str, typer.Option(help="safetensors, or orbax, which needs the package orbax-checkpoint.")
+    ] = "safetensors",
+) -> None:
+    """Write the parameters of a checkpoint for other programs.
+
+    Exit status: 0: written; 1: the checkpoint cannot be read, or the output cannot be written; 2: the input is invalid.
+    """
+    from backstay_cli.export import export_checkpoint
+
+    if format not in {"safetensors", "orbax"}:
+        _refuse(f"--format is {format!r}: must be safetensors or orbax")
+    raise typer.Exit(export_checkpoint(checkpoint, out, format))
+
+
+@app.command()
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
     """Check TrainingJobs without running them: every mistake with its path and what would be valid."""
     invalid = False

@@ -419,20 +419,22 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ...) -> None: ...
 
 class Rollback(_message.Message):
-    __slots__ = ("term", "version", "checkpoint", "world", "offset", "history")
+    __slots__ = ("term", "version", "checkpoint", "world", "offset", "history", "start_from")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    START_FROM_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     checkpoint: str
     world: int
     offset: int
     history: str
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ..., history: _Optional[str] = ...) -> None: ...
+    start_from: str
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ..., history: _Optional[str] = ..., start_from: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("version", "checkpoint", "failed", "reason")

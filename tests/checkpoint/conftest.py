@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,13 +38,13 @@ def write_checkpoint(
     shards: int = 1,
     incarnation: int = 0,
     origin: Origin | None = None,
+    dotted: bool = False,
     **more: Any,
 ) -> Manifest:
-    """One whole checkpoint of `params`, in equal parts."""
+    """One whole checkpoint of `params`, in equal parts; `dotted`: with the names that servers give to leaves."""
     origin = origin or make_origin()
-    named = [
-        (jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    name_of = partial(jax.tree_util.keystr, simple=True, separator=".") if dotted else jax.tree_util.keystr
+    named = [(name_of(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     files = []
     for shard in range(shards):
         entries = []
@@ -87,3 +88,9 @@ def origin_of() -> Callable[..., Origin]:
 def write() -> Callable[..., Manifest]:
     """Writes a whole checkpoint."""
     return write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def write_named() -> Callable[..., Manifest]:
+    """The same, with the names that servers give to leaves."""
+    return partial(write_checkpoint, dotted=True)

@@ -74,14 +74,13 @@ def test_t7_a_folder_of_which_nothing_can_be_used_is_refused(tmp_path: Path, wri
     assert damage == "content" or names_in(tmp_path) == before
 
 
-def test_t7_an_older_checkpoint_that_can_be_used_is_used(tmp_path: Path, write: Write) -> None:
+def test_t7_an_older_checkpoint_that_can_be_used_is_used(tmp_path: Path, write_named: Write) -> None:
     store = CheckpointStore(str(tmp_path))
     for version in (10, 20):
-        newest = write(store, PARAMS, version=version)
+        newest = write_named(store, PARAMS, version=version)
     flip(tmp_path / newest.name)
     (tmp_path / "step-30.history-7.manifest.json").write_text("{}")
     storage = storage_of(tmp_path)
-    storage._partition.structure_digest  # noqa: B018  # the origin of `write` has none either
     try:
         state, _ = storage.newest(0)
     finally:

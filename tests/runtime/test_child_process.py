@@ -19,7 +19,7 @@ import backstay
 def work():
     print("worked")
 
-if multiprocessing.parent_process() is None:
+if multiprocessing.current_process().name == "MainProcess":
     child = multiprocessing.get_context("spawn").Process(target=work)
     child.start()
     child.join()

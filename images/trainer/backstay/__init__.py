@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from . import errors
-    from ._checkpoint import Checkpoint, load
+    from ._checkpoint import Checkpoint, StartFrom, export, load
     from ._data._batch_key import BatchKey
     from ._data._dataset import from_dataset, from_iterator
     from ._result import Result
@@ -29,7 +29,9 @@ __all__ = [
     "BatchKey",
     "Checkpoint",
     "Result",
+    "StartFrom",
     "errors",
+    "export",
     "from_dataset",
     "from_iterator",
     "load",
@@ -41,6 +43,8 @@ _HOMES: Final = {
     "BatchKey": "._data._batch_key",
     "Checkpoint": "._checkpoint",
     "Result": "._result",
+    "StartFrom": "._checkpoint",
+    "export": "._checkpoint",
     "from_dataset": "._data._dataset",
     "from_iterator": "._data._dataset",
     "load": "._checkpoint",

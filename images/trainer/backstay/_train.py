@@ -29,6 +29,7 @@ from .errors import BackstayError, CheckpointError, ConfigurationError, JobFaile
 if TYPE_CHECKING:
     import optax
 
+    from ._checkpoint import StartFrom
     from ._roles._metrics import Metrics
     from ._roles._script import Plan
 
@@ -51,6 +52,7 @@ def train(
     clip_norm: float | None = None,
     deterministic: bool = False,
     log_every: float = 5.0,
+    start_from: str | os.PathLike[str] | StartFrom | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of the job that the environment names.
 
@@ -68,6 +70,10 @@ def train(
         clip_norm: upper bound of the norm of the mean gradient, over all parameters.
         deterministic: ask the backend for kernels that give the same bits run after run.
         log_every: seconds between lines of progress.
+        start_from: where the initial parameters come from instead of `init`, by name: a checkpoint of Backstay, a
+            safetensors file or a folder of them, or an Orbax checkpoint; with `StartFrom`, mapped and in part. The
+            optimizer's state is new, and the first update makes version 1. A job that has checkpoints of its own
+            continues from those.
 
     Returns:
         The last parameters and what is known of them. Only in a single process and in workers: parameter servers and
@@ -76,6 +82,7 @@ def train(
 
     Raises:
         ConfigurationError: an argument is wrong.
+        CheckpointError: in a single process, `start_from` cannot be read, or does not fit `init`.
         JobFailed: in a single process, when gradients are not finite.
     """
     began = time.monotonic()
@@ -96,6 +103,7 @@ def train(
             clip_norm=clip_norm,
             deterministic=deterministic,
             log_every=log_every,
+            start_from=_start(start_from),
         )
         if environment is None:
             return _alone(script)
@@ -137,6 +145,14 @@ def _once() -> None:
     _CALLED.append(os.getpid())
 
 
+def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom | None:
+    if start_from is None:
+        return None
+    from ._checkpoint import StartFrom
+
+    return start_from if isinstance(start_from, StartFrom) else StartFrom(os.fspath(start_from))
+
+
 def _alone(script: Script) -> Result:
     from ._coordination import Rate
     from ._roles._local import Update, train_local
@@ -151,7 +167,7 @@ def _alone(script: Script) -> Result:
         reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last)
 
     result = train_local(
-        script.init,
+        script.init if script.start_from is None else lambda key: script.initial(),
         script.loss,
         script.batches,
         script.optimizer,

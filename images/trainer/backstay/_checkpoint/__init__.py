@@ -3,17 +3,21 @@
 `_files` knows folders and object stores, `_names` the names in them, `_manifest` what a manifest and a claim say,
 `_lease` who may write, `_probe` whether that works, `_store` which checkpoint is the newest of a history, `_structure`
 how a tree of parameters is written down without pickling, `_reader` how ranges of leaves are found again in another
-number of shards.
+number of shards, `_start` how initial parameters are taken from another place by name (`_arrays`, `_orbax`).
 """
 
 from __future__ import annotations
 
+from ._arrays import fix
+from ._export import Exported, export
+from ._files import same_place
 from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._load import Checkpoint, load
 from ._manifest import Claim, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
 from ._names import parse_manifest
 from ._probe import probe
 from ._reader import Reader
+from ._start import StartFrom, read_start
 from ._store import CheckpointStore, Contents, Entry, Newest
 from ._structure import describe_structure
 
@@ -23,6 +27,7 @@ __all__ = [
     "Claim",
     "Contents",
     "Entry",
+    "Exported",
     "FileInfo",
     "FileRange",
     "FolderLease",
@@ -35,8 +40,13 @@ __all__ = [
     "Newest",
     "Origin",
     "Reader",
+    "StartFrom",
     "describe_structure",
+    "export",
+    "fix",
     "load",
     "parse_manifest",
     "probe",
+    "read_start",
+    "same_place",
 ]

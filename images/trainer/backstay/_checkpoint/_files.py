@@ -220,6 +220,14 @@ def open_folder(uri: str) -> Folder:
     return RemoteFolder(uri.rstrip("/"), filesystem, path)
 
 
+def same_place(one: str, other: str) -> bool:
+    """Whether two paths or URIs name the same folder."""
+    first, second = open_folder(one), open_folder(other)
+    if isinstance(first, PosixFolder) and isinstance(second, PosixFolder):
+        return first.path.absolute().resolve() == second.path.absolute().resolve()
+    return first.uri.rstrip("/") == second.uri.rstrip("/")
+
+
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 

@@ -215,7 +215,8 @@ class Claim(_Model):
     """The holder of a lease begins a term: later manifests of older leases and terms are not in the history (T6).
 
     Attributes:
-        base: the manifest that the term begins at; empty for the seed's initial parameters.
+        base: the manifest that the term begins at; empty for the initial parameters.
+        start_from: what initial parameters are read from; empty: `init` returns them.
     """
 
     format: Literal[2] = 2
@@ -224,6 +225,7 @@ class Claim(_Model):
     term: int = Field(ge=0, le=10**8 - 1)
     incarnation: int = Field(ge=0)
     base: str = ""
+    start_from: str = ""
 
     def text(self) -> bytes:
         """The content of its file."""

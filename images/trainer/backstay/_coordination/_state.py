@@ -70,6 +70,7 @@ class CoordinatorState:
         redone: updates lost by going back to checkpoints, which were made again.
         worlds: every world of this history, oldest first; the last one is in force.
         history: the id of the history, which the names of its checkpoints carry; empty where nothing is stored.
+        start_from: what the parameters of version 0 were read from; empty: `init` returned them.
     """
 
     term: int
@@ -80,6 +81,7 @@ class CoordinatorState:
     redone: int = 0
     worlds: tuple[World, ...] = ()
     history: str = ""
+    start_from: str = ""
 
     def __post_init__(self) -> None:
         if not self.worlds:
@@ -105,6 +107,7 @@ class CoordinatorState:
             "redone": self.redone,
             "worlds": [{"version": w.version, "world": w.world, "offset": w.offset} for w in self.worlds],
             "history": self.history,
+            "startFrom": self.start_from,
         }
 
     @classmethod
@@ -127,6 +130,7 @@ class CoordinatorState:
                     for one in data["worlds"]
                 ),
                 history=str(data.get("history", "")),
+                start_from=str(data.get("startFrom", "")),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a coordinator's state: {error!r}") from error

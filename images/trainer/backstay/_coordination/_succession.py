@@ -38,6 +38,7 @@ def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
         world=state.world,
         offset=state.offset,
         history=state.history,
+        start_from=state.start_from,
     )
 
 

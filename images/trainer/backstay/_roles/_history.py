@@ -41,7 +41,7 @@ def _open_storage(
 ) -> ManifestStorage | NoStorage:
     """The storage; nothing is read or written yet."""
     if store is None:
-        return NoStorage(world, environment.incarnation)
+        return NoStorage(world, environment.incarnation, script.fixed_start)
     job = Job(namespace=environment.namespace, name=environment.job, uid=environment.uid)
     holder = Holder(job, environment.incarnation, environment.pod_name)
     checkpoint = environment.config.checkpoint
@@ -52,6 +52,7 @@ def _open_storage(
         steps=script.steps,
         settings=_settings(environment, script, plan),
         any_history=checkpoint is not None and checkpoint.continue_from == "Any",
+        start_from="" if script.start_from is None else script.start_from.uri,
     )
     return ManifestStorage(
         store,
@@ -62,6 +63,7 @@ def _open_storage(
         world=world,
         metrics=leader.evaluation,
         examples=leader.examples,
+        fixed_start=script.fixed_start,
     )
 
 

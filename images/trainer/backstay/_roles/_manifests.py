@@ -25,6 +25,7 @@ from .._checkpoint import (
     Newest,
     Origin,
     describe_structure,
+    same_place,
 )
 from .._coordination import CoordinatorState, WriteManifest
 from ..errors import (
@@ -63,6 +64,7 @@ class Identity:
         seed: of the script.
         settings: what may change between two runs, as text.
         any_history: whether a history of another job or seed may be continued.
+        start_from: the place of the initial parameters, as the script names it; empty: `init` returns them.
     """
 
     job: Job
@@ -71,6 +73,7 @@ class Identity:
     steps: int
     settings: Mapping[str, str]
     any_history: bool = False
+    start_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class ManifestStorage:
         world: Callable[[], int],
         metrics: Callable[[], dict[str, float]],
         examples: Callable[[], int | None] = lambda: None,
+        fixed_start: Callable[..., str] = lambda *skip: "",
     ) -> None:
         """
         Args:
@@ -113,10 +117,12 @@ class ManifestStorage:
             world: `workers.replicas` as the operator last asked for.
             metrics: of the newest evaluation.
             examples: of one contribution of the newest update, if all had the same number.
+            fixed_start: see `Script.fixed_start`.
         """
         self._store, self._lease, self._partition = store, lease, partition
         self._identity = identity
         self._keep, self._world, self._metrics, self._examples = keep, world, metrics, examples
+        self._fixed_start, self._start_from = fixed_start, ""
         self.stored_at = 0.0  # Unix time of the newest checkpoint that `newest` or `known` found; 0: none
         self._lock = threading.Lock()
         self._term = 0
@@ -244,15 +250,17 @@ class ManifestStorage:
             # Also above those that were passed over: no term has two beginnings (T6).
             term = contents.next_term(above_term, self._store.uri)
             manifest = newest.manifest
-            if manifest is None:
+            if manifest is not None and self._starts_beside(manifest.origin):
+                manifest = None
+            elif manifest is None:
                 self._refuse_unusable(newest)
-                state = CoordinatorState(
-                    term=term, version=0, world=self._world(), history=self._unused_history(contents)
-                )
+            if manifest is None:
+                state = self._first_state(term, contents)
             else:
                 state = self._continue(manifest)
                 state.term = term
             self._term, self._history, self._base = term, state.history, manifest
+            self._start_from = state.start_from if manifest is None else ""
             self._begun, self._up_to = True, None
             self.stored_at = 0.0 if manifest is None else manifest.unix_seconds
             try:
@@ -299,6 +307,7 @@ class ManifestStorage:
             term=self._term,
             incarnation=self._identity.incarnation,
             base="" if self._base is None else self._base.name,
+            start_from=self._start_from,
         )
         self._store.write_claim(claim)
         self._claimed = claim.lease, claim.term
@@ -356,7 +365,7 @@ class ManifestStorage:
             CheckpointOfAnotherJob: `manifest` belongs to another job, or to another seed, and that was not allowed.
         """
         identity, origin = self._identity, manifest.origin
-        if self._is_own(origin):
+        if self._is_own(origin) or self._starts_beside(origin):
             return
         theirs = f"job {origin.job} with seed {origin.seed}"
         mine = f"job {identity.job} with seed {identity.seed}"
@@ -375,12 +384,33 @@ class ManifestStorage:
     def _is_own(self, origin: Origin) -> bool:
         return origin.job.same_job(self._identity.job) and origin.seed == self._identity.seed
 
-    def _unused_history(self, contents: Contents) -> str:
-        """The id of a history without any checkpoint: the one that this job has begun, or a new one."""
+    def _starts_beside(self, origin: Origin) -> bool:
+        """Whether `start_from` names this folder, and this checkpoint of another job or seed is not to be continued:
+        a new history begins beside it."""
+        beside = self._identity.start_from and same_place(self._identity.start_from, self._store.uri)
+        return bool(beside) and not self._identity.any_history and not self._is_own(origin)
+
+    def _first_state(self, term: int, contents: Contents) -> CoordinatorState:
+        """Version 0 of a history without any checkpoint: the one that this job has begun, or a new one.
+
+        Raises:
+            CheckpointError: `start_from` names nothing that can be read.
+        """
         claim = self._store.newest_claim(contents)
-        if claim is not None and self._is_own(claim.origin) and not claim.base:
-            return claim.origin.history
-        return secrets.token_hex(8)
+        begun = claim if claim is not None and self._is_own(claim.origin) and not claim.base else None
+        # A run keeps to what it began with. The next run may name another place, or find other files there.
+        same_run = begun is not None and begun.origin.job == self._identity.job
+        start = begun.start_from if begun is not None and same_run else ""
+        if self._identity.start_from and not start:
+            beside = same_place(self._identity.start_from, self._store.uri)
+            start = self._fixed_start(self._is_own) if beside else self._fixed_start()
+        return CoordinatorState(
+            term=term,
+            version=0,
+            world=self._world(),
+            history=secrets.token_hex(8) if begun is None else begun.origin.history,
+            start_from=start if self._identity.start_from else "",
+        )
 
     def _continue(self, manifest: Manifest) -> CoordinatorState:
         """The state in `manifest`, in this job's history.
@@ -426,12 +456,14 @@ class NoStorage:
     Args:
         world: the number of ranks to begin with.
         incarnation: of shard 0's server. No file remembers the terms of the previous ones: each has a range of its own.
+        fixed_start: see `Script.fixed_start`.
     """
 
     stored_at = 0.0
 
-    def __init__(self, world: Callable[[], int], incarnation: int) -> None:
-        self._world = world
+    def __init__(self, world: Callable[[], int], incarnation: int, fixed_start: Callable[[], str] = lambda: "") -> None:
+        self._world, self._fixed_start = world, fixed_start
+        self._start = ""
         self._least = _TERMS_OF_ONE_SERVER * max(0, incarnation - 1)
         self.continued: Continued | None = None
 
@@ -445,7 +477,9 @@ class NoStorage:
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
         """See `Storage.newest`."""
-        return CoordinatorState(term=max(above_term, self._least) + 1, version=0, world=self._world()), ""
+        self._start = self._start or self._fixed_start()
+        term = max(above_term, self._least) + 1
+        return CoordinatorState(term=term, version=0, world=self._world(), start_from=self._start), ""
 
     def closing(self) -> None:
         """See `ManifestStorage.closing`."""

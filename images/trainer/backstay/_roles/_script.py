@@ -16,6 +16,7 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     import optax
 
+    from .._checkpoint import Origin, StartFrom
     from .._control import Agreement
     from .._update._partition import Partition
     from .._update._rules import Rule
@@ -66,6 +67,7 @@ class Script:
     clip_norm: float | None = None
     deterministic: bool = False
     log_every: float = 5.0
+    start_from: StartFrom | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -109,11 +111,53 @@ class Script:
         }
         return Plan(partition(tree, rule, shards), rule, arguments)
 
-    def initial(self) -> Any:
-        """The parameters of version 0."""
+    def from_seed(self) -> Any:
+        """What `init` returns."""
         import jax
 
         return self.init(jax.random.key(self.seed))
+
+    def initial(self, start_from: str = "") -> Any:
+        """The parameters of version 0.
+
+        Args:
+            start_from: what `fixed_start` returned in the process that decided where the job begins.
+
+        Raises:
+            CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
+        """
+        if self.start_from is None:
+            return self.from_seed()
+        import jax
+
+        from .._checkpoint import read_start
+        from .._update._tree import describe
+        from ._storing import patiently
+
+        start, fixed = self.start_from, start_from or self.fixed_start()
+        tree = describe(jax.eval_shape(self.from_seed))
+        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.leaves)))
+        if any(value is None for value in values):
+            own = jax.tree.leaves(self.from_seed())
+            values = [one if value is None else value for value, one in zip(values, own, strict=True)]
+        return tree.unflatten(values)
+
+    def fixed_start(self, skip: Callable[[Origin], bool] | None = None) -> str:
+        """What `start_from` names now: all servers read the same; empty where there is none.
+
+        Args:
+            skip: see `_checkpoint.fix`.
+
+        Raises:
+            CheckpointError: it names nothing that can be read.
+        """
+        if self.start_from is None:
+            return ""
+        from .._checkpoint import fix
+        from ._storing import patiently
+
+        uri = self.start_from.uri
+        return patiently(lambda: fix(uri, skip))
 
 
 def evaluation_of(evaluate: Callable[[Any], Mapping[str, float]], params: Any) -> dict[str, float]:

@@ -412,7 +412,7 @@ class Server:
                 raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {rollback.version}")
         else:
             with one_compiles("init", plan.agreement.digest, seconds=self._env.timeouts.compiling):
-                parameters = self._script.initial()
+                parameters = self._script.initial(rollback.start_from)
             engine = ShardEngine(plan.partition, self.shard, plan.rule, parameters)
         quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
         with _instrument.span("compile"):

@@ -106,7 +106,7 @@ class Standby:
     def _follow_forever(self) -> None:
         try:
             # What an update runs is compiled before there is anybody to wait for it.
-            engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, self._script.initial())
+            engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, self._script.from_seed())
             engine.compile((1,), clipped=self._script.clip_norm is not None)
             del engine
             while not self._wake.is_set():

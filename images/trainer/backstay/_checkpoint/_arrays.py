@@ -1,0 +1,214 @@
+"""Named arrays in a place: a checkpoint of Backstay, safetensors files, or an Orbax checkpoint.
+
+Each is a mapping that reads an array when it is asked for it, and remembers which names were asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError, StorageError
+from ._files import PosixFolder, open_folder
+from ._manifest import Origin
+from ._names import MANIFEST_SUFFIX
+from ._orbax import is_orbax, read_orbax
+from ._reader import Reader
+from ._store import CheckpointStore, Contents
+
+__all__ = ["Arrays", "fix", "open_arrays"]
+
+_SAFETENSORS: Final = ".safetensors"
+_SAMPLE: Final = 64 << 10
+"""Bytes at the beginning and at the end of a file that tell it from another one of its size."""
+
+
+class Arrays(Mapping[str, NDArray[np.generic]]):
+    """Arrays by name.
+
+    Attributes:
+        where: their place, for messages.
+        asked: the names of the arrays that were read.
+    """
+
+    def __init__(self, where: str, readers: Mapping[str, Callable[[], NDArray[np.generic]]]) -> None:
+        self.where = where
+        self.asked: set[str] = set()
+        self._readers = dict(readers)
+
+    def __getitem__(self, name: str) -> NDArray[np.generic]:
+        array = self._readers[name]()
+        self.asked.add(name)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+
+def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
+    """What `uri` names now, in a form that `open_arrays` refuses once it names something else.
+
+    Args:
+        uri: a manifest, a folder with manifests (of which the newest whole checkpoint is meant), a safetensors file, a
+            folder of them, or an Orbax checkpoint.
+        skip: in a folder with manifests, leave out those of such origins, and look at those of all histories.
+
+    Raises:
+        CheckpointError: `uri` names none of these.
+        StorageError: it cannot be read now.
+    """
+    if uri.endswith(MANIFEST_SUFFIX):
+        return uri
+    if _is_ours(uri):
+        store = CheckpointStore(uri)
+        if skip is None:
+            newest = store.newest()
+            if newest.manifest is not None:
+                return store.uri_of(newest.manifest)
+            damaged = "".join(f"\n  passed over {line}" for line in newest.skipped)
+            raise CheckpointError(f"there is no whole checkpoint in {uri}{damaged}")
+        for key in store.contents().manifests:
+            with contextlib.suppress(CheckpointError):
+                manifest = store.open(str(key))
+                if not skip(manifest.origin):
+                    return store.uri_of(manifest)
+        raise CheckpointError(f"there is no whole checkpoint of another job or seed in {uri}")
+    return f"{uri}#{_fingerprint(uri)}"
+
+
+@contextlib.contextmanager
+def open_arrays(fixed: str) -> Iterator[Arrays]:
+    """The arrays of what `fix` returned; they can be read until the context ends.
+
+    Names are the keys on the way to an array, joined by dots; in safetensors files, the names of the tensors.
+
+    Raises:
+        CheckpointError: it is not there any more, is damaged, or has another content.
+        StorageError: it cannot be read now.
+    """
+    if fixed.endswith(MANIFEST_SUFFIX):
+        folder, _, name = fixed.rpartition("/")
+        store = CheckpointStore(folder or ".")
+        manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
+        reader = Reader(store, manifest, cache=len(manifest.files))
+        yield Arrays(fixed, {leaf.path: _reads(reader, index) for index, leaf in enumerate(manifest.leaves)})
+        return
+    uri, _, expected = fixed.rpartition("#")
+    if (found := _fingerprint(uri)) != expected:
+        raise CheckpointError(
+            f"{uri} has another content (fingerprint {found}) than when the job began with it ({expected}): it must "
+            "stay as it is while the job runs, and be the same in every pod"
+        )
+    if is_orbax(uri):
+        yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
+        return
+    with contextlib.ExitStack() as opened:
+        yield Arrays(uri, _tensors(uri, opened))
+
+
+def _reads(reader: Reader, index: int) -> Callable[[], NDArray[np.generic]]:
+    return lambda: reader.parameter(index)
+
+
+def _constant(array: NDArray[np.generic]) -> Callable[[], NDArray[np.generic]]:
+    return lambda: array
+
+
+def _is_ours(uri: str) -> bool:
+    if uri.endswith(_SAFETENSORS):
+        return False
+    contents = Contents.of(open_folder(uri).names())
+    return bool(contents.manifests or contents.format_1 or contents.unknown)
+
+
+def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], NDArray[np.generic]]]:
+    """The tensors of one file, or of all files in a folder."""
+    readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
+    homes: dict[str, str] = {}
+    for name, path in _files(uri, opened):
+        try:
+            file = opened.enter_context(safetensors.safe_open(path, framework="numpy"))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
+        for tensor in file.keys():  # noqa: SIM118  # it is no mapping
+            if tensor in homes:
+                raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {name}")
+            homes[tensor] = name
+            readers[tensor] = _tensor(file, name, tensor)
+    return readers
+
+
+def _tensor(file: Any, name: str, tensor: str) -> Callable[[], NDArray[np.generic]]:
+    def read() -> NDArray[np.generic]:
+        try:
+            array: NDArray[np.generic] = file.get_tensor(tensor)
+        except (safetensors.SafetensorError, TypeError, KeyError) as error:
+            dtype = file.get_slice(tensor).get_dtype()
+            raise CheckpointError(f"{name}: the tensor {tensor!r} of dtype {dtype} cannot be read: {error}") from error
+        return array
+
+    return read
+
+
+def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
+    """The safetensors files at `uri`, each with a local path. Remote ones are copied: the library maps files."""
+    parent, _, last = uri.rstrip("/").rpartition("/")
+    folder = open_folder(parent or "." if uri.endswith(_SAFETENSORS) else uri)
+    names = [last] if uri.endswith(_SAFETENSORS) else [name for name in folder.names() if name.endswith(_SAFETENSORS)]
+    if isinstance(folder, PosixFolder):
+        yield from ((str(folder.path / name), str(folder.path / name)) for name in names)
+        return
+    scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="backstay-")))
+    for name in names:
+        (scratch / name).write_bytes(folder.read(name))
+        yield f"{folder.uri}/{name}", str(scratch / name)
+
+
+def _fingerprint(uri: str) -> str:
+    """Of the names, sizes, beginnings and ends of the files at `uri`.
+
+    Raises:
+        CheckpointError: there is nothing that can be read as named arrays.
+        StorageError: it cannot be read now.
+    """
+    import fsspec
+
+    try:
+        files, path = fsspec.core.url_to_fs(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{uri} cannot be opened: {error}") from error
+    digest = hashlib.sha256()
+    try:
+        files.invalidate_cache()
+        found = files.find(path, detail=True)
+        known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
+        if not found or not known:
+            what = "there is nothing" if not found else f"found {len(found)} files, such as {min(found)}"
+            raise CheckpointError(
+                f"{uri} is not a checkpoint of Backstay, a safetensors file, a folder of them or an Orbax checkpoint: "
+                f"{what}"
+            )
+        for name in sorted(found):
+            size = int(found[name]["size"])
+            digest.update(f"{name.removeprefix(path)}\0{size}\0".encode())
+            digest.update(files.cat_file(name, start=0, end=min(size, _SAMPLE)))
+            digest.update(files.cat_file(name, start=max(0, size - _SAMPLE), end=size))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StorageError(f"cannot read {uri}: {error}") from error
+    return digest.hexdigest()[:16]

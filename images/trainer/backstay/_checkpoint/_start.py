@@ -1,0 +1,173 @@
+"""`start_from`: initial parameters that come from somewhere else, by name, with a report of what did not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+from urllib.parse import unquote
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from .._update._tree import LeafSpec
+from ..errors import CheckpointError, ConfigurationError
+from ._arrays import Arrays, open_arrays
+
+__all__ = ["Mapped", "StartFrom", "read_start"]
+
+_LOG = logging.getLogger(__name__)
+
+Mapped = str | Any | None
+_Array = NDArray[np.generic]
+_SHOWN: Final = 20
+_COLLECTION: Final = "params."
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """Where initial parameters come from, for ``train(start_from=...)``.
+
+    Attributes:
+        uri: a checkpoint of Backstay (a manifest, or a folder, of which the newest whole checkpoint is taken), a
+            safetensors file, a folder of safetensors files, or an Orbax checkpoint (also the folder of a
+            ``CheckpointManager``, of which the newest step is taken). A path or any fsspec URI.
+        mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
+            ``layers.0.kernel``. `arrays` is a mapping of names to NumPy arrays, each of which is read when it is asked
+            for. It returns an array of the parameter's shape, or the name of an array, or None where there is none.
+            Without it, arrays have the names of the parameters; a ``params`` around all of them is left away.
+        missing: what a parameter without a value means: an ``error``, or the value that `init` returns (``init``).
+        unexpected: what an array that no parameter took means: an ``error``, or nothing (``ignore``).
+    """
+
+    uri: str
+    mapping: Callable[[str, Mapping[str, _Array]], Mapped] | None = None
+    missing: Literal["error", "init"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uri", str(self.uri))
+        if not self.uri:
+            raise ConfigurationError("start_from has an empty uri: must name a checkpoint")
+        if self.mapping is not None and not callable(self.mapping):
+            raise ConfigurationError(
+                f"start_from: mapping is {type(self.mapping).__name__}: must be a function of a name and arrays"
+            )
+        for name, valid in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
+            if getattr(self, name) not in valid:
+                raise ConfigurationError(f"start_from: {name} is {getattr(self, name)!r}: must be {' or '.join(valid)}")
+
+
+@dataclass
+class _Report:
+    """What became of the parameters and of the arrays."""
+
+    taken: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The lists that are not empty, a line each."""
+        lists = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape or kind": self.misfits,
+            "converted": self.converted,
+        }
+        return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
+
+
+def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list[_Array | None]:
+    """The values of `leaves`, in their order; None: as `init` returns it.
+
+    Args:
+        fixed: what `fix` made of ``start.uri``.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit; the message lists what was missing, unexpected or of
+            another shape.
+        Whatever the mapping raises, except that it asked for an array that is not there.
+    """
+    report, values = _Report(), list[_Array | None]()
+    with open_arrays(fixed) as arrays:
+        begin = _collection(arrays, leaves) if start.mapping is None else ""
+        for leaf in leaves:
+            found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
+            if isinstance(found, str):
+                report.missing.append(found)
+                values.append(None)
+                continue
+            values.append(_fitted(found, leaf, report))
+        report.unexpected = sorted(name for name in arrays if name not in arrays.asked and name.startswith(begin))
+        where = arrays.where
+    report.taken = sum(value is not None for value in values)
+    refused = (
+        report.misfits
+        or (report.missing and start.missing == "error")
+        or (report.unexpected and start.unexpected == "error")
+    )
+    if refused:
+        raise CheckpointError(
+            f"start_from: {where} does not fit what init returns:{report.text()}\n"
+            "Use StartFrom(uri, mapping=...) to translate names and shapes, missing='init' to keep the initial values "
+            "of missing parameters, unexpected='ignore' to leave out arrays that have no parameter."
+        )
+    log = _LOG.warning if report.missing or report.unexpected else _LOG.info
+    log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
+    return values
+
+
+def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
+    """``params.`` where the parameters stand below it, beside an optimizer's state for example."""
+    wanted = [leaf.path for leaf in leaves]
+    if any(name in arrays for name in wanted) or not any(f"{_COLLECTION}{name}" in arrays for name in wanted):
+        return ""
+    return _COLLECTION
+
+
+def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
+    """The array of a parameter's name; the name where there is none.
+
+    Names that other libraries wrote have characters that a parameter's name has as ``%XX``, or slashes for dots.
+    """
+    for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
+        if begin + name in arrays:
+            return arrays[begin + name]
+    return leaf.path
+
+
+def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arrays, leaf: LeafSpec) -> _Array | str:
+    wanted = leaf.path
+    try:
+        found = mapping(leaf.path, arrays)
+        if isinstance(found, str):
+            wanted, found = f"{leaf.path} (mapped to {found})", arrays[found]
+    except KeyError as error:
+        if error.args and error.args[0] in arrays:
+            raise  # another dictionary's
+        return f"{leaf.path} (the mapping asked for {error.args[0] if error.args else '?'})"
+    return wanted if found is None else np.asarray(found)
+
+
+def _fitted(array: _Array, leaf: LeafSpec, report: _Report) -> _Array | None:
+    if tuple(array.shape) != tuple(leaf.shape):
+        report.misfits.append(f"{leaf.path} is {list(array.shape)} there and {list(leaf.shape)} in init")
+        return None
+    if array.dtype == leaf.dtype:
+        return array
+    kinds = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
+    kind = next((kind for kind in kinds if jnp.issubdtype(leaf.dtype, kind)), None)
+    if kind is None or not jnp.issubdtype(array.dtype, kind):
+        report.misfits.append(f"{leaf.path} is {array.dtype.name} there and {leaf.dtype.name} in init")
+        return None
+    report.converted.append(f"{leaf.path} from {array.dtype.name} to {leaf.dtype.name}")
+    return array.astype(leaf.dtype)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,22 @@
+"""`backstay export`: starts the trainer's program for it, because the command itself imports neither JAX nor it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+__all__ = ["export_checkpoint"]
+
+
+def export_checkpoint(checkpoint: str, out: str, form: str) -> int:
+    """Write a checkpoint in another format; returns the exit status.
+
+    Args:
+        checkpoint: a manifest, or a folder or URI with checkpoints.
+        out: the file, folder or URI to write.
+        form: ``safetensors`` or ``orbax``.
+    """
+    command = [sys.executable, "-m", "backstay._checkpoint", checkpoint, out, form]
+    # Arrays are only copied: an accelerator that another process uses stays untouched.
+    return subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False).returncode

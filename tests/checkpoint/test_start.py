@@ -1,0 +1,238 @@
+"""Parameters from elsewhere, by name, and on their way out again: nothing is left out or reshaped silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
+
+import backstay
+from backstay import StartFrom
+from backstay._checkpoint import CheckpointStore, Manifest, fix, read_start
+from backstay._checkpoint import _export as exporting
+from backstay._update._tree import describe
+from backstay.errors import CheckpointError, ConfigurationError
+from backstay_cli.main import app
+
+Write = Callable[..., Manifest]
+TREE = {
+    "dense": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.ones(3, np.float32)},
+    "out": [np.full(2, 7, np.float32), (np.asarray(3, np.float32),)],
+}
+NAMED = {"dense.bias": TREE["dense"]["bias"], "dense.kernel": TREE["dense"]["kernel"], "out.0": TREE["out"][0]}
+NAMED |= {"out.1.0": TREE["out"][1][0]}
+
+
+def init(key: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -1.0, leaf.dtype), TREE)
+
+
+def started(start: StartFrom | str, **more: Any) -> Any:
+    """The parameters that training begins with."""
+    arguments: dict[str, Any] = {"init": init, "loss": lambda params, batch: 0.0, "batches": lambda key: np.zeros(1)}
+    return backstay.train(**{**arguments, "optimizer": optax.sgd(1.0), "steps": 0, "start_from": start, **more}).params
+
+
+def equal(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+
+
+def store_orbax(path: Path, tree: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+@pytest.mark.parametrize("kind", ["folder", "manifest", "file", "files", "orbax", "orbax manager", "memory"])
+def test_each_kind_of_place_gives_the_same_parameters(tmp_path: Path, write_named: Write, kind: str) -> None:
+    place = f"{tmp_path}/place"
+    match kind:
+        case "folder" | "manifest":
+            write_named(CheckpointStore(place), jax.tree.map(np.zeros_like, TREE), version=4)
+            manifest = write_named(CheckpointStore(place), TREE, version=5, shards=2)
+            place += f"/{manifest.name}" if kind == "manifest" else ""
+        case "file":
+            place += ".safetensors"
+            safetensors.numpy.save_file(NAMED, place)
+        case "files":
+            Path(place).mkdir()
+            for number, (name, array) in enumerate(NAMED.items()):
+                safetensors.numpy.save_file({name: array}, f"{place}/model-{number}.safetensors")
+        case "memory":
+            place = f"memory://{tmp_path.name}/model.safetensors"
+            fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/model.safetensors", safetensors.numpy.save(NAMED))
+        case "orbax":
+            store_orbax(Path(place), TREE)
+        case "orbax manager":
+            with ocp.CheckpointManager(place) as manager:
+                for step, tree in ((3, jax.tree.map(np.zeros_like, TREE)), (20, TREE)):
+                    state = {"params": tree, "step": np.asarray(step)}
+                    manager.save(step, args=ocp.args.StandardSave(state))
+    equal(started(StartFrom(place)), TREE)
+
+
+def test_what_does_not_fit_is_listed_in_full(tmp_path: Path) -> None:
+    place = f"{tmp_path}/model.safetensors"
+    kernel = NAMED["dense.kernel"]
+    found = {
+        "dense.kernel": kernel.T,
+        "out.0": np.zeros(2, np.int32),
+        "head.weight": np.zeros(1),
+        "out.1.0": np.ones(()),
+    }
+    safetensors.numpy.save_file({name: np.array(array, order="C") for name, array in found.items()}, place)
+    with pytest.raises(CheckpointError) as caught:
+        started(place)
+    assert str(caught.value).splitlines()[1:5] == [
+        "  missing (1): dense.bias",
+        "  unexpected (1): head.weight",
+        "  of another shape or kind (2): dense.kernel is [3, 2] there and [2, 3] in init, "
+        "out.0 is int32 there and float32 in init",
+        "  converted (1): out.1.0 from float64 to float32",
+    ]
+    assert "StartFrom(uri, mapping=...)" in str(caught.value)
+
+
+def test_a_part_is_taken_only_when_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"{tmp_path}/model.safetensors"
+    safetensors.numpy.save_file({"dense.kernel": NAMED["dense.kernel"], "head": np.zeros(1)}, place)
+    for refused in (
+        StartFrom(place),
+        StartFrom(place, missing="init"),
+        StartFrom(place, unexpected="ignore"),
+    ):
+        with pytest.raises(CheckpointError, match="does not fit"):
+            started(refused)
+    params = started(StartFrom(place, missing="init", unexpected="ignore"))
+    np.testing.assert_array_equal(params["dense"]["kernel"], NAMED["dense.kernel"])
+    np.testing.assert_array_equal(params["dense"]["bias"], -np.ones(3))
+    said = capsys.readouterr().err
+    assert "1 of 4 parameters come from" in said
+    assert "missing (3): dense.bias, out.0, out.1.0" in said
+    assert "unexpected (1): head" in said
+
+
+def test_a_mapping_renames_transposes_and_stacks(tmp_path: Path) -> None:
+    """As for weights that another library stored: other names, (out, in) kernels, one tensor for each layer."""
+    place = f"{tmp_path}/model.safetensors"
+    stored = {
+        "model.dense.weight": np.ascontiguousarray(NAMED["dense.kernel"].T).astype(ml_dtypes.bfloat16),
+        "model.dense.bias": NAMED["dense.bias"],
+        "model.out.0": np.asarray(7, np.float32),
+        "model.out.1": np.asarray(7, np.float32),
+        "scale": NAMED["out.1.0"],
+    }
+    safetensors.numpy.save_file(stored, place)
+    asked: list[str] = []
+
+    def mapping(name: str, arrays: Mapping[str, Any]) -> Any:
+        asked.append(name)
+        match name:
+            case "dense.kernel":
+                return arrays["model.dense.weight"].T
+            case "out.0":
+                return np.stack([arrays[f"model.out.{index}"] for index in range(2)])
+            case "out.1.0":
+                return "scale"
+            case _:
+                return f"model.{name}"
+
+    equal(started(StartFrom(place, mapping=mapping)), TREE)
+    assert asked == list(NAMED)
+    with pytest.raises(
+        CheckpointError, match=r"missing \(4\): dense.bias \(the mapping asked for nothing.dense.bias\)"
+    ):
+        started(StartFrom(place, mapping=lambda name, arrays: f"nothing.{name}"))
+
+
+def test_bad_places_and_options_say_what_would_be_valid(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="is not a checkpoint of Backstay, a safetensors file, a folder of them or"
+    ):
+        started(str(tmp_path))
+    (tmp_path / "x.safetensors").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors is not a safetensors file"):
+        started(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="missing is 'keep': must be error or init"):
+        StartFrom("x", missing="keep")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="mapping is dict: must be a function"):
+        StartFrom("x", mapping={})  # type: ignore[arg-type]
+    twice = tmp_path / "twice"
+    twice.mkdir()
+    for name in "ab":
+        safetensors.numpy.save_file({"t": np.zeros(1)}, twice / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"the tensor 't' is in .*a.safetensors and in .*b.safetensors"):
+        started(str(twice))
+
+
+def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, write_named: Write) -> None:
+    """All servers read what the first one found; a newer checkpoint of another job does not count."""
+    leaves = describe(TREE).leaves
+    file = f"{tmp_path}/model.safetensors"
+    safetensors.numpy.save_file(NAMED, file)
+    fixed = fix(file)
+    safetensors.numpy.save_file(NAMED | {"out.0": np.zeros(2, np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"has another content .* than when the job began"):
+        read_start(StartFrom(file), fixed, leaves)
+    store = CheckpointStore(str(tmp_path / "ours"))
+    write_named(store, TREE, version=5)
+    fixed = fix(store.uri)
+    write_named(store, jax.tree.map(np.zeros_like, TREE), version=6)
+    values = read_start(StartFrom(store.uri), fixed, leaves)
+    equal(values, list(NAMED.values()))
+
+
+def test_exported_as_safetensors_and_started_from_again(
+    tmp_path: Path, write_named: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(str(tmp_path / "ours"))
+    write_named(store, TREE, version=5, shards=2)
+    done = backstay.export(store.uri, f"{tmp_path}/one.safetensors")
+    assert (done.step, done.arrays, done.nbytes) == (5, 4, 48)
+    equal(safetensors.numpy.load_file(tmp_path / "one.safetensors"), NAMED)
+    monkeypatch.setattr(exporting, "MAX_FILE_BYTES", 24)
+    backstay.export(store.uri, f"{tmp_path}/several")
+    assert sorted(path.name for path in (tmp_path / "several").iterdir()) == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    equal(started(f"{tmp_path}/several"), TREE)
+    with pytest.raises(CheckpointError, match="is not empty: nothing is replaced"):
+        backstay.export(store.uri, f"{tmp_path}/several")
+    with pytest.raises(CheckpointError, match="File exists"):
+        backstay.export(store.uri, f"{tmp_path}/one.safetensors")
+    with pytest.raises(ConfigurationError, match="format is 'onnx': must be safetensors or orbax"):
+        backstay.export(store.uri, "x", "onnx")  # type: ignore[arg-type]
+
+
+def test_orbax_reads_what_the_command_exports(tmp_path: Path, write_named: Write) -> None:
+    store = CheckpointStore(str(tmp_path / "ours"))
+    write_named(store, TREE, version=5)
+    out = tmp_path / "orbax"
+    result = CliRunner().invoke(app, ["export", store.uri, str(out), "--format", "orbax"])
+    assert result.exit_code == 0, result.output
+    with ocp.StandardCheckpointer() as checkpointer:
+        equal(checkpointer.restore(out, jax.tree.map(np.zeros_like, TREE)), TREE)
+    equal(started(str(out)), TREE)
+    with pytest.raises(CheckpointError, match="exists: nothing is replaced"):
+        backstay.export(store.uri, str(out), "orbax")
+    with pytest.raises(CheckpointError, match="is not a checkpoint of Backstay, nor a folder with checkpoints"):
+        backstay.export(str(out), str(tmp_path / "x"))
+    refused = CliRunner().invoke(app, ["export", store.uri, str(out), "--format", "onnx"])
+    assert refused.exit_code == 2
+    assert "must be safetensors or orbax" in refused.output
