@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,18 +27,18 @@ from backstay.errors import ConfigurationError
 def test_t4_every_sample_is_used_once_an_epoch_over_all_ranks(
     size: int, batch_size: int, world: int, epochs: int, seed: int
 ) -> None:
+    """T9: also the last ones of an epoch, which share a batch with the first ones of the next."""
     if size < batch_size:
         with pytest.raises(ConfigurationError, match="at least one batch"):
             from_dataset(np.arange(size), batch_size=batch_size)
         return
     batches = from_dataset(np.arange(size), batch_size=batch_size)
-    each = batches.batches_per_epoch
-    drawn = [batches(BatchKey(number // world, number % world, world, seed)) for number in range(each * epochs)]
-    orders = []
-    for epoch in range(epochs):
-        seen = np.concatenate(drawn[epoch * each : (epoch + 1) * each])
-        assert len(set(seen)) == len(seen) == each * batch_size
-        orders.append(tuple(seen))
+    assert batches.batches_per_epoch == size / batch_size
+    numbers = range(-(-epochs * size // batch_size))
+    drawn = np.concatenate([batches(BatchKey(number // world, number % world, world, seed)) for number in numbers])
+    assert len(drawn) == len(numbers) * batch_size
+    orders = [tuple(drawn[epoch * size : (epoch + 1) * size]) for epoch in range(epochs)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
     assert len(set(orders)) == epochs or size < 8
 
 
@@ -83,7 +84,7 @@ def test_sources_of_samples_are_stacked_and_transformed() -> None:
     np.testing.assert_array_equal(batch["v"][:, 0], batch["n"])
     doubled = from_dataset(Files(), batch_size=5, transform=lambda s: s["v"] * 2)(BatchKey(0, 0, 1))
     np.testing.assert_array_equal(doubled, batch["v"] * 2)
-    noisy = from_dataset(Files(), batch_size=5, transform=lambda s, rng: s["v"] + rng.normal(size=3))
+    noisy = from_dataset(Files(), batch_size=5, transform=lambda s, rng: s["v"] + rng.normal(size=3), has_rng=True)
     np.testing.assert_array_equal(noisy(BatchKey(1, 0, 1)), noisy(BatchKey(1, 0, 1)))
     assert not np.array_equal(noisy(BatchKey(0, 0, 1)), noisy(BatchKey(2, 0, 1)))
     pairs = from_dataset((np.arange(8.0), np.arange(8)), batch_size=4)(BatchKey(0, 1, 2))
@@ -111,6 +112,23 @@ def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() ->
     assert replacement(BatchKey(3, 1, 3)) == 10
     assert replacement(BatchKey(3, 1, 3)) == 10
     assert replacement(BatchKey(1, 1, 3)) == 4
-    assert replacement(BatchKey(1, 0, 2)) == 2
     with pytest.raises(ConfigurationError, match="empty iterator"):
         from_iterator(lambda rank, world: iter(()))(BatchKey(0, 0, 1))
+    with pytest.raises(ConfigurationError, match="make is range: must be a function"):
+        from_iterator(range(3))  # type: ignore[arg-type]
+
+
+def test_t9_a_stream_says_that_it_loses_its_place_and_a_shared_one_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    keys = [BatchKey(step, rank, 3) for step in range(2) for rank in range(3)]
+    keys += [BatchKey(step, rank, 2, offset=2) for step in range(2, 5) for rank in range(2)]
+    each = [from_iterator(lambda: iter(range(8)), shared=True) for _ in range(3)]
+    assert [each[key.rank](key) for key in keys] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    own = [from_iterator(lambda rank, world: iter(range(rank, 100, world))) for _ in range(3)]
+    with caplog.at_level("WARNING", logger="backstay"):
+        logging.getLogger("backstay").addHandler(caplog.handler)
+        drawn = [own[key.rank](key) for key in keys]
+        logging.getLogger("backstay").removeHandler(caplog.handler)
+    assert drawn[:6] == [0, 1, 2, 3, 4, 5]
+    assert drawn[6:8] == [6, 7]
+    assert "the number of ranks changed from 3 to 2 at step 2" in caplog.text
+    assert "Samples may be used twice or not at all" in caplog.text

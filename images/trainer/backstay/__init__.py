@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from . import errors
     from ._checkpoint import Checkpoint, StartFrom, export, load
     from ._data._batch_key import BatchKey
-    from ._data._dataset import from_dataset, from_iterator
+    from ._data._dataset import TokenFile, from_dataset, from_iterator
     from ._result import Result
     from ._train import train
     from .errors import BackstayError
@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Result",
     "StartFrom",
+    "TokenFile",
     "errors",
     "export",
     "from_dataset",
@@ -44,6 +45,7 @@ _HOMES: Final = {
     "Checkpoint": "._checkpoint",
     "Result": "._result",
     "StartFrom": "._checkpoint",
+    "TokenFile": "._data._dataset",
     "export": "._checkpoint",
     "from_dataset": "._data._dataset",
     "from_iterator": "._data._dataset",

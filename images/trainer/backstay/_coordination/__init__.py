@@ -22,6 +22,7 @@ from ._decisions import (
 )
 from ._liveness import Liveness
 from ._rate import Rate
+from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
 
@@ -31,6 +32,7 @@ __all__ = [
     "CoordinatorState",
     "Counted",
     "Decision",
+    "EpochEnded",
     "Finished",
     "Intervals",
     "Liveness",
@@ -40,6 +42,7 @@ __all__ = [
     "Redone",
     "Restart",
     "Rules",
+    "Samples",
     "Send",
     "Updated",
     "WriteManifest",

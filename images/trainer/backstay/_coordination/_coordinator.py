@@ -43,7 +43,7 @@ from ._decisions import (
 from ._ledger import Ledger, identity
 from ._pending import Pending
 from ._schedule import Intervals, Schedule
-from ._state import CoordinatorState, Rules
+from ._state import CoordinatorState, Rules, count_samples
 from ._succession import Succession, start_of
 from ._world import change_world, next_world
 from .seam import Report
@@ -241,6 +241,8 @@ class Coordinator(Succession):
         reached = max(self.state.version, self._ahead)
         state.redone = self.state.redone + max(0, reached - state.version)
         self._accounted, self._ahead = max(self._accounted, reached), 0
+        if state.samples is None and self.state.samples is not None:
+            state.samples = self.state.samples.at(state.version * state.world + state.offset, state.redone)
         self.state = state
         self.checkpoint, self._checkpoint_version = checkpoint, state.version if checkpoint else -1
         self._start = start_of(state, checkpoint)
@@ -469,7 +471,9 @@ class Coordinator(Succession):
             self._used[identity(gradient)] = version
         self._ledger.forget(contribution.id for contribution in chosen)
         state.version = version + 1
-        change_world(state, next_world(state.world, self.wished_world, self._joined), self.rules.mode)
+        world = next_world(state.world, self.wished_world, self._joined)
+        ended = count_samples(state, Commit(version=version, contributions=chosen, world=world, skip=skip))
+        change_world(state, world, self.rules.mode)
         state.non_finite_run = state.non_finite_run + 1 if skip else 0
         final = state.version >= self.rules.steps
         checkpoint = self.rules.stores and (final or self.schedule.due(now, state.version))
@@ -487,7 +491,7 @@ class Coordinator(Succession):
         if checkpoint:
             self.schedule.begin(now, state.term, state.version, state.copy().to_json())
         needs_norm = replicates or (self.rules.clip_norm is not None and not skip)
-        pending = Pending(commit, infos, needs_norm=needs_norm, round=self._round, before=before)
+        pending = Pending(commit, infos, needs_norm=needs_norm, round=self._round, before=before, ended=ended)
         self._pending.append(pending)
         out: list[Decision] = []
         if replicates:
@@ -555,7 +559,7 @@ class Coordinator(Succession):
             self._deferred.clear()
             self._commits.append(commit)
             out += pending.counted
-            out += [Send(None, commit), Updated(commit, pending.infos)]
+            out += [Send(None, commit), Updated(commit, pending.infos, ended=pending.ended)]
         return out
 
     def _clipped(self, pending: Pending) -> Commit:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit, File, GradientId, GradientInfo, RejectReason
 
+from ._samples import EpochEnded
 from .seam import Message
 
 __all__ = [
@@ -73,12 +74,18 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """An update was decided; `infos` are its gradients', in order of rank. `adopted`: by the coordinator before this
-    one, which has told of it most likely."""
+    """An update was decided.
+
+    Attributes:
+        infos: of its gradients, in order of rank.
+        adopted: by the previous coordinator, which has most likely reported it.
+        ended: the accounts of the epochs that ended with it.
+    """
 
     commit: Commit
     infos: tuple[GradientInfo, ...]
     adopted: bool = False
+    ended: tuple[EpochEnded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from backstay_rpc.control_pb2 import Commit, GradientInfo
 
 from ._decisions import Counted
+from ._samples import EpochEnded
 from ._state import CoordinatorState
 
 __all__ = ["Pending"]
@@ -23,3 +24,4 @@ class Pending:
     round: int = 0
     before: CoordinatorState | None = None  # with standbys: what taking it back restores
     counted: tuple[Counted, ...] = ()  # told once it is certain
+    ended: tuple[EpochEnded, ...] = ()

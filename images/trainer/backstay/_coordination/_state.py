@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeAlias
 from backstay_rpc.control_pb2 import Commit
 
 from .._timeouts import Timeouts
+from ._samples import EpochEnded, Samples
 
 Mode: TypeAlias = Literal["Sync", "Async"]
 
-__all__ = ["CoordinatorState", "Rules", "World", "after"]
+__all__ = ["CoordinatorState", "Rules", "World", "after", "apply", "count_samples"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class CoordinatorState:
         redone: updates lost by going back to checkpoints, which were made again.
         worlds: every world of this history, oldest first; the last one is in force.
         history: the id of the history, which the names of its checkpoints carry; empty where nothing is stored.
+        samples: the account of the current epoch; None where the size of an epoch is unknown.
         start_from: what the parameters of version 0 were read from; empty: `init` returned them.
     """
 
@@ -82,6 +84,7 @@ class CoordinatorState:
     worlds: tuple[World, ...] = ()
     history: str = ""
     start_from: str = ""
+    samples: Samples | None = None
 
     def __post_init__(self) -> None:
         if not self.worlds:
@@ -108,6 +111,7 @@ class CoordinatorState:
             "worlds": [{"version": w.version, "world": w.world, "offset": w.offset} for w in self.worlds],
             "history": self.history,
             "startFrom": self.start_from,
+            **({} if self.samples is None else {"samples": self.samples.to_json()}),
         }
 
     @classmethod
@@ -131,6 +135,7 @@ class CoordinatorState:
                 ),
                 history=str(data.get("history", "")),
                 start_from=str(data.get("startFrom", "")),
+                samples=Samples.from_json(data.get("samples")),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a coordinator's state: {error!r}") from error
@@ -139,8 +144,36 @@ class CoordinatorState:
         return state
 
 
+def count_samples(state: CoordinatorState, commit: Commit) -> tuple[EpochEnded, ...]:
+    """Count the samples of `commit`, whose ranks `state` has counted and whose world is not in force yet.
+
+    Returns:
+        The accounts of the epochs that ended with it.
+    """
+    if state.samples is None:
+        return ()
+    left_out = 0 if state.samples.sync or commit.world == state.world else left_out_of(state, commit.world)
+    state.samples, ended = state.samples.count(
+        commit, world=state.world, offset=state.offset, left_out=left_out, redone=state.redone
+    )
+    return ended
+
+
+def left_out_of(state: CoordinatorState, world: int) -> int:
+    """Async: the numbers of batches that no rank draws when `world` comes in force; see `change_world`."""
+    before = [state.key_steps.get(rank, 0) for rank in range(state.world)]
+    behind = [state.key_steps.get(rank, 0) for rank in range(world)]
+    fastest, slowest = max(before), min(behind)
+    return sum(fastest + 1 - step for step in before) + sum(step - slowest for step in behind)
+
+
 def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
     """The state that `commit`, the next one, makes of `state`: how a standby follows, and a successor catches up."""
+    return apply(state, commit)[0]
+
+
+def apply(state: CoordinatorState, commit: Commit) -> tuple[CoordinatorState, tuple[EpochEnded, ...]]:
+    """The same, and the accounts of the epochs that ended with it."""
     if (commit.term, commit.version) != (state.term, state.version):
         raise ValueError(
             f"the commit of version {commit.version} in term {commit.term} does not follow version {state.version} "
@@ -151,7 +184,8 @@ def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
     for contribution in commit.contributions:
         new.key_steps[contribution.id.rank] = contribution.id.key_step + 1
     new.non_finite_run = new.non_finite_run + 1 if commit.skip else 0
+    ended = count_samples(new, commit)
     if commit.world != new.world:
         new.world = commit.world
         new.worlds = (*new.worlds, World(version=new.version, world=commit.world, offset=commit.offset))
-    return new
+    return new, ended

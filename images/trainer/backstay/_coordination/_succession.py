@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 from ._conclusion import Conclusion, Ending
 from ._decisions import Decision, Redone, Restart, Send, Updated
 from ._ledger import Ledger, identity, sent
-from ._state import CoordinatorState, after
+from ._state import CoordinatorState, apply
 
 __all__ = ["Succession", "start_of"]
 
@@ -93,7 +93,7 @@ class Succession(Conclusion):
     def _adopt(self, now: float, commit: Commit) -> list[Decision]:
         self._prepared = None
         self._before[self.state.version] = self.state
-        self.state = after(self.state, commit)
+        self.state, ended = apply(self.state, commit)
         for contribution in commit.contributions:
             self._used[identity(contribution.id)] = commit.version
         if commit.checkpoint:
@@ -106,7 +106,7 @@ class Succession(Conclusion):
                 evaluated=not self.rules.evaluates,
                 patience=self.rules.timeouts.evaluation,
             )
-        told = [Updated(commit, self._infos, adopted=True)] if self._infos else []
+        told = [Updated(commit, self._infos, adopted=True, ended=ended)] if self._infos else []
         return [Send(None, commit), *told]
 
     def _sent_again(self, complete: GradientId, gradient: GradientId) -> bool:

@@ -35,15 +35,16 @@ def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
 def change_world(state: CoordinatorState, world: int, mode: Mode) -> None:
     """Put `world` in force from `state.version` on, and record it; the same world changes nothing.
 
-    `BatchKey.number` is ``offset + step * world + rank``. The new offset makes it go on above every number that the old
-    world has given. In Sync mode that is exact, because all ranks are at the same step. In Async mode each is at a step
-    of its own, so it begins above the highest number that the fastest rank can have drawn.
+    `BatchKey.number` is ``offset + step * world + rank``. In Sync mode the new offset makes it continue after the
+    numbers of the ranks that made the update before: those that leave have drawn later numbers in vain, and the ranks
+    that stay draw these again (T9). In Async mode each rank is at a step of its own, so numbers continue above the
+    highest one that the fastest rank can have drawn.
     """
     old = state.worlds[-1]
     if world == state.world:
         return
     if mode == "Sync":
-        offset = old.offset + state.version * (old.world - world)
+        offset = old.offset + (state.version - 1) * old.world + min(old.world, world) - state.version * world
     else:
         fastest = max(state.key_steps.get(rank, 0) for rank in range(old.world))
         slowest = min(state.key_steps.get(rank, 0) for rank in range(world))

@@ -1,9 +1,9 @@
-"""Prepares batches ahead, in a thread, beside the computation."""
+"""Prepares batches ahead, in threads, beside the computation."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,25 +11,37 @@ from ._batch_key import BatchKey
 
 __all__ = ["Prefetcher"]
 
+_Outcome = tuple[Any, BaseException | None]
+
 
 class Prefetcher:
-    """`batches`, computed ahead of need. Because `batches` is pure, a batch that nobody asks for is only lost work."""
+    """`batches`, computed ahead of need. Because `batches` is pure, a batch that nobody asks for is only lost work.
 
-    def __init__(self, batches: Callable[[BatchKey], Any], ahead: int = 2) -> None:
+    A `batches` with the attributes `workers`, `ahead` and `ahead_bytes` says how (see `from_dataset`); any other is
+    called in one thread, one call at a time, up to two batches ahead.
+    """
+
+    def __init__(
+        self, batches: Callable[[BatchKey], Any], ahead: int | None = None, workers: int | None = None
+    ) -> None:
         """
         Args:
-            batches: called in one thread, one call at a time.
-            ahead: how many batches to hold ready.
+            ahead: how many batches are ready or in preparation at most, instead of what `batches` says.
+            workers: how many threads call `batches`, likewise.
         """
         self._batches = batches
-        self._ahead = ahead
+        workers = int(getattr(batches, "workers", 1)) if workers is None else workers
+        self._ahead = int(getattr(batches, "ahead", max(2, workers + 1))) if ahead is None else ahead
+        self._limit = int(getattr(batches, "ahead_bytes", 1 << 30))
         self._changed = threading.Condition()
-        self._ready: dict[BatchKey, tuple[Any, BaseException | None]] = {}
+        self._ready: dict[BatchKey, _Outcome] = {}
+        self._begun: set[BatchKey] = set()
         self._due: BatchKey | None = None  # what is asked for now, or will be asked for next
         self._last: int | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="backstay-batches", daemon=True)
-        self._thread.start()
+        # More threads than batches in preparation would have nothing to do.
+        for number in range(max(1, min(workers, self._ahead))):
+            threading.Thread(target=self._run, name=f"backstay-batches-{number}", daemon=True).start()
 
     def get(self, key: BatchKey, last: int | None = None) -> Any:
         """The batch of `key`; then those of the steps after it are prepared, up to step `last`.
@@ -53,7 +65,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """End the thread after the batch it is preparing."""
+        """End the threads after the batches that they are preparing."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -64,12 +76,16 @@ class Prefetcher:
         return due is not None and replace(key, step=due.step) == due and 0 <= key.step - due.step < self._ahead
 
     def _next(self) -> BatchKey | None:
+        """The first batch that nobody prepares yet, if there is room for it."""
         if self._due is None:
             return None
         for step in range(self._due.step, self._due.step + self._ahead):
             key = replace(self._due, step=step)
-            if key not in self._ready:
-                return key if self._last is None or step <= self._last else None
+            if key in self._ready or key in self._begun:
+                continue
+            if self._last is not None and step > self._last:
+                return None
+            return key
         return None
 
     def _run(self) -> None:
@@ -79,13 +95,28 @@ class Prefetcher:
                 key = self._next()
                 if self._closed or key is None:
                     return
-            outcome: tuple[Any, BaseException | None]
+                self._begun.add(key)
+            outcome: _Outcome
             try:
                 outcome = self._batches(key), None
             except BaseException as error:  # noqa: BLE001  # raised to whoever asks for this batch
                 outcome = None, error
+            size = _nbytes(outcome[0])
             with self._changed:
+                self._begun.discard(key)
+                if size:
+                    self._ahead = max(1, min(self._ahead, self._limit // size))
                 if self._follows(key) and not self._closed:
                     self._ready[key] = outcome
-                    self._changed.notify_all()
+                self._changed.notify_all()
             del outcome
+
+
+def _nbytes(batch: Any) -> int:
+    """Of the arrays in a batch, as far as they are in the usual containers."""
+    if isinstance(batch, Mapping):
+        return sum(_nbytes(value) for value in batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return sum(_nbytes(value) for value in batch)
+    size = getattr(batch, "nbytes", 0)
+    return size if isinstance(size, int) else 0

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from .._checkpoint import FolderLease, Holder, Job
 from .._control import Driving
-from .._coordination import Coordinator, Intervals, Rules
+from .._coordination import Coordinator, CoordinatorState, Intervals, Rules, Samples
+from .._data._dataset import Batches
 from .._process._exit import SIGTERM_EXIT
 from ..errors import BackstayError
 from ._manifests import Continued, Identity, ManifestStorage, NoStorage
@@ -149,6 +150,7 @@ def _begin(
         )
         return Driving(successor, storage, leader), False
     state, checkpoint = storage.newest(0)
+    state.samples = _samples(environment, script, state)
     if checkpoint:
         _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
     if storage.continued is not None:
@@ -156,6 +158,17 @@ def _begin(
     leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
     coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps
+
+
+def _samples(environment: Environment, script: Script, state: CoordinatorState) -> Samples | None:
+    """The account of the epoch in which the job goes on; None where `batches` is a function that says no size."""
+    if not isinstance(script.batches, Batches):
+        return None
+    sync = environment.config.mode == "Sync"
+    fresh, stored = Samples(script.batches.size, script.batches.batch_size, sync), state.samples
+    if stored is not None and (stored.size, stored.batch, stored.sync) == (fresh.size, fresh.batch, sync):
+        return stored
+    return fresh.at(state.offset + state.version * state.world if sync else state.version, state.redone)
 
 
 def _report(continued: Continued, leader: Leader) -> None:

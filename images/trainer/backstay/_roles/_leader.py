@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from backstay_rpc.control_pb2 import (
@@ -125,6 +126,8 @@ class Leader:
             self._metrics.train(name).set(value)
         if not commit.skip:
             self._examine(infos)
+        for epoch in updated.ended:
+            _LOG.info("%s (step %d)", epoch, self._step, extra={"fields": {"epoch": asdict(epoch)}})
         if not updated.adopted:
             self._reporter.report(now, self._step, loss, rate, train_metrics, force=commit.final)
 

@@ -1,0 +1,135 @@
+"""What became of the samples of each epoch (T9): used, dropped, and used again after a rollback.
+
+It is a part of the coordinator's state, so that checkpoints and standbys carry it, and counts from what each commit
+says. A batch has a number (`BatchKey.number`) and holds the samples ``number * batch`` to ``(number + 1) * batch - 1``
+of an endless sequence of epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from backstay_rpc.control_pb2 import Commit
+
+__all__ = ["EpochEnded", "Samples"]
+
+_NUMBERS = ("size", "batch", "epoch", "used", "dropped", "redone")
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """The account of an epoch.
+
+    Attributes:
+        epoch: its number, from 0.
+        size: how many samples it has; `used` and `dropped` add up to it, except in Async mode, where ranks reach the
+            end of an epoch at different times.
+        used: samples in applied gradients.
+        dropped: samples in gradients that were late, or not finite, or of a rank that left.
+        repeated: samples of updates that were lost with a server and made again; they count once in `used`.
+    """
+
+    epoch: int
+    size: int
+    used: int
+    dropped: int
+    repeated: int
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.epoch} has ended: {self.size} samples: {self.used} used, {self.dropped} dropped, "
+            f"{self.repeated} repeated"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The account of the current epoch.
+
+    Attributes:
+        size: samples in an epoch.
+        batch: samples in one rank's batch.
+        sync: whether batches are counted by their numbers. In Async mode, where ranks draw them at different times,
+            they are counted in the order of their updates.
+        epoch: the number of the current one.
+        used, dropped: samples of it so far.
+        redone: `CoordinatorState.redone` when it began.
+    """
+
+    size: int
+    batch: int
+    sync: bool = True
+    epoch: int = 0
+    used: int = 0
+    dropped: int = 0
+    redone: int = 0
+
+    def count(
+        self, commit: Commit, *, world: int, offset: int, left_out: int, redone: int
+    ) -> tuple[Samples, tuple[EpochEnded, ...]]:
+        """Count an update.
+
+        Args:
+            world, offset: those that the gradients of the update were computed with.
+            left_out: batches that no rank will draw, because `commit` changes the world.
+            redone: `CoordinatorState.redone` now.
+
+        Returns:
+            See `add`.
+        """
+        ranks = set() if commit.skip else {contribution.id.rank for contribution in commit.contributions}
+        if self.sync:
+            uses = [rank in ranks for rank in range(min(world, commit.world))]
+            number = offset + commit.version * world
+        else:
+            uses, number = [not commit.skip for _ in commit.contributions], commit.version
+        dropped = replace(self, dropped=self.dropped + left_out * self.batch) if left_out else self
+        return dropped.add(number, uses, redone)
+
+    def at(self, number: int, redone: int) -> Samples:
+        """A new account that begins with the batch of this number; what lies before it in its epoch counts as used."""
+        epoch, place = divmod(number * self.batch, self.size)
+        return replace(self, epoch=epoch, used=place, dropped=0, redone=redone)
+
+    def add(self, number: int, uses: Sequence[bool], redone: int) -> tuple[Samples, tuple[EpochEnded, ...]]:
+        """Count the batches of one update.
+
+        Args:
+            number: of the first batch; the others follow it.
+            uses: of each batch, whether it was used; otherwise it was dropped.
+            redone: `CoordinatorState.redone` now.
+
+        Returns:
+            The account of the epoch that goes on, and those of the epochs that ended.
+        """
+        epoch, counts = max(self.epoch, number * self.batch // self.size), [self.dropped, self.used]
+        since, ended = self.redone, list[EpochEnded]()
+        for index, used in enumerate(uses):
+            start, left = (number + index) * self.batch, self.batch
+            while left:
+                take = min(left, (epoch + 1) * self.size - start)
+                counts[used] += take
+                start, left = start + take, left - take
+                if start == (epoch + 1) * self.size:
+                    repeated = (redone - since) * len(uses) * self.batch
+                    ended.append(EpochEnded(epoch, self.size, counts[True], counts[False], repeated))
+                    epoch, counts, since = epoch + 1, [0, 0], redone
+        return replace(self, epoch=epoch, used=counts[True], dropped=counts[False], redone=since), tuple(ended)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Samples | None:
+        """The inverse of `to_json`; None where an earlier version wrote none, or what is there makes no sense."""
+        if not isinstance(data, Mapping):
+            return None
+        try:
+            size, batch, epoch, used, dropped, redone = (int(data[name]) for name in _NUMBERS)
+            found = cls(size, batch, bool(data["sync"]), epoch, used, dropped, redone)
+        except (KeyError, TypeError, ValueError):
+            return None
+        return found if size > 0 and batch > 0 else None

@@ -1,0 +1,91 @@
+"""`from_iterator`: a stream that can only be read on, as a function of `BatchKey`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import ConfigurationError
+from ._batch_key import BatchKey
+
+__all__ = ["Streamed", "from_iterator"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Streamed:
+    """`batches` of a stream. Made by `from_iterator`."""
+
+    workers = 1  # one iterator can only be read by one thread
+
+    def __init__(self, make: Callable[..., Iterator[Any]], shared: bool) -> None:
+        self._make, self._shared = make, shared
+        self._lock = threading.Lock()
+        self._of: tuple[int, ...] | None = None  # the arguments that the iterator was made with
+        self._world: int | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._next = 0
+        self._last: Any = None
+
+    def __call__(self, key: BatchKey) -> Any:
+        with self._lock:
+            of, place = ((), key.number) if self._shared else ((key.rank, key.world), key.number // key.world)
+            if self._of == of and place == self._next - 1:
+                return self._last
+            if not self._shared and self._world not in (None, key.world):
+                _LOG.warning(
+                    "from_iterator: the number of ranks changed from %s to %d at step %d: make(rank, world) returns "
+                    "other streams now, and this rank continues at batch %d of its new one. Samples may be used twice "
+                    "or not at all. from_iterator(make, shared=True) and from_dataset keep their place.",
+                    self._world,
+                    key.world,
+                    key.step,
+                    place,
+                )
+            self._world = key.world
+            if self._of != of or place < self._next:
+                self._iterator, self._of, self._next = iter(self._make(*of)), of, 0
+            while self._next <= place:
+                self._last = self._following(of)
+                self._next += 1
+            return self._last
+
+    def _following(self, of: tuple[int, ...]) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self._make(*of))
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._of = None
+            arguments = f"rank={of[0]}, world={of[1]}" if of else ""
+            raise ConfigurationError(f"from_iterator: make({arguments}) gave an empty iterator") from None
+
+
+def from_iterator(make: Callable[..., Iterator[Any]], *, shared: bool = False) -> Callable[[BatchKey], Any]:
+    """Make `batches` of a stream that can only be read on, such as a ``grain.IterDataset``.
+
+    An iterator that ends is made again (another epoch). Two limits: `make` must give the same batches in the same order
+    every time, or a replaced worker computes another batch than the dead one did; and a replacement reads from the
+    start and throws away what was used, which takes as long as reading it. Where samples can be reached by number,
+    `from_dataset` has neither limit.
+
+    Args:
+        make: ``make(rank, world)`` returns an iterator of that rank's batches; with `shared`, ``make()`` returns an
+            iterator of the batches of all ranks together.
+        shared: each rank reads the whole stream and takes its own batches of it. That costs the time to read it
+            ``world`` times, and keeps its place when the number of ranks changes: no batch is used twice or left out.
+            Without it, a change of the number of ranks begins other streams, in which some batches are used again and
+            others never; the log says so when it happens.
+
+    Raises:
+        ConfigurationError: (when called) the iterator is empty.
+    """
+    if not callable(make):
+        raise ConfigurationError(
+            f"from_iterator: make is {type(make).__name__}: must be a function that returns an iterator"
+        )
+    return Streamed(make, shared)

@@ -1,0 +1,222 @@
+"""What `from_dataset` accepts, as one kind of thing: so many samples, some of which are read at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigurationError
+
+__all__ = ["Source", "TokenFile", "source_of"]
+
+_Numbers = NDArray[np.int64]
+
+_ENDLESS: Final = 1 << 48
+"""A Grain data set that repeats itself says a length like this one."""
+
+
+class Source(Protocol):
+    """Samples by number.
+
+    Attributes:
+        size: how many.
+    """
+
+    size: int
+
+    def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
+        """The samples of these numbers, stacked: a pytree of arrays with a leading axis.
+
+        Args:
+            epochs: of each sample, the epoch in which it is used.
+        """
+
+    def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
+        """The samples of these numbers, one by one."""
+
+
+class _Columns:
+    """A pytree of arrays of one length; a batch is their rows."""
+
+    def __init__(self, tree: Any) -> None:
+        import jax
+
+        self._tree = jax.tree.map(np.asarray, tree)
+        paths = jax.tree_util.tree_leaves_with_path(self._tree)
+        lengths = {jax.tree_util.keystr(path) or "it": len(array) if array.ndim else None for path, array in paths}
+        if not lengths or None in lengths.values() or len(set(lengths.values())) != 1:
+            raise ConfigurationError(f"from_dataset: the columns must be arrays of one length, these have {lengths}")
+        self.size = int(next(iter(lengths.values())) or 0)
+
+    def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
+        import jax
+
+        return jax.tree.map(lambda column: column[numbers], self._tree)
+
+    def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
+        import jax
+
+        return [jax.tree.map(lambda column, row=row: column[row], self._tree) for row in numbers]
+
+
+class _Items:
+    """Anything with ``len`` and ``[]``: a list, a Grain source or MapDataset, a data set of another library."""
+
+    def __init__(self, source: Any) -> None:
+        try:
+            self.size = len(source)
+        except TypeError:
+            raise ConfigurationError(
+                f"from_dataset: {type(source).__name__} has no length: must be samples that can be reached by number; "
+                "for a stream that can only be read on use from_iterator"
+            ) from None
+        if self.size >= _ENDLESS:
+            raise ConfigurationError(
+                "from_dataset: the source repeats itself without end: leave out repeat(), epochs are made here"
+            )
+        self._source = source
+        self._many: Callable[[list[int]], Sequence[Any]] | None = getattr(source, "__getitems__", None)
+
+    def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
+        return stacked(self.samples(numbers, epochs, seed))
+
+    def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
+        listed = numbers.tolist()
+        found = [self._source[number] for number in listed] if self._many is None else self._many(listed)
+        for number, sample in zip(listed, found, strict=True):
+            if sample is None:
+                raise ConfigurationError(
+                    f"from_dataset: sample {number} is None: a source cannot leave out samples, as a filtered "
+                    "grain.MapDataset does; filter before, or read it with from_iterator"
+                )
+        return found
+
+
+class _HuggingFace(_Items):
+    """A ``datasets.Dataset``. Without a transform a batch is read at once, as NumPy columns."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        self._columns = source.with_format("numpy") if source.format["type"] is None else source
+
+    def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
+        columns = {name: np.asarray(column) for name, column in self._columns[numbers.tolist()].items()}
+        bad = sorted(name for name, column in columns.items() if column.dtype.kind not in "biufc")
+        if bad:
+            raise ConfigurationError(
+                f"from_dataset: the columns {', '.join(bad)} are not numbers of one shape: leave them out with "
+                "select_columns, or give a transform that makes arrays of them"
+            )
+        return columns
+
+
+class TokenFile:
+    """Windows of a long sequence of tokens in files, for `from_dataset`. Files are mapped, and never read as a whole.
+
+    In each epoch the windows of a file follow one another without a gap, and begin at a random place: no token is used
+    twice in an epoch, and windows begin anywhere. At the ends of a file up to two windows are left out.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        window: int,
+        *,
+        dtype: Any = np.uint16,
+    ) -> None:
+        """
+        Args:
+            paths: one file or several; ``.npy``, or tokens one after another without a header.
+            window: tokens in a sample. Where a model predicts the next token, one more than it reads.
+            dtype: of files without a header.
+
+        Raises:
+            ConfigurationError: a file cannot be mapped, has no whole tokens, or is shorter than a window.
+        """
+        if window < 1:
+            raise ConfigurationError(f"TokenFile: window is {window}, must be 1 or more")
+        self._window = window
+        listed = [paths] if isinstance(paths, str | Path) else list(paths)
+        self._files = [_mapped(Path(path), np.dtype(dtype), window) for path in listed]
+        if not self._files:
+            raise ConfigurationError("TokenFile: paths is empty, must name one file or more")
+        counts = [max(1, len(tokens) // window - 1) for tokens in self._files]
+        self._spare = [len(tokens) - count * window for tokens, count in zip(self._files, counts, strict=True)]
+        self._ends = np.cumsum(counts)
+        self.size = int(self._ends[-1])
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> NDArray[np.int32]:
+        """Windows: int32, of shape ``(len(numbers), window)``."""
+        return np.stack(self.samples(numbers, epochs, seed))
+
+    def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> list[NDArray[np.int32]]:
+        """The same, one by one."""
+        shifts: dict[tuple[int, int], int] = {}
+        found = []
+        for number, epoch in zip(numbers.tolist(), epochs.tolist(), strict=True):
+            file = int(np.searchsorted(self._ends, number, side="right"))
+            if (file, epoch) not in shifts:
+                random = np.random.default_rng([seed, epoch, file])
+                shifts[file, epoch] = int(random.integers(0, self._spare[file], endpoint=True))
+            first = number - (int(self._ends[file - 1]) if file else 0)
+            start = shifts[file, epoch] + first * self._window
+            found.append(np.asarray(self._files[file][start : start + self._window], np.int32))
+        return found
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], window: int) -> NDArray[Any]:
+    try:
+        if path.suffix == ".npy":
+            tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif (size := path.stat().st_size) % dtype.itemsize:
+            raise ConfigurationError(f"TokenFile: {path} has {size} bytes, which are no whole tokens of {dtype.name}")
+        else:
+            tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"TokenFile: {path} cannot be mapped: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"TokenFile: {path} holds {tokens.dtype.name}{list(tokens.shape)}: must be one row of integers"
+        )
+    if len(tokens) < window:
+        raise ConfigurationError(f"TokenFile: {path} has {len(tokens)} tokens, fewer than one window of {window}")
+    return tokens
+
+
+def source_of(data: Any) -> Source:
+    """What was given to `from_dataset`, as a `Source`.
+
+    Raises:
+        ConfigurationError: it is nothing of which samples can be reached by number.
+    """
+    if isinstance(data, TokenFile | _Items | _Columns):
+        return data
+    if hasattr(data, "with_format") and hasattr(data, "column_names"):
+        if isinstance(data, Mapping):
+            raise ConfigurationError(
+                f"from_dataset: this is a DatasetDict: choose one of its splits, {', '.join(map(repr, data))}"
+            )
+        return _HuggingFace(data) if hasattr(data, "__len__") else _Items(data)
+    if isinstance(data, np.ndarray | Mapping):
+        return _Columns(data)
+    if isinstance(data, tuple) and data and all(hasattr(column, "shape") for column in data):
+        return _Columns(data)
+    if hasattr(data, "__array__") and hasattr(data, "shape") and not hasattr(data, "__getitems__"):
+        return _Columns(data)
+    return _Items(data)
+
+
+def stacked(samples: Sequence[Any]) -> Any:
+    """A batch of samples that are pytrees of one structure."""
+    import jax
+
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)

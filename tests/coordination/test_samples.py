@@ -1,0 +1,162 @@
+"""T9: every sample is used once an epoch, whoever comes and goes, and the account of an epoch is true."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backstay import BatchKey, from_dataset
+from backstay._coordination import Coordinator, CoordinatorState, EpochEnded, Rules, Samples, Updated, after
+from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Staged
+
+
+def staged(rank: int, version: int, term: int, *, key_step: int | None = None, finite: bool = True) -> Staged:
+    key_step = version if key_step is None else key_step
+    gradient = GradientId(term=term, version=version, rank=rank, key_step=key_step, attempt=1)
+    return Staged(id=gradient, info=GradientInfo(finite=finite, examples=1))
+
+
+class Run:
+    """A Sync job of one shard whose workers draw batches of a data set; what its history used is recorded."""
+
+    def __init__(self, seed: int, size: int, batch: int, world: int, backups: int) -> None:
+        self.random = Random(seed)
+        self.batches = from_dataset(np.arange(size), batch_size=batch, seed=5)
+        rules = Rules(mode="Sync", shards=1, steps=10**6, backups=backups, max_non_finite=10**6)
+        self.job = Coordinator(rules, CoordinatorState(1, 0, world, samples=Samples(size, batch)))
+        self.used: list[tuple[int, np.ndarray[Any, Any]]] = []  # (version, samples) of the history in force
+        self.computed: Counter[int] = Counter()
+        self.ended: dict[int, EpochEnded] = {}
+        self.mirror = self.job.state.copy()
+        self.stored = self.job.state.copy().to_json()
+
+    def update(self, *, finite: bool = True, wished: int | None = None) -> None:
+        state = self.job.state.copy()
+        decisions = [] if wished is None else list(self.job.wish(0.0, wished))
+        for rank in range(6):
+            if self.random.random() < 0.5:
+                self.job.joined(0.0, rank, 0)
+        ranks = list(range(state.world))
+        self.random.shuffle(ranks)
+        for rank in ranks:
+            decisions += self.job.staged(0.0, 0, staged(rank, state.version, state.term, finite=finite))
+        [updated] = [decision for decision in decisions if isinstance(decision, Updated)]
+        if not updated.commit.skip:
+            for contribution in updated.commit.contributions:
+                key = BatchKey(state.version, contribution.id.rank, state.world, 0, state.offset)
+                drawn = self.batches.indices(key)
+                self.used.append((state.version, self.batches.places(key)[1] * self.batches.size + drawn))
+        for ended in updated.ended:
+            self.ended[ended.epoch] = ended
+        self.mirror = after(self.mirror, updated.commit)
+        assert self.mirror.samples == self.job.state.samples, "a standby has the same account"
+
+    def store(self) -> None:
+        self.stored = self.job.state.copy().to_json()
+
+    def roll_back(self) -> int:
+        """Back to what was stored; returns how many updates are redone."""
+        state, before = CoordinatorState.from_json(self.stored), self.job.state
+        state.term = before.term + 1
+        self.job.restart(0.0, state, "uri")
+        self.used = [one for one in self.used if one[0] < state.version]
+        self.mirror = self.job.state.copy()
+        return before.version - state.version
+
+    def samples(self) -> Counter[int]:
+        """How often each sample of each epoch was used, in the history in force."""
+        return Counter(np.concatenate([drawn for _, drawn in self.used] or [np.empty(0, np.int64)]).tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(3, 40),
+    batch=st.integers(1, 3),
+    world=st.integers(1, 5),
+    backups=st.sampled_from([0, 0, 1, 2]),
+)
+def test_t9_each_sample_once_an_epoch_over_changes_of_the_world_and_rollbacks(
+    seed: int, size: int, batch: int, world: int, backups: int
+) -> None:
+    run = Run(seed, size, batch, world, backups)
+    skipped = False
+    for _ in range(40):
+        match run.random.randrange(8):
+            case 0:
+                run.update(wished=run.random.randint(1, 6))
+            case 1:
+                run.store()
+            case 2:
+                run.roll_back()
+            case 3 if backups:
+                run.update(finite=False)
+                skipped = True
+            case _:
+                run.update()
+    counts = run.samples()
+    assert set(counts.values()) <= {1}, "no sample of an epoch is used twice"
+    account = run.job.state.samples
+    assert account is not None
+    per_epoch = Counter(number // size for number in counts)
+    assert per_epoch[account.epoch] == account.used
+    for epoch in range(account.epoch):
+        report = run.ended[epoch]
+        assert (report.size, report.used + report.dropped) == (size, size)
+        assert per_epoch[epoch] == report.used
+        assert report.dropped == 0 or backups or skipped
+    if not backups and not skipped:
+        position = account.epoch * size + account.used
+        assert sum(counts.values()) == position, (
+            "without backups the history uses a prefix of the epochs, no hole in it"
+        )
+        assert all(per_epoch[epoch] == size for epoch in range(account.epoch))
+
+
+def test_t9_the_account_says_what_was_dropped_and_repeated() -> None:
+    """Two ranks, one of them a backup: half is dropped. Then two updates are lost, and made again."""
+    run = Run(seed=0, size=20, batch=2, world=2, backups=1)
+    run.update()
+    run.store()
+    run.update()
+    run.update()
+    assert run.roll_back() == 2
+    for _ in range(4):
+        run.update()
+    assert run.ended == {0: EpochEnded(epoch=0, size=20, used=10, dropped=10, repeated=8)}
+    assert str(run.ended[0]) == "epoch 0 has ended: 20 samples: 10 used, 10 dropped, 8 repeated"
+
+
+def test_t9_an_async_account_counts_updates_and_what_a_change_of_the_world_leaves_out() -> None:
+    rules = Rules(mode="Async", shards=1, steps=100)
+    job = Coordinator(rules, CoordinatorState(1, 0, 2, samples=Samples(size=10, batch=2, sync=False)))
+    ended: list[EpochEnded] = []
+    for rank, step in [(0, 0), (0, 1), (1, 0), (0, 2)]:
+        job.staged(0.0, 0, staged(rank, job.state.version, 1, key_step=step))
+    assert job.state.samples == Samples(10, 2, False, used=8)
+    job.joined(0.0, 0, 0)
+    job.joined(0.0, 1, 0)
+    job.wish(0.0, 1)
+    for decision in job.staged(0.0, 0, staged(0, job.state.version, 1, key_step=3)):
+        ended += decision.ended if isinstance(decision, Updated) else ()
+    # Rank 0 is at step 4 and rank 1 at step 1: numbers go on above step 4 of both.
+    assert ended == [EpochEnded(epoch=0, size=10, used=10, dropped=2 * (1 + 4), repeated=0)]
+
+
+@pytest.mark.parametrize("data", [None, 3, {}, {"size": 0}, {"size": 3, "batch": "x"}])
+def test_an_account_that_makes_no_sense_is_no_account(data: Any) -> None:
+    assert Samples.from_json(data) is None
+
+
+def test_an_account_is_part_of_the_manifest() -> None:
+    state = CoordinatorState(1, 0, 2, samples=Samples(10, 2, used=4))
+    assert CoordinatorState.from_json(state.to_json()).samples == state.samples
+    assert CoordinatorState.from_json(CoordinatorState(1, 0, 2).to_json()).samples is None
+    commit = Commit(version=0, term=1, world=2, contributions=[])
+    assert after(CoordinatorState(1, 0, 2), commit).samples is None
