@@ -42,11 +42,15 @@ def loss(params, batch):
     return error * scale, {"error": error}
 
 
+def hold(key):
+    while key.step >= HOLD_AT and not (LET.exists() and key.step < int(LET.read_text())):
+        time.sleep(0.01)
+
+
 def batches(key):
     if key.step == RAISE_AT:
         raise RuntimeError("the data is\ngone")
-    while key.step >= HOLD_AT and not (LET.exists() and key.step < int(LET.read_text())):
-        time.sleep(0.01)
+    hold(key)
     x = key.rng.normal(size=(int(os.environ.get("BATCH", "4")), 8))
     bad = 0 <= NAN_FROM <= key.step and key.rank == 0
     return x, np.sin(x[:, :3]), np.asarray(np.nan if bad else 1.0)
@@ -54,6 +58,20 @@ def batches(key):
 
 def evaluate(params):
     return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
+
+
+SAMPLES = backstay.from_dataset(np.arange(int(os.environ.get("SAMPLES", "2"))), batch_size=2)
+
+
+class Held(type(SAMPLES)):
+    """A data set whose batches `HOLD_AT` holds."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(SAMPLES.__dict__)
+
+    def __call__(self, key):
+        hold(key)
+        return super().__call__(key)
 
 
 def main() -> None:
@@ -67,13 +85,23 @@ def main() -> None:
         "clip_norm": CLIP,
         "seed": SEED,
     }
+    if "SAMPLES" in os.environ:
+        arguments["init"] = lambda key: jnp.zeros(SAMPLES.size)
+        arguments["loss"] = lambda params, rows: -jnp.sum(params[rows])
+        arguments["batches"] = Held()
+        arguments["optimizer"] = optax.sgd(1.0)
+    if "START_FROM" in os.environ:
+        arguments["start_from"] = os.environ["START_FROM"]
     world = os.environ.get("WORLD")
     if world is None:
         result = backstay.train(**arguments, log_every=0)
     else:
         from backstay._roles._local import train_local
 
-        result = train_local(**arguments, world=int(world))
+        if arguments.pop("start_from", None):
+            result = backstay.train(**arguments, start_from=os.environ["START_FROM"])
+        else:
+            result = train_local(**arguments, world=int(world))
     leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(result.params))}
     np.savez(
         os.environ["OUT"],
