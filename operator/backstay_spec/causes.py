@@ -104,6 +104,7 @@ _WAITING: Final = {
 SIGNALLED: Final = 128
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
+STOPPED_EARLY: Final = "StoppedEarly"
 _RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused", TRAINED, AFTER_TRAINING_FAILED)
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
@@ -137,7 +138,7 @@ class Outcome:
         result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of any pod that the servers
             will not have: its parameters are not theirs; ``Trained``, of a worker in which `train` has returned, and
             ``AfterTrainingFailed``, of one whose script raised an exception later.
-        reason, message: why it failed.
+        reason, message: why it failed; ``StoppedEarly`` where training ended before its last step.
         step, term, checkpoint: what it reached, None or empty where it did not say.
         loss: of the last update, None where it did not say.
         metrics: of the last evaluation, finite values only.

@@ -59,6 +59,24 @@ def test_the_job_waits_for_the_script_of_worker_0(running):
     assert [reason for reason, _ in cluster.events] == ["Running", "Trained", "Succeeded"]
 
 
+def test_a_job_that_stopped_early_succeeds_with_that_reason(running):
+    """Shard 0's last message has the reason; so has the message of worker 0, which may be seen first."""
+    for seen_first in ("server", "worker"):
+        cluster = running(SPEC)
+        if seen_first == "server":
+            cluster.train(reason="StoppedEarly")
+            cluster.settle()
+            cluster.end(leader(cluster), 0, RETURNED)
+        else:
+            cluster.end(leader(cluster), 0, json.dumps({**json.loads(RETURNED), "reason": "StoppedEarly"}))
+            cluster.settle()
+            cluster.train(reason="StoppedEarly")
+        cluster.settle()
+        assert cluster.status["phase"] == "Succeeded"
+        assert cluster.condition("Succeeded")["reason"] == "StoppedEarly"
+        assert "training was stopped early, at step 9, because stop_when" in cluster.condition("Trained")["message"]
+
+
 def test_an_exception_fails_the_job_with_its_traceback_and_the_checkpoint(running):
     """The condition has the traceback, the event one line, both the checkpoint."""
     cluster = after(running)

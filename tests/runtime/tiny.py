@@ -85,6 +85,9 @@ def main() -> None:
         "clip_norm": CLIP,
         "seed": SEED,
     }
+    if "STOPS" in os.environ:
+        arguments["stop_when"] = lambda metrics: metrics["squares"] > 0
+        arguments["on_update"] = lambda step, loss, metrics: print("on_update", step, sorted(metrics), flush=True)
     if "SAMPLES" in os.environ:
         arguments["init"] = lambda key: jnp.zeros(SAMPLES.size)
         arguments["loss"] = lambda params, rows: -jnp.sum(params[rows])

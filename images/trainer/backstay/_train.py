@@ -16,7 +16,7 @@ from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults
 from ._data._batch_key import BatchKey
-from ._process._after import AFTER_TRAINING_FAILED, hand_over
+from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
 from ._process._environment import Environment
 from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._process._failure import describe
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import StartFrom
     from ._roles._metrics import Metrics
+    from ._roles._reports import OnUpdate, StopWhen
     from ._roles._script import Plan
 
 __all__ = ["train"]
@@ -53,6 +54,9 @@ def train(
     deterministic: bool = False,
     log_every: float = 5.0,
     start_from: str | os.PathLike[str] | StartFrom | None = None,
+    on_update: OnUpdate | None = None,
+    stop_when: StopWhen | None = None,
+    evaluate_every: int | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of the job that the environment names.
 
@@ -74,6 +78,14 @@ def train(
             safetensors file or a folder of them, or an Orbax checkpoint; with `StartFrom`, mapped and in part. The
             optimizer's state is new, and the first update makes version 1. A job that has checkpoints of its own
             continues from those.
+        on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update, in one
+            place: in a job, in the server of shard 0, where it delays nothing. `metrics` is what `loss` returned beside
+            the loss, the mean over the ranks of the update.
+        stop_when: ``stop_when(metrics)`` is called with what each evaluation returned, in the same place; when it
+            returns true, training ends with the next update, and the job succeeds (``StoppedEarly``). In a job it needs
+            an evaluator.
+        evaluate_every: in a single process, updates between two calls of `evaluate`; by default, with `stop_when`, a
+            twentieth of `steps`, else it is called only at the end. In a job each checkpoint is evaluated.
 
     Returns:
         The last parameters and what is known of them. Only in a single process and in workers: parameter servers and
@@ -104,6 +116,9 @@ def train(
             deterministic=deterministic,
             log_every=log_every,
             start_from=_start(start_from),
+            on_update=on_update,
+            stop_when=stop_when,
+            evaluate_every=evaluate_every,
         )
         if environment is None:
             return _alone(script)
@@ -155,16 +170,35 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
 
 def _alone(script: Script) -> Result:
     from ._coordination import Rate
+    from ._roles._epochs import epochs_of
     from ._roles._local import Update, train_local
+    from ._roles._reports import Throttle
 
     configure("text", "", "")
-    reporter, rate = Reporter(script.log_every, script.steps), Rate()
+    reporter, rate, throttle = Reporter(script.log_every, script.steps), Rate(), Throttle()
+    every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
+    samples = epochs_of(script)
 
-    def on_update(update: Update) -> None:
+    def on_update(update: Update) -> bool:
+        nonlocal samples
         now = time.monotonic()
         rate.add(now, update.examples if update.applied else 0)
-        last = update.step == script.steps
-        reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last)
+        stops, last = False, update.step == script.steps
+        if every and update.step % every == 0 and not last:
+            assert script.evaluate is not None
+            metrics = evaluation_of(script.evaluate, update.params)
+            _log_evaluation(update.step, metrics)
+            stops = script.stop_when is not None and bool(script.stop_when(metrics))
+        reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
+        if script.on_update is not None and throttle.due(now, force=last or stops):
+            script.on_update(update.step, update.loss, update.metrics)
+        if samples is not None:
+            samples, ended = samples.add(update.step - 1, [update.applied], 0)
+            for epoch in ended:
+                _LOG.info("%s (step %d)", epoch, update.step)
+        if stops:
+            _LOG.info("stop_when ends training: the evaluation of step %d", update.step)
+        return stops
 
     result = train_local(
         script.init if script.start_from is None else lambda key: script.initial(),
@@ -179,9 +213,13 @@ def _alone(script: Script) -> Result:
         on_update=on_update,
     )
     if result.metrics:
-        shown = "  ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
-        _LOG.info("evaluation of step %d  %s", result.step, shown)
+        _log_evaluation(result.step, result.metrics)
     return result
+
+
+def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
+    shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+    _LOG.info("evaluation of step %d  %s", step, shown)
 
 
 def _in_pod(environment: Environment, script: Script, began: float) -> Result:
@@ -190,6 +228,11 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
     show_role(environment)
+    if script.stop_when is not None and not environment.config.evaluator:
+        raise ConfigurationError(
+            "stop_when judges evaluations, and this job has no evaluator: set spec.evaluator, or use "
+            "backstay run --evaluator"
+        )
     stop = Stop()
     stop.install()
     metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
@@ -215,6 +258,8 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     except Stopped:
         sys.exit(SIGTERM_EXIT)
     ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
+    if result.step < script.steps:
+        ended["reason"] = STOPPED_EARLY
     hand_over(environment.termination_log, ended, stop)
     _RETURNED.set()
     return result

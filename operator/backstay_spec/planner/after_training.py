@@ -17,7 +17,15 @@ from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
 from backstay_spec import contract, runtime, status
-from backstay_spec.causes import AFTER_TRAINING_FAILED, TRAINED, Outcome, outcome_of, terminated_state, verdict_of
+from backstay_spec.causes import (
+    AFTER_TRAINING_FAILED,
+    STOPPED_EARLY,
+    TRAINED,
+    Outcome,
+    outcome_of,
+    terminated_state,
+    verdict_of,
+)
 from backstay_spec.events import normal, warning
 from backstay_spec.names import Slot
 from backstay_spec.planner import replacement
@@ -101,6 +109,10 @@ def trained(facts: Facts, record: Record) -> Trained | None:
     if server is not None and server.result == "AlreadyComplete":
         text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"
         return Trained("AlreadyComplete", text, fields, returned, checkpoint, confirmed)
+    outcome = server if server is not None and confirmed else worker
+    if outcome is not None and outcome.reason == STOPPED_EARLY:
+        text = f"training was stopped early, at step {step}, because stop_when returned true{stored}"
+        return Trained(STOPPED_EARLY, text, fields, returned, checkpoint, confirmed)
     return Trained("Completed", f"trained to step {step}{stored}", fields, returned, checkpoint, confirmed)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ._arrays import fix
 from ._export import Exported, export
-from ._files import same_place
+from ._files import Folder, PosixFolder, same_place
 from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._load import Checkpoint, load
 from ._manifest import Claim, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
@@ -30,6 +30,7 @@ __all__ = [
     "Exported",
     "FileInfo",
     "FileRange",
+    "Folder",
     "FolderLease",
     "Holder",
     "Interrupted",
@@ -39,6 +40,7 @@ __all__ = [
     "ManifestLeaf",
     "Newest",
     "Origin",
+    "PosixFolder",
     "Reader",
     "StartFrom",
     "describe_structure",

@@ -44,6 +44,14 @@ class Folder(Protocol):
         A reader may see a mixture of both. Nothing is synchronised with the disk.
         """
 
+    def append(self, name: str, content: bytes, start: int) -> None:
+        """Make a file that has one writer longer, or make it. Nothing is synchronised with the disk.
+
+        Args:
+            content: all of it.
+            start: how much of it is stored already.
+        """
+
     def delete(self, name: str) -> None:
         """Remove it; not an error when it is not there."""
 
@@ -112,6 +120,15 @@ class PosixFolder:
                 os.pwrite(descriptor, content, 0)
             finally:
                 os.close(descriptor)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
+
+    def append(self, name: str, content: bytes, start: int) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (self.path / name).open("r+b" if start else "xb") as file:
+                file.seek(start)
+                file.write(content[start:])
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 
@@ -188,6 +205,9 @@ class RemoteFolder:
             self._fs.pipe_file(self._at(name), content)
         except Exception as error:
             raise CheckpointError(f"cannot write {self.uri}/{name}: {error}") from error
+
+    def append(self, name: str, content: bytes, start: int) -> None:
+        self.rewrite(name, content)
 
     def delete(self, name: str) -> None:
         try:

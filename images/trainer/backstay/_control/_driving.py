@@ -172,6 +172,10 @@ class Driving:
         """The job fails."""
         self._do(lambda _: self._coordinator.fail(reason, why))
 
+    def stop_early(self) -> None:
+        """Training ends with the next update."""
+        self._do(self._coordinator.stop_early)
+
     def save(self) -> None:
         """Write what there is, now."""
         self._do(self._coordinator.save)

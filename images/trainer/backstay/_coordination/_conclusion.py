@@ -53,7 +53,19 @@ class Conclusion:
     @property
     def over(self) -> bool:
         """The last version is decided."""
-        return self.state.version >= self.rules.steps
+        return self.state.version >= self.last_version
+
+    @property
+    def last_version(self) -> int:
+        """The version that ends training."""
+        return min(self.state.last or self.rules.steps, self.rules.steps)
+
+    def stop_early(self, now: float) -> list[Decision]:
+        """End training with the next update, as if it were the last of `Rules.steps`."""
+        del now
+        if not self.over and self.finished is None:
+            self.state.last = min(self.last_version, self.state.version + 1)
+        return []
 
     def save(self, now: float) -> list[Decision]:
         """Write what there is, now: a server was told to stop."""

@@ -255,7 +255,7 @@ class Coordinator(Succession):
         self._prepared = None
         self._applied = dict.fromkeys(self._applied, state.version)
         self._restarting = False
-        if state.version < self.rules.steps:
+        if not self.over:
             self._ending = None
         self.schedule.reset(now)
         return [*out, Send(None, self._start), *self._end_if_over(now)]
@@ -475,7 +475,9 @@ class Coordinator(Succession):
         ended = count_samples(state, Commit(version=version, contributions=chosen, world=world, skip=skip))
         change_world(state, world, self.rules.mode)
         state.non_finite_run = state.non_finite_run + 1 if skip else 0
-        final = state.version >= self.rules.steps
+        final = self.over
+        if final:
+            state.last = state.version
         checkpoint = self.rules.stores and (final or self.schedule.due(now, state.version))
         commit = Commit(
             term=state.term,

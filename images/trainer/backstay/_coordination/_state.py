@@ -71,6 +71,7 @@ class CoordinatorState:
         redone: updates lost by going back to checkpoints, which were made again.
         worlds: every world of this history, oldest first; the last one is in force.
         history: the id of the history, which the names of its checkpoints carry; empty where nothing is stored.
+        last: the version that ends training early; 0: none, `Rules.steps` ends it.
         samples: the account of the current epoch; None where the size of an epoch is unknown.
         start_from: what the parameters of version 0 were read from; empty: `init` returned them.
     """
@@ -84,6 +85,7 @@ class CoordinatorState:
     worlds: tuple[World, ...] = ()
     history: str = ""
     start_from: str = ""
+    last: int = 0
     samples: Samples | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class CoordinatorState:
             "worlds": [{"version": w.version, "world": w.world, "offset": w.offset} for w in self.worlds],
             "history": self.history,
             "startFrom": self.start_from,
+            "last": self.last,
             **({} if self.samples is None else {"samples": self.samples.to_json()}),
         }
 
@@ -135,6 +138,7 @@ class CoordinatorState:
                 ),
                 history=str(data.get("history", "")),
                 start_from=str(data.get("startFrom", "")),
+                last=int(data.get("last", 0)),
                 samples=Samples.from_json(data.get("samples")),
             )
         except (KeyError, TypeError) as error:
@@ -184,6 +188,8 @@ def apply(state: CoordinatorState, commit: Commit) -> tuple[CoordinatorState, tu
     for contribution in commit.contributions:
         new.key_steps[contribution.id.rank] = contribution.id.key_step + 1
     new.non_finite_run = new.non_finite_run + 1 if commit.skip else 0
+    if commit.final:
+        new.last = new.version
     ended = count_samples(new, commit)
     if commit.world != new.world:
         new.world = commit.world

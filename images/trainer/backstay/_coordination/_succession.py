@@ -145,6 +145,7 @@ class Succession(Conclusion):
             for contribution in pending.commit.contributions:
                 gradient = contribution.id
                 self._used.pop(identity(gradient), None)
+        first.last = self.state.last if self._ending is None else 0
         self.state = first
         self._ending = None
         for pending in self._pending:

@@ -12,10 +12,11 @@ from typing import Any, Final
 from ._exit import Stop, write_termination
 from ._failure import describe
 
-__all__ = ["AFTER_TRAINING_FAILED", "TRAINED", "hand_over"]
+__all__ = ["AFTER_TRAINING_FAILED", "STOPPED_EARLY", "TRAINED", "hand_over"]
 
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
+STOPPED_EARLY: Final = "StoppedEarly"
 
 
 def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .._checkpoint import FolderLease, Holder, Job
+from .._checkpoint import FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
 from .._coordination import Coordinator, CoordinatorState, Intervals, Rules, Samples
-from .._data._dataset import Batches
 from .._process._exit import SIGTERM_EXIT
 from ..errors import BackstayError
+from ._epochs import epochs_of
+from ._event_files import EventFiles
 from ._manifests import Continued, Identity, ManifestStorage, NoStorage
+from ._reports import FLUSH_REMOTE_SECONDS, FLUSH_SECONDS, Reports
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
@@ -53,6 +55,7 @@ def _open_storage(
         steps=script.steps,
         settings=_settings(environment, script, plan),
         any_history=checkpoint is not None and checkpoint.continue_from == "Any",
+        stops=script.stop_when is not None,
         start_from="" if script.start_from is None else script.start_from.uri,
     )
     return ManifestStorage(
@@ -110,8 +113,10 @@ def begin_history(
         SystemExit: the process was told to stop while it waited for the folder.
     """
     storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
+    leader.reports = storage.reports = _reports(environment, script, store)
     try:
         driving, complete = _begin(environment, script, leader, storage, held, world=world)
+        leader.reports.stop = driving.stop_early
     except BaseException:
         storage.close()
         if stop.asked.is_set():
@@ -157,15 +162,24 @@ def _begin(
         _report(storage.continued, leader)
     leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
     coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
-    return Driving(coordinator, storage, leader), bool(checkpoint) and state.version >= script.steps
+    return Driving(coordinator, storage, leader), bool(checkpoint) and coordinator.over
+
+
+def _reports(environment: Environment, script: Script, store: CheckpointStore | None) -> Reports:
+    files = None
+    if store is not None:
+        files = EventFiles(store.folder, f"{environment.job}.{environment.uid or 0}.{environment.incarnation}")
+    remote = store is not None and not isinstance(store.folder, PosixFolder)
+    seconds = FLUSH_REMOTE_SECONDS if remote else FLUSH_SECONDS
+    return Reports(script.on_update, files, script.stop_when, flush_seconds=seconds)
 
 
 def _samples(environment: Environment, script: Script, state: CoordinatorState) -> Samples | None:
-    """The account of the epoch in which the job goes on; None where `batches` is a function that says no size."""
-    if not isinstance(script.batches, Batches):
-        return None
+    """The account of the epoch in which the job goes on; None: see `epochs_of`."""
     sync = environment.config.mode == "Sync"
-    fresh, stored = Samples(script.batches.size, script.batches.batch_size, sync), state.samples
+    fresh, stored = epochs_of(script, sync=sync), state.samples
+    if fresh is None:
+        return None
     if stored is not None and (stored.size, stored.batch, stored.sync) == (fresh.size, fresh.batch, sync):
         return stored
     return fresh.at(state.offset + state.version * state.world if sync else state.version, state.redone)

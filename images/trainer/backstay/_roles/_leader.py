@@ -25,9 +25,11 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
+from .._process._after import STOPPED_EARLY
 from .._process._logs import Reporter
 from .._update._untrained import Untrained, warning
 from ._metrics import Metrics
+from ._reports import Reports
 
 __all__ = ["Leader"]
 
@@ -48,12 +50,15 @@ class Leader:
         steps: int,
         log_every: float,
         leaves: Sequence[str] = (),
+        reports: Reports | None = None,
     ) -> None:
         """
         Args:
             liveness: of this server, guarded by `lock`.
             leaves: the names of the leaves of the parameters.
+            reports: what the script and TensorBoard get; set before `start`.
         """
+        self.reports = reports or Reports(None, None)
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
         self._steps = steps
         self._reporter = Reporter(log_every, steps)
@@ -128,6 +133,11 @@ class Leader:
             self._examine(infos)
         for epoch in updated.ended:
             _LOG.info("%s (step %d)", epoch, self._step, extra={"fields": {"epoch": asdict(epoch)}})
+        rates = {
+            "throughput/examples_per_second": rate,
+            "throughput/updates_per_second": self._update_rate.per_second(now),
+        }
+        self.reports.update(now, self._step, loss, train_metrics, rates, last=commit.final)
         if not updated.adopted:
             self._reporter.report(now, self._step, loss, rate, train_metrics, force=commit.final)
 
@@ -172,6 +182,7 @@ class Leader:
             self._step = state.version
             self._redone = lost
             self._liveness.moved(now, state.version)
+        self.reports.begin(state.version)
         self._metrics.redone.inc(lost)
         self._metrics.term.set(state.term)
         _LOG.warning(
@@ -226,6 +237,7 @@ class Leader:
         gradients of its last update, if known."""
         self._step = state.version
         self._redone_before = state.redone
+        self.reports.begin(state.version)
         if infos:
             with self._lock:
                 self._know(infos)
@@ -250,6 +262,7 @@ class Leader:
             self._evaluation, self._evaluation_step = metrics, request.step
         for name, value in metrics.items():
             self._metrics.evaluation(name).set(value)
+        self.reports.evaluated(request.step, metrics)
         self._metrics.evaluation_step.set(request.step)
         shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": metrics}})
@@ -287,6 +300,8 @@ class Leader:
             "metrics": self.evaluation(),
             **self.last(),
         }
+        if done.version < self._steps and not complete:
+            fields["reason"] = STOPPED_EARLY
         if error := self.evaluation_error():
             fields["evaluationError"] = error
         return fields

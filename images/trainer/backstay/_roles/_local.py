@@ -70,7 +70,7 @@ def train_local(
     max_non_finite: int = 3,
     deterministic: bool = False,
     devices: Any = None,
-    on_update: Callable[[Update], None] | None = None,
+    on_update: Callable[[Update], object] | None = None,
 ) -> Result:
     """Train in this process.
 
@@ -86,7 +86,7 @@ def train_local(
         world: the gradients of ranks 0..world-1 are averaged, summed in that order.
         max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
         deterministic, devices: see `GradientFn`.
-        on_update: called after each update.
+        on_update: called after each update; training ends when it returns True.
 
     Raises:
         ConfigurationError: an argument or what a function returns is wrong.
@@ -141,7 +141,9 @@ def train_local(
             params, state = update(params, state, leaves, factor)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params))
+            if on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params)) is True:
+                steps = step + 1
+                break
     metrics: Mapping[str, float] = {}
     if evaluate is not None:
         metrics = {name: float(value) for name, value in evaluate(params).items()}

@@ -40,6 +40,7 @@ from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
     from .._update._partition import Partition
+    from ._reports import Reports
 
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
 
@@ -65,6 +66,7 @@ class Identity:
         settings: what may change between two runs, as text.
         any_history: whether a history of another job or seed may be continued.
         start_from: the place of the initial parameters, as the script names it; empty: `init` returns them.
+        stops: whether the script may end training early: then a history that it has ended stays ended.
     """
 
     job: Job
@@ -74,6 +76,7 @@ class Identity:
     settings: Mapping[str, str]
     any_history: bool = False
     start_from: str = ""
+    stops: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class ManifestStorage:
         self._taking_over = threading.Lock()  # for `_base` and `_begun`, while `known` waits
         self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
         self.continued: Continued | None = None
+        self.reports: Reports | None = None  # closed with this storage
 
     def write_manifest(self, order: WriteManifest) -> str:
         """See `Storage.write_manifest`."""
@@ -276,6 +280,8 @@ class ManifestStorage:
 
     def close(self) -> None:
         """Give the folder back, unless a manifest is being stored for longer than this process can wait."""
+        if self.reports is not None:
+            self.reports.close()
         if self._lock.acquire(timeout=CLOSE_SECONDS):
             try:
                 self._lease.release()
@@ -425,6 +431,8 @@ class ManifestStorage:
         except ValueError as error:
             raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
         origin, own = manifest.origin, self._is_own(manifest.origin)
+        if not (own and self._identity.stops and state.version < (manifest.steps or 0)):
+            state.last = 0  # the end by the number of steps, which may be another one now
         state.history = origin.history if own else secrets.token_hex(8)
         examples = origin.settings.get("examples", "")
         self.continued = Continued(
@@ -466,6 +474,7 @@ class NoStorage:
         self._start = ""
         self._least = _TERMS_OF_ONE_SERVER * max(0, incarnation - 1)
         self.continued: Continued | None = None
+        self.reports: Reports | None = None
 
     def write_manifest(self, order: WriteManifest) -> str:
         raise CheckpointError(f"version {order.version} cannot be stored: the job has no checkpoint")
@@ -486,3 +495,5 @@ class NoStorage:
 
     def close(self) -> None:
         """See `ManifestStorage.close`."""
+        if self.reports is not None:
+            self.reports.close()

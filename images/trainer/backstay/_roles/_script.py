@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .._control import Agreement
     from .._update._partition import Partition
     from .._update._rules import Rule
+    from ._reports import OnUpdate, StopWhen
 
 __all__ = ["Plan", "Script", "evaluation_of"]
 
@@ -68,13 +69,22 @@ class Script:
     deterministic: bool = False
     log_every: float = 5.0
     start_from: StartFrom | None = None
+    on_update: OnUpdate | None = None
+    stop_when: StopWhen | None = None
+    evaluate_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
             if not callable(getattr(self, name)):
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function")
-        if self.evaluate is not None and not callable(self.evaluate):
-            raise ConfigurationError(f"evaluate is {type(self.evaluate).__name__}: must be a function, or None")
+        for name in ("evaluate", "on_update", "stop_when"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
+        if self.stop_when is not None and self.evaluate is None:
+            raise ConfigurationError("stop_when judges evaluations, but train was called without evaluate")
+        every = self.evaluate_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ConfigurationError(f"evaluate_every is {every!r}: must be a whole number of updates, 1 or more")
         if not (callable(getattr(self.optimizer, "init", None)) and callable(getattr(self.optimizer, "update", None))):
             raise ConfigurationError(
                 f"optimizer is {type(self.optimizer).__name__}: must be an optax.GradientTransformation, such as "

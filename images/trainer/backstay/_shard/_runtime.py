@@ -272,7 +272,7 @@ class ShardRuntime:
                         return None
             finally:
                 self._waiting.discard(waiter)
-            outcome, next_key_step = _NONE, 0
+            outcome, next_key_step, last = _NONE, 0, self._last
             if gradient is not None:
                 outcome, next_key_step = gradient.outcome, gradient.next_key_step
                 if outcome == _NONE and gradient.applied is None:
@@ -285,7 +285,8 @@ class ShardRuntime:
                 block=published.block,
                 outcome=outcome,
                 next_key_step=next_key_step,
-                done=self._done is not None,
+                # Training may end before the version that workers expect.
+                done=self._done is not None or (last is not None and last.final and published.version > last.version),
             )
 
     def _answers(self, published: Published, gradient: Gradient | None, min_version: int) -> bool:

@@ -236,7 +236,7 @@ class ShardedClient:
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when any shard says so, `push_seconds` and `answer_seconds`
+            first that is not `REJECT_UNSPECIFIED`, `done` when all shards say so, `push_seconds` and `answer_seconds`
             the longest.
 
         Raises:
@@ -247,7 +247,6 @@ class ShardedClient:
         answers = dict(self._parallel(every, pushes, min_version, into))
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
-        done = any(a.done for a in answers.values())
         pushed = max(a.push_seconds for a in answers.values())
         waited = max(a.answer_seconds for a in answers.values())
         if self._mode == "Sync":
@@ -256,7 +255,6 @@ class ShardedClient:
                 newest = max(a.version for a in answers.values())
                 behind = [s for s, a in answers.items() if a.version < newest]
                 answers.update(self._parallel(behind, None, newest, into))
-                done = done or any(a.done for a in answers.values())
         terms = {a.term for a in answers.values()}
         if len(terms) > 1:
             self.cancel("the shards are in different terms")
@@ -267,7 +265,7 @@ class ShardedClient:
             version=min(a.version for a in answers.values()),
             outcome=outcome,
             next_key_step=next_key_step,
-            done=done,
+            done=all(a.done for a in answers.values()),
             push_seconds=pushed,
             answer_seconds=waited,
         )

@@ -1,0 +1,194 @@
+"""What leaves the coordinator while it trains: `on_update` of the script, and scalars for TensorBoard.
+
+Both run in a thread of their own, because neither may delay an update.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ._event_files import EventFiles
+
+__all__ = ["OnUpdate", "Reports", "StopWhen", "Throttle"]
+
+_LOG = logging.getLogger(__name__)
+
+OnUpdate = Callable[[int, float, Mapping[str, float]], object]
+StopWhen = Callable[[Mapping[str, float]], bool]
+
+SECONDS: Final = 1.0
+"""Between two reports of updates."""
+
+FLUSH_SECONDS: Final = 5.0
+FLUSH_REMOTE_SECONDS: Final = 30.0
+CLOSE_SECONDS: Final = 10.0
+
+
+class Throttle:
+    """Lets one call through in each interval."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._last: float | None = None
+
+    def due(self, now: float, *, force: bool = False) -> bool:
+        """Whether the last one that was let through is long enough ago."""
+        if not force and self._last is not None and now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+@dataclass(frozen=True)
+class _Report:
+    step: int
+    scalars: Mapping[str, float]
+    loss: float | None = None  # None: not an update
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    begins: bool = False
+
+
+class Reports:
+    """Thread-safe; no method waits for the script or for the storage, except `close`."""
+
+    def __init__(
+        self,
+        on_update: OnUpdate | None,
+        files: EventFiles | None,
+        stop_when: StopWhen | None = None,
+        *,
+        flush_seconds: float = FLUSH_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_update: see `train`.
+            files: for the scalars; None: nothing is stored.
+            stop_when: see `train`; when it returns true, `stop` is called.
+        """
+        self._on_update, self._files, self._flush_seconds, self._clock = on_update, files, flush_seconds, clock
+        self._stop_when = stop_when
+        self.stop: Callable[[], None] = lambda: None
+        self._throttle = Throttle()
+        self._changed = threading.Condition()
+        self._newest: _Report | None = None  # a slow `on_update` misses updates, and delays none
+        self._queue: list[_Report] = []
+        self._closed = False
+        self._raised = self._stopped = False
+        self._thread: threading.Thread | None = None
+        if on_update is not None or files is not None or stop_when is not None:
+            self._thread = threading.Thread(target=self._run, name="backstay-reports", daemon=True)
+            self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """A term begins: what was reported after `step` belongs to updates that are made again."""
+        self._put(_Report(step + 1, {}, begins=True))
+
+    def update(
+        self,
+        now: float,
+        step: int,
+        loss: float,
+        metrics: Mapping[str, float],
+        rates: Mapping[str, float | None],
+        *,
+        last: bool = False,
+    ) -> None:
+        """An update was made. At most one a second is reported, and the last one in any case.
+
+        Args:
+            rates: by the name of a scalar; None: not known yet.
+        """
+        if self._thread is None or not self._throttle.due(now, force=last):
+            return
+        known = {name: value for name, value in rates.items() if value is not None}
+        scalars = {"loss": loss, **{f"train/{name}": value for name, value in metrics.items()}, **known}
+        with self._changed:
+            self._newest = _Report(step, scalars, loss, dict(metrics))
+            self._changed.notify_all()
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The parameters of `step` were evaluated."""
+        self._put(
+            _Report(step, {f"evaluation/{name}": value for name, value in metrics.items()}, metrics=dict(metrics))
+        )
+
+    def close(self) -> None:
+        """Report what is left; not for longer than `CLOSE_SECONDS`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _put(self, report: _Report) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._queue.append(report)
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        flushed = self._clock()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._newest or self._queue, self._flush_seconds)
+                newest, self._newest = self._newest, None
+                queue, self._queue = self._queue, []
+                closed = self._closed
+            for report in queue:
+                self._store(report)
+                self._judge(report)
+            if newest is not None:
+                self._store(newest)
+            if newest is not None and self._on_update is not None:
+                self._call(newest)
+            if self._files is not None and (closed or self._clock() - flushed >= self._flush_seconds):
+                self._files.flush()
+                flushed = self._clock()
+            if closed and self._newest is None and not self._queue:
+                return
+
+    def _store(self, report: _Report) -> None:
+        if self._files is None:
+            return
+        try:
+            if report.begins:
+                self._files.begin(report.step)
+            else:
+                finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
+                self._files.add(report.step, finite)
+        except ImportError as error:
+            _LOG.warning("no scalars for TensorBoard are written: %s: pip install tensorboardX", error)
+            self._files = None
+
+    def _judge(self, report: _Report) -> None:
+        if report.begins:
+            self._stopped = False
+        if self._stop_when is None or report.begins or self._stopped:
+            return
+        try:
+            stops = bool(self._stop_when(report.metrics))
+        except Exception:  # noqa: BLE001  # the script's; without an answer training continues
+            _LOG.exception("stop_when raised for the evaluation of step %d; training continues", report.step)
+            return
+        if stops:
+            _LOG.info("stop_when ends training: the evaluation of step %d", report.step)
+            self._stopped = True
+            self.stop()
+
+    def _call(self, report: _Report) -> None:
+        assert self._on_update is not None
+        assert report.loss is not None
+        try:
+            self._on_update(report.step, report.loss, report.metrics)
+        except Exception:  # noqa: BLE001  # the script's; it costs a report, not the training
+            if not self._raised:
+                _LOG.exception("on_update raised at step %d; training continues", report.step)
+            self._raised = True

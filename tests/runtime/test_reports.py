@@ -1,0 +1,202 @@
+"""What leaves the coordinator: scalars that TensorBoard reads, `on_update`, and an early end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import optax
+import pytest
+from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import backstay
+from backstay._checkpoint._files import PosixFolder, RemoteFolder
+from backstay._roles import _event_files
+from backstay._roles._event_files import EventFiles
+from backstay._roles._reports import Reports
+from backstay.errors import CheckpointError, ConfigurationError
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a folder."""
+    read = EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
+    read.Reload()
+    return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def events_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if "tfevents" in path.name)
+
+
+def test_tensorboard_reads_the_files_and_drops_what_was_lost(tmp_path: Path) -> None:
+    """Steps 3 and 4 were lost with a server; the next incarnation makes them again."""
+    first = EventFiles(PosixFolder(tmp_path), "job.uid.1", clock=lambda: 1000.0)
+    first.begin(1)
+    for step in range(1, 5):
+        first.add(step, {"loss": step * 1.0, "train/error": step * 2.0})
+        first.flush()
+    first.add(2, {"evaluation/accuracy": 0.5})
+    first.flush()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    second = EventFiles(PosixFolder(tmp_path), "job.uid.2", clock=lambda: 1001.0)
+    second.begin(3)
+    second.add(3, {"loss": 30.0, "train/error": 60.0})
+    second.flush()
+    shown = scalars(tmp_path)
+    assert shown["loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert shown["train/error"] == [(1, 2.0), (2, 4.0), (3, 60.0)]
+    assert shown["evaluation/accuracy"] == [(2, 0.5)]
+    assert len(events_in(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("kind", ["posix", "object store"])
+def test_files_end_before_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(_event_files, "MAX_BYTES", 500)
+    memory = fsspec.filesystem("memory")
+    remote = RemoteFolder(f"memory://{tmp_path.name}", memory, f"/{tmp_path.name}")
+    folder = PosixFolder(tmp_path) if kind == "posix" else remote
+    files = EventFiles(folder, "job.uid.1", clock=lambda: 1000.0)
+    for step in range(50):
+        files.add(step, {"loss": float(step)})
+        files.flush()
+    if kind == "object store":
+        for name in remote.names():
+            (tmp_path / name).write_bytes(remote.read(name))
+    assert scalars(tmp_path)["loss"] == [(step, float(step)) for step in range(50)]
+    sizes = [path.stat().st_size for path in events_in(tmp_path)]
+    assert len(sizes) > 3
+    assert max(sizes) < 600
+
+
+def test_a_storage_that_errs_loses_nothing_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = EventFiles(PosixFolder(tmp_path), "job.uid.1")
+    with monkeypatch.context() as full:
+
+        def err(*arguments: object) -> None:
+            raise CheckpointError("the disk is full")
+
+        full.setattr(PosixFolder, "append", err)
+        for step in range(3):
+            files.add(step, {"loss": 1.0})
+            files.flush()
+    files.flush()
+    assert len(scalars(tmp_path)["loss"]) == 3
+
+
+def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
+    """At most one a second of the given clock, always the last one; what comes meanwhile is replaced by newer ones."""
+    called: list[tuple[int, float, Mapping[str, float]]] = []
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        called.append((step, loss, metrics))
+        entered.set()
+        assert go.wait(60)
+        raise ValueError("and it raises, too")
+
+    reports = Reports(slow, None)
+    reports.update(100.0, 1, 0.5, {"error": 2.0}, {})
+    assert entered.wait(60)
+    for step in range(2, 40):
+        reports.update(100.0 + step / 10, step, float(step), {}, {})
+    reports.update(104.0, 40, 40.0, {}, {}, last=True)
+    go.set()
+    reports.close()
+    assert called == [(1, 0.5, {"error": 2.0}), (40, 40.0, {})]
+
+
+def test_stop_when_is_asked_for_each_evaluation_and_its_errors_stop_nothing() -> None:
+    asked: list[Mapping[str, float]] = []
+    stopped = threading.Event()
+
+    def judge(metrics: Mapping[str, float]) -> bool:
+        asked.append(metrics)
+        if metrics["accuracy"] == 0.0:
+            raise ZeroDivisionError
+        return metrics["accuracy"] > 0.9
+
+    reports = Reports(None, None, judge)
+    reports.stop = stopped.set
+    for accuracy in (0.0, 0.5):
+        reports.evaluated(1, {"accuracy": accuracy})
+    reports.begin(0)
+    reports.evaluated(2, {"accuracy": 0.95})
+    reports.close()
+    assert stopped.is_set()
+    assert [metrics["accuracy"] for metrics in asked] == [0.0, 0.5, 0.95]
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    def loss(params: Any, batch: Any) -> Any:
+        return ((params - batch.mean()) ** 2).sum(), {"distance": abs(params - batch.mean()).sum()}
+
+    data = backstay.from_dataset(np.arange(10.0), batch_size=2)
+    return {"init": lambda key: np.zeros(2), "loss": loss, "batches": data, "optimizer": optax.sgd(0.1), **more}
+
+
+def test_alone_training_reports_evaluates_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluated: list[float] = []
+    reported: list[tuple[int, list[str]]] = []
+
+    def evaluate(params: Any) -> dict[str, float]:
+        evaluated.append(float(params[0]))
+        return {"first": float(params[0])}
+
+    result = backstay.train(
+        **settings(steps=100),
+        evaluate=evaluate,
+        evaluate_every=3,
+        stop_when=lambda metrics: len(evaluated) == 4,
+        on_update=lambda step, loss, metrics: reported.append((step, sorted(metrics))),
+    )
+    assert result.step == 12
+    assert reported[0] == (1, ["distance"])
+    assert reported[-1] == (12, ["distance"])
+    said = capsys.readouterr().err
+    assert "epoch 0 has ended: 10 samples: 10 used, 0 dropped, 0 repeated (step 5)" in said
+    assert "stop_when ends training: the evaluation of step 12" in said
+
+
+def test_early_ends_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="train was called without evaluate"):
+        backstay.train(**settings(steps=1), stop_when=lambda metrics: True)
+    with pytest.raises(ConfigurationError, match="evaluate_every is 0"):
+        backstay.train(**settings(steps=1), evaluate_every=0)
+    with pytest.raises(ConfigurationError, match="on_update is int"):
+        backstay.train(**settings(steps=1), on_update=3)  # type: ignore[arg-type]
+
+
+def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> None:
+    """With an evaluator; two servers; TensorBoard shows the folder; the same job again is complete."""
+    folder = tmp_path / "checkpoints"
+    tiny = job(2, 2, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
+    tiny.environment = {"STEPS": "100000", "STOPS": "1"}
+    tiny.start_all()
+    evaluator = tiny.start("evaluator", 0)
+    assert [pod.wait() for pod in (*tiny.pods,)] == [0] * 5
+    server, worker = tiny.pods[0], tiny.pods[2]
+    words = server.words()
+    assert (words["result"], words["reason"]) == ("Succeeded", "StoppedEarly")
+    step = words["step"]
+    assert isinstance(step, int)
+    assert 2 < step < 100000
+    assert backstay.load(str(folder)).step == step
+    assert (worker.words()["step"], worker.words()["reason"]) == (step, "StoppedEarly")
+    assert f"on_update {step} ['error']" in server.output()
+    assert not any("on_update" in pod.output() for pod in [*tiny.pods[1:4], evaluator])
+    shown = scalars(folder)
+    assert shown["loss"][-1][0] == step
+    assert shown["evaluation/squares"][-1][0] == step
+    assert {"train/error", "throughput/examples_per_second", "throughput/updates_per_second"} <= set(shown)
+    again = job(1, 2, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
+    again.environment = {"STEPS": "100000", "STOPS": "1", "BACKSTAY_JOB_UID": "2"}
+    server = again.server(0)
+    assert server.wait() == 0
+    assert (server.words()["result"], server.words()["step"]) == ("AlreadyComplete", step)
