@@ -95,7 +95,12 @@ class App:
             leads=self._leader.leads,
         )
         self._dispatcher: Dispatcher[JobKey] = Dispatcher(
-            self._work, limit=options.parallel, draw=draw, failed=self._failed, settle=SETTLE
+            self._work,
+            limit=options.parallel,
+            draw=draw,
+            failed=self._failed,
+            settle=SETTLE,
+            behind=self.cluster.behind,
         )
         self._poller = Poller(
             self._reconciler.round,

@@ -99,6 +99,12 @@ class Cluster:
                 silent.append(self._clock() - max(since, self._metrics.moved.get(resource.plural, since)))
         return max(silent)
 
+    def behind(self) -> float:
+        """For how many seconds the watches have not shown our oldest write; 0 when they have shown all of them."""
+        now = self._clock()
+        waits = (overlay.owed_since() for overlay in self.overlays.values())
+        return max((now - since for since in waits if since is not None), default=0.0)
+
     def pardon(self) -> None:
         """The API server was away: count what is owed from now."""
         for overlay in self.overlays.values():

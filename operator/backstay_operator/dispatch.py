@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from backstay_operator.backoff import Curve
 
@@ -22,28 +22,50 @@ K = TypeVar("K", bound=Hashable)
 
 log = logging.getLogger(__name__)
 
+# More than this, and keys that are not urgent get fewer slots; how often that is decided.
+BEHIND_SECONDS: Final = 0.1
+LOOK_SECONDS: Final = 0.1
+
 
 class _Slots(Generic[K]):
-    """A semaphore with two queues; a key in the urgent queue gets the next free slot."""
+    """A semaphore with two queues; a key in the urgent queue gets the next free slot.
 
-    def __init__(self, limit: int) -> None:
-        self._free = limit
-        self._queues: tuple[dict[K, asyncio.Future[None]], dict[K, asyncio.Future[None]]] = ({}, {})
+    While this process is behind with the watches' events, keys that are not urgent get fewer slots. Their work would
+    create more events, and a dead pod is one of the events. The number of these slots is halved or grows by one at each
+    look, as a TCP sender's window (RFC 5681). It is at least one.
 
-    async def acquire(self, key: K, *, urgent: bool) -> None:
-        """Wait for a slot. One key waits at most once."""
-        if self._free > 0:
-            self._free -= 1
-            return
-        admitted = asyncio.get_running_loop().create_future()
+    Args:
+        limit: slots in all.
+        behind: by how many seconds this process is behind.
+    """
+
+    def __init__(self, limit: int, behind: Callable[[], float]) -> None:
+        self._limit = self._calm_limit = limit
+        self._behind = behind
+        self._taken = self._taken_calmly = 0
+        self._queues: tuple[dict[K, asyncio.Future[bool]], dict[K, asyncio.Future[bool]]] = ({}, {})
+        self._look: asyncio.TimerHandle | None = None
+
+    async def acquire(self, key: K, *, urgent: bool) -> bool:
+        """Wait for a slot. One key waits at most once.
+
+        Returns:
+            Whether the slot was given as an urgent one; `release` needs it.
+        """
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._adjust)
+        if self._is_free(urgent=urgent):
+            self._take(urgent=urgent)
+            return urgent
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queues[not urgent][key] = admitted
         try:
-            await admitted
+            return await admitted
         except asyncio.CancelledError:
             for queue in self._queues:
                 queue.pop(key, None)
             if admitted.done() and not admitted.cancelled():
-                self.release()  # admitted and cancelled in the same moment
+                self.release(urgent=admitted.result())  # admitted and cancelled in the same moment
             raise
 
     def hurry(self, key: K) -> None:
@@ -51,16 +73,42 @@ class _Slots(Generic[K]):
         admitted = self._queues[1].pop(key, None)
         if admitted is not None:
             self._queues[0][key] = admitted
+            self._admit()
 
-    def release(self) -> None:
-        """Give a slot to whoever waits."""
-        for queue in self._queues:
-            while queue:
+    def release(self, *, urgent: bool) -> None:
+        """Give back a slot, which `acquire` gave as an urgent one or not."""
+        self._taken -= 1
+        self._taken_calmly -= not urgent
+        self._admit()
+
+    def close(self) -> None:
+        """No timer fires any more."""
+        if self._look is not None:
+            self._look.cancel()
+
+    def _is_free(self, *, urgent: bool) -> bool:
+        return self._taken < self._limit and (urgent or self._taken_calmly < self._calm_limit)
+
+    def _take(self, *, urgent: bool) -> None:
+        self._taken += 1
+        self._taken_calmly += not urgent
+
+    def _admit(self) -> None:
+        for urgent, queue in zip((True, False), self._queues, strict=True):
+            while queue and self._is_free(urgent=urgent):
                 admitted = queue.pop(next(iter(queue)))
                 if not admitted.done():
-                    admitted.set_result(None)
-                    return
-        self._free += 1
+                    self._take(urgent=urgent)
+                    admitted.set_result(urgent)
+
+    def _adjust(self) -> None:
+        if self._behind() > BEHIND_SECONDS:
+            self._calm_limit = max(1, self._calm_limit // 2)
+        else:
+            self._calm_limit = min(self._limit, self._calm_limit + 1)
+        self._admit()
+        idle = not self._taken and not any(self._queues) and self._calm_limit == self._limit
+        self._look = None if idle else asyncio.get_running_loop().call_later(LOOK_SECONDS, self._adjust)
 
 
 @dataclass
@@ -86,6 +134,7 @@ class Dispatcher(Generic[K]):
             stream of triggers (which a failing write may itself cause) cannot turn into a busy loop.
         settle: seconds from a trigger that is not urgent to the work. Events of one job that come at once, such as
             those of its ten new pods, become one run.
+        behind: by how many seconds this process is behind with the watches' events.
     """
 
     def __init__(
@@ -98,9 +147,10 @@ class Dispatcher(Generic[K]):
         curve: Curve | None = None,
         impatient: float = 1.0,
         settle: float = 0.0,
+        behind: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._work = work
-        self._slots: _Slots[K] = _Slots(limit)
+        self._slots: _Slots[K] = _Slots(limit, behind)
         self._draw = draw
         self._failed = failed
         self._curve = curve or Curve(first=0.2, most=30.0)
@@ -148,6 +198,7 @@ class Dispatcher(Generic[K]):
     async def close(self) -> None:
         """Stop: no timer fires any more, and what runs is cancelled and awaited."""
         self._closed = True
+        self._slots.close()
         tasks = []
         for state in self._states.values():
             if state.timer is not None:
@@ -187,7 +238,7 @@ class Dispatcher(Generic[K]):
         again: float | None = None
         try:
             while True:
-                await self._slots.acquire(key, urgent=state.urgent)
+                as_urgent = await self._slots.acquire(key, urgent=state.urgent)
                 try:
                     # Only now, with a slot in hand, is what will be read newer than every trigger so far.
                     state.dirty = state.urgent = False
@@ -198,7 +249,7 @@ class Dispatcher(Generic[K]):
                     again = self._curve.seconds(state.failures, self._draw)
                     state.failures += 1
                 finally:
-                    self._slots.release()
+                    self._slots.release(urgent=as_urgent)
                 if state.failures or not state.dirty:
                     break
                 if self._settle and not state.urgent:

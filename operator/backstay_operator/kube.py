@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 from urllib.parse import quote, urlencode
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio.client import ApiClient
@@ -71,6 +72,8 @@ class Kube:
                 configuration = await access.load(self._kubeconfig)
                 configuration.connection_pool_maxsize = 32
                 configuration.retries = None  # what is tried again, and when, is decided by who asks
+                # With `trust_env` aiohttp looks for proxies and a netrc file in a thread, twice for each request.
+                configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
                 self._client = ApiClient(configuration)
                 self._client.user_agent = access.USER_AGENT
             return self._client

@@ -30,6 +30,7 @@ class JobMemory:
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
+        planned_at: the clock when the newest plan was made; None: no plan yet.
     """
 
     uid: str
@@ -46,6 +47,7 @@ class JobMemory:
     told: dict[tuple[str, str, str], Told] = field(default_factory=dict)
     died: dict[tuple[str, int], str] = field(default_factory=dict)
     ended: dict[tuple[str, int], float] = field(default_factory=dict)
+    planned_at: float | None = None
 
     def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
         """Forget what speaks of pods that are neither the newest of their place nor serve it."""

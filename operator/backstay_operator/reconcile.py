@@ -107,6 +107,7 @@ class Reconciler:
                 self._forget(key)
                 return None
             memory = self._memory(key, job)
+            memory.planned_at = self._clock()
             spec = self._spec(key, job)
             if isinstance(spec, SpecErrors):
                 metadata = ObjectMeta.model_validate(job["metadata"])
@@ -259,8 +260,9 @@ class Reconciler:
         if now_urgent:
             self.mark(key)
         else:
-            written = memory.status_written
-            since = _PACE if written is None else (self._now() - written).total_seconds()
+            # Counted from the newest plan and not from the newest write: a plan that finds nothing to write would
+            # else follow each round of calls. A plan that is not due to write progress asks to be made again then.
+            since = _PACE if memory.planned_at is None else self._clock() - memory.planned_at
             self.mark_after(key, max(0.0, _PACE - since))
 
     def _trains(self, key: JobKey) -> bool | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from backstay_spec import contract
@@ -61,6 +62,7 @@ class Slot:
         return _TEXT[self.role] if self.role == contract.ROLE_EVALUATOR else f"{_TEXT[self.role]} {self.index}"
 
 
+@lru_cache(maxsize=4096)
 def short_hash(uid: str) -> str:
     """Five characters of a uid hashed."""
     number = int.from_bytes(hashlib.sha256(uid.encode()).digest()[:8])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
@@ -79,6 +80,7 @@ PreciseTime: TypeAlias = Annotated[
 FiniteFloat: TypeAlias = Annotated[float | None, BeforeValidator(_finite)]
 
 
+@lru_cache(maxsize=4096)
 def slot_key(role: str, index: int) -> str:
     """The key of a pod's slot in `incarnations` and `backoff`: ``worker-3``.
 

@@ -44,7 +44,12 @@ class Work:
 
 
 def dispatcher(
-    work: Work, failed: list[str] | None = None, limit: int = 10, impatient: float = 1.0, settle: float = 0.0
+    work: Work,
+    failed: list[str] | None = None,
+    limit: int = 10,
+    impatient: float = 1.0,
+    settle: float = 0.0,
+    behind: Callable[[], float] = lambda: 0.0,
 ) -> Dispatcher[str]:
     sink = [] if failed is None else failed
     return Dispatcher(
@@ -55,6 +60,7 @@ def dispatcher(
         curve=NO_CHANCE,
         impatient=impatient,
         settle=settle,
+        behind=behind,
     )
 
 
@@ -108,6 +114,38 @@ def test_an_urgent_key_gets_the_next_free_slot(virtual: Callable[..., Any]) -> N
         assert work.most == 2
         assert len(work.runs) == 201
         assert len(it) == 0
+        await it.close()
+
+    virtual(story())
+
+
+def test_o1_while_events_are_late_work_that_is_not_urgent_gets_fewer_slots(virtual: Callable[..., Any]) -> None:
+    """A dead pod is one of the events that are late: work that creates more of them waits, its replacement does not."""
+
+    async def story() -> None:
+        late = 0.0
+        work = Work(1.0)
+        it = dispatcher(work, limit=8, behind=lambda: late)
+        for number in range(8):
+            it.mark(f"first {number}")
+        await asyncio.sleep(0.5)
+        assert len(work.now) == 8
+        late = 3.0
+        for number in range(20):
+            it.mark(f"calm {number}")
+        await asyncio.sleep(4.0)
+        assert len(work.now) == 1  # and not none: what is late may never come
+        it.mark("dead pod", urgent=True)
+        it.mark("calm 19", urgent=True)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert {"dead pod", "calm 19"} < work.now
+        late = 0.0
+        await asyncio.sleep(1.5)
+        assert 4 <= len(work.now) <= 8
+        await asyncio.sleep(10.0)
+        assert not work.now
+        assert len(work.runs) == 8 + 20 + 1
         await it.close()
 
     virtual(story())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from backstay_operator import errors
 from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
 from backstay_spec import contract
+from backstay_spec.observed import Progress
 from backstay_spec.token import token_for
 
 KEY = ("team", "digits")
@@ -457,6 +458,32 @@ def test_the_round_of_calls_goes_to_the_servers_that_run(kube: Any, operator_on:
     crash(kube, of_role(kube, "parameter-server")[0]["metadata"]["name"])
     operator.show()
     assert [server.shard for server in operator.reconciler.round(KEY).servers] == [1]
+
+
+def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """Servers answer every 2 s. A status that does not change is written long ago, and that must not mean: plan now."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    progress = Progress(taken=operator.now(), reached=frozenset({0, 1}), term=1, step=7)
+    operator.reconciler.heard(KEY, progress, 0)
+    operator.settle()
+    plans, due = 0, float("inf")
+
+    def mark_after(_: object, seconds: float) -> None:
+        nonlocal due
+        due = min(due, operator.seconds + seconds)
+
+    operator.reconciler.mark_after = mark_after
+    for _ in range(30):
+        operator.seconds += 2.0
+        operator.reconciler.heard(KEY, progress, 0)
+        if operator.seconds >= due:
+            plans, due = plans + 1, float("inf")
+            operator.reconcile()
+    assert 5 <= plans <= 6
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
