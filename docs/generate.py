@@ -110,6 +110,23 @@ def trainingjob() -> str:
 # Commands
 
 
+PLUGIN = """
+## On a cluster: kubectl backstay
+
+`pip install` also installs `kubectl-backstay`, a [plugin of
+kubectl](https://kubernetes.io/docs/tasks/extend-kubectl/kubectl-plugins/). `kubectl backstay status`, `top`,
+`logs`, `list` and `delete` are the commands below. They use the same cluster as kubectl, and never an
+embedded cluster.
+
+`backstay status` and its siblings use the cluster that `--kubeconfig` names; else `KUBECONFIG`; else the
+embedded cluster that `backstay run` or `backstay up` runs in the current folder; else `~/.kube/config`.
+
+The numbers of a running job come from its shard 0 and are a moment old. On a cluster this needs the right
+to `get` the subresource `pods/proxy`. Without it the commands show the job's status, which the operator
+writes every 10 s.
+"""
+
+
 def commands() -> str:
     """The page of the `backstay` command."""
     group: Any = typer.main.get_command(app)  # typer has a click of its own
@@ -120,14 +137,15 @@ def commands() -> str:
             ("code", "meaning"),
             iter(
                 [
-                    ("0", "The job succeeded; or the input is valid."),
-                    ("1", "The job failed, or the embedded cluster could not run it."),
+                    ("0", "The job succeeded; the input is valid; or the command did what it was asked for."),
+                    ("1", "The job failed, or the cluster refused, does not answer, or could not run it."),
                     ("2", "The input is invalid. Nothing was started."),
                     ("130", "Interrupted with Ctrl-C."),
                 ]
             ),
         ),
     ]
+    parts.append(PLUGIN)
     for name, command in sorted(group.commands.items()):
         context = command.make_context(f"backstay {name}", [], resilient_parsing=True)
         usage = command.get_usage(context).removeprefix("Usage: ")

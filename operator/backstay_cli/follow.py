@@ -1,17 +1,16 @@
-"""The state of a job, put together from the API and from the metrics of shard 0's server.
+"""The state of a job, put together from the API and from the page `/status` of shard 0's server.
 
-Progress alone changes the job's status at most every 10 s (O8); the metrics are as new as the last update.
+Progress alone changes the job's status at most every 10 s (O8); the page is as new as the last update.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
-
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from backstay_cli.kube import Api
 from backstay_spec import contract
@@ -32,6 +31,43 @@ class RoleView:
     ready: int = 0
     restarts: int = 0
     disruptions: int = 0
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a pod does, as its newest heartbeat says.
+
+    Attributes:
+        point: such as ``compute``; empty: nothing that has a name.
+        step: the step that it belongs to; None: none.
+        seconds: since it began.
+        activity: a value of `Activity` in control.proto.
+        heartbeat: seconds since the heartbeat.
+    """
+
+    point: str
+    step: int | None
+    seconds: float
+    activity: str = ""
+    heartbeat: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the job's history.
+
+    Attributes:
+        at: Unix time; None: not known.
+        slot: the slot whose pod died, such as ``worker-3``; empty for anything else.
+        recovered: Unix time at which the slot took part in training again; None: it has not, or it is not known.
+    """
+
+    at: float | None
+    type: str
+    reason: str
+    message: str
+    slot: str = ""
+    recovered: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +94,19 @@ class JobView:
     concluded: bool = False  # it has the termination message of shard 0's server
     trouble: str = ""  # a problem that does not stop training
     evaluation_error: str = ""
+    goal_steps: int | None = None  # the updates that training ends with
+    updates_per_second: float | None = None
+    goodput: float | None = None
+    started: float | None = None  # Unix time
+    completed: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_time: float | None = None  # Unix time at which it was stored, or first seen
+    history: tuple[Entry, ...] = ()  # oldest first
+    doings: Mapping[str, Doing] = field(default_factory=dict)  # by the name of the pod
+    blame: tuple[Mapping[str, Any], ...] = ()  # whom updates waited for, the longest first
+    waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
+    live: bool = False  # shard 0's server was asked: the numbers are of this moment
+    job: Mapping[str, Any] = field(default_factory=dict)  # the TrainingJob
 
     @property
     def ended(self) -> bool:
@@ -73,6 +122,13 @@ class JobView:
     def disruptions(self) -> int:
         """Pods replaced after disruptions, all roles."""
         return sum(role.disruptions for role in self.roles.values())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last update, at the rate of the newest ones; None where that is not known."""
+        if self.ended or not self.updates_per_second or self.goal_steps is None or self.step is None:
+            return None
+        return max(0, self.goal_steps - self.step) / self.updates_per_second
 
 
 async def look(api: Api, namespace: str, name: str, before: JobView | None = None) -> JobView:
@@ -117,6 +173,15 @@ def view_of(
         evaluation_error=str(ending.get("evaluationError") or ""),
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
         pods=tuple(pods),
+        goal_steps=status.get("goalSteps"),
+        updates_per_second=status.get("updatesPerSecond"),
+        goodput=status.get("goodput"),
+        started=unix_time(status.get("startTime")),
+        completed=unix_time(status.get("completionTime")),
+        checkpoint_step=(status.get("checkpoint") or {}).get("step"),
+        checkpoint_time=unix_time((status.get("checkpoint") or {}).get("time")),
+        history=_history(status, events),
+        job=job,
     )
     if before is None:
         return view
@@ -132,6 +197,44 @@ def view_of(
         loss=view.loss if view.loss is not None and (not view.ended or view.concluded) else before.loss,
         # Pods of a job that ended may be gone; their logs still have to be named.
         pods=view.pods or before.pods,
+        goal_steps=view.goal_steps or before.goal_steps,
+        updates_per_second=view.updates_per_second or before.updates_per_second,
+    )
+
+
+def unix_time(text: Any) -> float | None:
+    """A time of the API as Unix time; None: there is none."""
+    if not isinstance(text, str):
+        return None
+    with contextlib.suppress(ValueError):
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return None
+
+
+def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[Entry, ...]:
+    """The status keeps what the API server forgets after an hour; an older operator keeps nothing there."""
+    if entries := status.get("history"):
+        return tuple(
+            Entry(
+                unix_time(e.get("time")),
+                e.get("type", ""),
+                e["reason"],
+                e.get("message", ""),
+                e.get("slot") or "",
+                unix_time(e.get("recovered")),
+            )
+            for e in entries
+        )
+    return tuple(
+        Entry(
+            unix_time(event.get("firstTimestamp")),
+            event.get("type", ""),
+            event.get("reason", ""),
+            event.get("message", ""),
+        )
+        for event in events
+        if event.get("reason") != "Evaluated"
     )
 
 
@@ -167,42 +270,54 @@ def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _with_live_numbers(api: Api, view: JobView) -> JobView:
-    """`view` with step, loss and rate as shard 0's server has them this moment, when it can be asked."""
+    """`view` with what shard 0's server shows this moment on its page `/status`, when it can be asked."""
     for pod in view.pods:
-        labels = pod["metadata"].get("labels", {})
-        address = pod.get("status", {}).get("podIP")
-        if (
-            (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (contract.ROLE_SERVER, "0")
-            or pod.get("status", {}).get("phase") != "Running"
-            or not address
-        ):
-            continue
-        host = f"[{address}]" if ":" in address else address
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, OSError):
-            page = await api.text(f"http://{host}:{contract.PORT_METRICS}/metrics", timeout=0.5)
-            return _with_metrics(view, page)
+        if is_slot(pod, contract.ROLE_SERVER, "0") and pod.get("status", {}).get("phase") == "Running":
+            page = await api.pod_page(pod, "/status", timeout=0.5 if view.seen else 2.0)
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                found = json.loads(page or "{}")
+                if found:
+                    return with_page(view, found)
     return view
 
 
-def _with_metrics(view: JobView, page: str) -> JobView:
-    """`view` with the numbers of the metrics page of shard 0's server."""
-    values: dict[str, float] = {}
-    named: dict[str, dict[str, float]] = {"backstay_train_metric": {}, "backstay_evaluation": {}}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name in named:
-                named[sample.name][sample.labels["name"]] = sample.value
-            else:
-                values[sample.name] = sample.value
-    if not values.get("backstay_version", 0):
+def is_slot(pod: dict[str, Any], role: str, index: str) -> bool:
+    """Whether a pod fills that slot, or did."""
+    labels = pod["metadata"].get("labels", {})
+    return (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (role, index)
+
+
+def with_page(view: JobView, page: dict[str, Any]) -> JobView:
+    """`view` with the numbers of the page `/status`; a standby and a server that is loading have none."""
+    if "goalSteps" not in page:
         return view
-    evaluated = int(values.get("backstay_evaluation_step", 0))
-    if evaluated and named["backstay_evaluation"]:
-        view = replace(view, metrics=named["backstay_evaluation"], evaluated_step=evaluated)
+    doings = {
+        str(pod["pod"]): Doing(
+            str(pod.get("doing") or ""),
+            pod.get("step"),
+            float(pod.get("seconds") or 0.0),
+            str(pod.get("activity") or ""),
+            float(pod.get("heartbeatSeconds") or 0.0),
+        )
+        for pod in page.get("pods") or []
+    }
+    view = replace(view, goal_steps=page.get("goalSteps") or view.goal_steps, doings=doings, live=True)
+    view = replace(view, blame=tuple(page.get("blame") or ()), waits=page.get("waits") or {})
+    if not page.get("step"):
+        return view
+    evaluated = page.get("evaluatedStep")
+    if evaluated and page.get("metrics"):
+        view = replace(view, metrics=page["metrics"], evaluated_step=evaluated)
+    stored = page.get("checkpoint") or {}
+    if stored.get("uri"):
+        view = replace(view, checkpoint=stored["uri"], checkpoint_step=stored.get("step"))
+        if stored.get("unixSeconds"):
+            view = replace(view, checkpoint_time=float(stored["unixSeconds"]))
     return replace(
         view,
-        step=int(values["backstay_version"]),
-        loss=values.get("backstay_loss", view.loss),
-        examples_per_second=values.get("backstay_examples_per_second") or view.examples_per_second,
-        train_metrics=named["backstay_train_metric"] or view.train_metrics,
+        step=int(page["step"]),
+        loss=page.get("loss") if page.get("loss") is not None else view.loss,
+        examples_per_second=page.get("examplesPerSecond") or view.examples_per_second,
+        updates_per_second=page.get("updatesPerSecond") or view.updates_per_second,
+        train_metrics=page.get("trainMetrics") or view.train_metrics,
     )

@@ -1,9 +1,12 @@
-"""The few calls of the Kubernetes API that following a job takes, on any cluster that a kubeconfig names by token."""
+"""The few calls of the Kubernetes API that the commands make, on any cluster that a kubeconfig names."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,11 +32,24 @@ class ApiError(Exception):
 class Api:
     """An open connection; use as an async context manager."""
 
-    def __init__(self, server: str, token: str, tls: ssl.SSLContext | None = None) -> None:
-        self.server = server
+    def __init__(
+        self, server: str, token: str = "", tls: ssl.SSLContext | None = None, *, header: str = "", proxy: str = ""
+    ) -> None:
+        """
+        Args:
+            server: the URL of the API server.
+            token: a bearer token; empty: none.
+            tls: trusts the server's certificate, and has the client's; None: the system's certificates.
+            header: the Authorization header in place of a token.
+            proxy: the URL of an HTTP proxy; empty: none.
+        """
+        self.server = server.rstrip("/")
         self._tls = tls if tls is not None else True
+        self._proxy = proxy or None
+        authorization = header or (f"Bearer {token}" if token else "")
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"}, timeout=aiohttp.ClientTimeout(total=30)
+            headers={"Authorization": authorization} if authorization else {},
+            timeout=aiohttp.ClientTimeout(total=30),
         )
 
     @classmethod
@@ -67,17 +83,79 @@ class Api:
         """
         headers = {} if body is None else {"Content-Type": content_type}
         async with self._session.request(
-            method, self.server + path, json=body, params=parameters, headers=headers, ssl=self._tls
+            method, self.server + path, json=body, params=parameters, headers=headers, ssl=self._tls, proxy=self._proxy
         ) as response:
-            answer = await response.json(content_type=None)
+            answer = _parsed(await response.read())
             if response.status >= 300:
-                raise ApiError(response.status, answer.get("reason", ""), answer.get("message", str(answer)))
+                raise _refusal(response.status, answer)
             return answer
 
     async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         """The TrainingJob."""
         job: dict[str, Any] = await self.request("GET", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}")
         return job
+
+    async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
+        """The TrainingJobs of a namespace; None: of all."""
+        where = "" if namespace is None else f"/namespaces/{namespace}"
+        answer = await self.request("GET", f"{JOBS}{where}/{contract.PLURAL}")
+        jobs: list[dict[str, Any]] = answer["items"]
+        return jobs
+
+    async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
+        """Delete a TrainingJob; the garbage collector deletes what it owns."""
+        job: dict[str, Any] = await self.request(
+            "DELETE", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}", {"propagationPolicy": "Background"}
+        )
+        return job
+
+    async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
+        """The log of a pod, as chunks of bytes.
+
+        Args:
+            options: of the API, such as ``follow="true"`` or ``tailLines="10"``.
+
+        Raises:
+            ApiError: there is no such pod, or it has no log yet.
+        """
+        url = f"{self.server}/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        parameters = {"container": contract.CONTAINER, **options}
+        async with self._session.get(
+            url, params=parameters, ssl=self._tls, proxy=self._proxy, timeout=limit
+        ) as response:
+            if response.status >= 300:
+                raise _refusal(response.status, _parsed(await response.read()))
+            async for chunk in response.content.iter_any():
+                yield chunk
+
+    async def pod_page(self, pod: dict[str, Any], path: str, timeout: float = 2.0, **headers: str) -> bytes | None:
+        """A page of a pod's health port: from the pod itself on this machine, else through the API server.
+
+        Args:
+            pod: the pod.
+            path: such as ``/status``.
+            timeout: in seconds.
+            headers: of the request; `_` stands for ``-`` in their names.
+
+        Returns:
+            The page; None if the pod does not serve it, cannot be reached, or may not be reached.
+        """
+        address, meta = pod.get("status", {}).get("podIP") or "", pod["metadata"]
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if address.startswith("127."):
+            url = f"http://{address}:{contract.PORT_METRICS}{path}"
+            sent["Authorization"] = ""  # the token is for the API server alone
+        else:
+            port = contract.PORT_METRICS
+            url = f"{self.server}/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}:{port}/proxy{path}"
+        limit = aiohttp.ClientTimeout(total=timeout)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.get(
+                url, headers=sent, timeout=limit, ssl=self._tls, proxy=self._proxy
+            ) as response:
+                return await response.read() if response.status == 200 else None
+        return None
 
     async def suspend(self, namespace: str, name: str) -> None:
         """Suspend a TrainingJob: the operator deletes its workers, then its servers, which store a checkpoint."""
@@ -104,8 +182,16 @@ class Api:
         events: list[dict[str, Any]] = answer["items"]
         return sorted(events, key=lambda event: int(event["metadata"]["resourceVersion"]))
 
-    async def text(self, url: str, timeout: float) -> str:
-        """A page of another server, such as a pod's metrics, without our token."""
-        limit = aiohttp.ClientTimeout(total=timeout)
-        async with self._session.get(url, timeout=limit, headers={"Authorization": ""}) as response:
-            return await response.text()
+
+def _parsed(data: bytes) -> Any:
+    """The JSON of an answer; a proxy in between may answer with something else."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return {"message": data[:200].decode(errors="replace")}
+
+
+def _refusal(status: int, answer: Any) -> ApiError:
+    if not isinstance(answer, dict):
+        return ApiError(status, "", str(answer)[:200])
+    return ApiError(status, answer.get("reason") or "", answer.get("message") or f"HTTP status {status}")

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from backstay_cli.cluster_commands import add_commands
 from backstay_cli.jobfile import (
     BadInput,
     ScriptOptions,
@@ -226,6 +227,9 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
             )
     if invalid:
         raise typer.Exit(BAD_INPUT)
+
+
+add_commands(app, embedded=True)
 
 
 def _command_again(argv: Sequence[str], volumes_in: Path | None) -> str:

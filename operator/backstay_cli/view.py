@@ -8,18 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from backstay_cli.follow import JobView, RoleView
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import on_one_line, plain, printable
+from backstay_cli.words import duration, plain, printable
 
-_NAMES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
-_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
-_EVENTS = 6
 SCRIPT = "worker 0"
 """Stands before what its script prints."""
 
@@ -60,15 +56,17 @@ class Display(Protocol):
 
 
 class LiveDisplay:
-    """Roles, step, examples/s, loss, metrics, restarts, and the newest events, redrawn in place."""
+    """The job's picture, redrawn in place: progress, a curve of the loss, one row for each pod, and the last events."""
 
     def __init__(self, console: Console, hint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        from backstay_cli.picture import Losses
+
         self._clock = clock
         self._hint = hint
         self._started = clock()
         self._console = console
+        self._losses = Losses()
         self._live = Live(console=console, refresh_per_second=8, transient=False)
-        self._seen: list[str] = []  # when each event was seen first
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -90,65 +88,15 @@ class LiveDisplay:
 
     def render(self, view: JobView) -> RenderableType:
         """The picture of `view`."""
-        seconds = int(self._clock() - self._started)
-        elapsed = f"{seconds // 60}:{seconds % 60:02}"
-        head = Text.assemble(
-            (view.name, "bold"),
-            "  ",
-            (view.phase, _STYLES.get(view.phase, "bold")),
-            f"  {elapsed}",
-            (f"  {waiting_for(view)}", "dim"),
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-        numbers = Table.grid(padding=(0, 3))
-        for _ in range(3):
-            numbers.add_column(min_width=12)
-        numbers.add_row(Text("step", "dim"), Text("examples/s", "dim"), Text("loss", "dim"))
-        numbers.add_row(number(view.step), number(view.examples_per_second, 3), number(view.loss))
-        metrics = [
-            Text.assemble((f"{label}  ", "dim"), shown(values), no_wrap=True, overflow="ellipsis")
-            for label, values in (
-                ("loss's metrics", view.train_metrics),
-                (f"evaluation of step {number(view.evaluated_step)}", view.metrics),
-            )
-            if values
-        ]
-        roles = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("", "ready", "restarts", "disruptions"):
-            roles.add_column(column, justify="left" if not column else "right")
-        for role, values in view.roles.items():
-            if values.desired or values.restarts or values.disruptions:
-                roles.add_row(
-                    _NAMES.get(role, role),
-                    _ready(view, values),
-                    Text(str(values.restarts), "red" if values.restarts else ""),
-                    Text(str(values.disruptions), "yellow" if values.disruptions else ""),
-                )
-        known = told(view.events)
-        self._seen += [elapsed] * (len(known) - len(self._seen))
-        events = [
-            Text(
-                f"{when:>6}  {reason}: {on_one_line(message)}",
-                "yellow" if kind == "Warning" else "dim",
-                no_wrap=True,
-                overflow="ellipsis",
-            )
-            for when, (kind, reason, message) in list(zip(self._seen, known, strict=False))[-_EVENTS:]
-        ]
-        parts: list[RenderableType] = [head, Text(), numbers, *metrics, Text()]
-        if roles.row_count:
-            parts += [roles, Text()]
-        if not view.ended and not view.stage:
-            events.append(Text(self._hint, "dim", overflow="fold"))  # a path that is cut is of no use
-        return Group(*parts, *events)
+        from backstay_cli.picture import Picture
+
+        self._losses.add(view)
+        return Picture(view, self._clock() - self._started, self._losses, hint=self._hint)
 
 
-def _ready(view: JobView, role: RoleView) -> Text:
+def ready_of(view: JobView, role: RoleView) -> str:
     """How many pods are ready; at the end they all leave, which is not a problem."""
-    if view.ended:
-        return Text(str(role.desired))
-    return Text(f"{role.ready}/{role.desired}", "green" if role.ready >= role.desired else "yellow")
+    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
 
 
 class LineDisplay:
@@ -201,7 +149,10 @@ class LineDisplay:
             self._last, self._step = now, view.step
             metrics = f"  {shown(view.train_metrics)}" if view.train_metrics else ""
             rate = f"  {number(view.examples_per_second, 3)} examples/s" if view.examples_per_second else ""
-            self._say(f"step {number(view.step)}  loss {number(view.loss)}{metrics}{rate}  restarts {view.restarts}")
+            goal = f" of {number(view.goal_steps)}" if view.goal_steps else ""
+            left = f"  {duration(seconds)} left" if (seconds := view.seconds_left) is not None else ""
+            restarts = f"  restarts {view.restarts}" if view.restarts else ""
+            self._say(f"step {number(view.step)}{goal}  loss {number(view.loss)}{metrics}{rate}{left}{restarts}")
         if view.evaluated_step is not None and view.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.evaluated_step
             self._say(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")

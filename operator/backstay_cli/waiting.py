@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backstay_cli.follow import JobView
+from backstay_cli.pods import obstacle as obstacle_of
 from backstay_cli.words import count, on_one_line
 from backstay_spec import contract
 
@@ -19,7 +20,7 @@ def waiting_for(view: JobView) -> str:
         return ""
     pods = [pod for pod in view.pods if pod.get("status", {}).get("phase") in {None, "Pending", "Running"}]
     for pod in pods:
-        if obstacle := _obstacle(pod):
+        if obstacle := obstacle_of(pod):
             return f"waiting: {_name(pod)}: {obstacle}"
     if view.trouble:
         return on_one_line(view.trouble)
@@ -55,17 +56,3 @@ def _name(pod: dict[str, Any]) -> str:
 def _is_ready(pod: dict[str, Any]) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
-
-
-def _obstacle(pod: dict[str, Any]) -> str:
-    """Why a pod does not start, in the words of Kubernetes."""
-    status = pod.get("status", {})
-    for container in status.get("containerStatuses") or []:
-        waiting = container.get("state", {}).get("waiting") or {}
-        reason = waiting.get("reason", "")
-        if reason and reason not in {"ContainerCreating", "PodInitializing"}:
-            return on_one_line(f"{reason} {waiting.get('message', '')}")
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return on_one_line(f"{condition.get('reason', '')} {condition.get('message', '')}")
-    return ""

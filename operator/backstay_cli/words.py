@@ -39,3 +39,24 @@ def shortened(place: str) -> str:
 def count(number: int, noun: str) -> str:
     """Such as ``1 server``, ``2 servers``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 0.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for unit, name, below, small in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            rest = whole % unit // below
+            return f"{whole // unit} {name}" + (f" {rest} {small}" if rest else "")
+    raise AssertionError("a minute is a unit")
+
+
+def clock(seconds: float) -> str:
+    """A duration as a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
+    whole = max(0, int(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

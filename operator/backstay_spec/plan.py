@@ -146,7 +146,7 @@ def refuse(
 
 
 def _plan(written: report.Report, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
-    written = report.with_history(written, old, effects.events, now)
+    written = report.with_history(written, old, effects.events, effects.deaths, now)
     wake = earliest((written.wake, effects.wake))
     return Plan(
         status=written.status,

@@ -183,6 +183,12 @@ class HistoryEntry(StatusModel):
     slot: str | None = None
     """The slot whose pod died, such as `worker-3`."""
 
+    incarnation: int | None = None
+    """Of the pod that died."""
+
+    recovered: PreciseTime | None = None
+    """When the slot took part in training again: a worker with a contribution, a server with an update."""
+
 
 class TrainingJobStatus(StatusModel):
     """What was last seen of the job."""

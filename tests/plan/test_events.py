@@ -85,8 +85,48 @@ def test_the_history_in_the_status_is_bounded():
     old = TrainingJobStatus()
     for number in range(120):
         events = (normal("Running", f"{number} " + "x" * 1000), normal("Evaluated", "of step 3"))
-        written = with_history(Report({"phase": "Running"}), old, events, now)
+        written = with_history(Report({"phase": "Running"}), old, events, (), now)
         old = TrainingJobStatus.model_validate(written.status)
     assert [entry.message.split()[0] for entry in old.history] == [str(n) for n in range(70, 120)]
     assert len(json.dumps(old.to_dict())) < 25_000
-    assert with_history(Report(), old, (normal("A", "b"),), now).status is None
+    assert with_history(Report(), old, (normal("A", "b"),), (), now).status is None
+
+
+def test_the_history_says_when_a_slot_took_part_in_training_again(running):
+    """A worker with its first contribution, a server with the next update: what the death cost."""
+    cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
+    cluster.answer(term=1, step=5, contributed={0: 1, 1: 1})
+    cluster.settle()
+    cluster.end(cluster.named(contract.ROLE_WORKER, 1), 137)
+    cluster.settle()
+    cluster.tick(3)
+    cluster.answer(term=1, step=6, contributed={0: 1, 1: 1})
+    cluster.settle()
+    assert "recovered" not in cluster.status["history"][-1]
+    cluster.tick(12)
+    cluster.answer(term=1, step=7, contributed={0: 1, 1: 2})
+    cluster.settle()
+    entry = cluster.status["history"][-1]
+    assert (entry["slot"], entry["incarnation"]) == ("worker-1", 1)
+    before = datetime.fromisoformat(entry["time"])
+    assert (datetime.fromisoformat(entry["recovered"]) - before).total_seconds() == 15
+    cluster.tick(60)
+    cluster.answer(term=1, step=8, contributed={0: 1, 1: 2})
+    cluster.settle()
+    assert entry in cluster.status["history"], "the first time counts"
+
+
+def test_an_interruption_is_one_event_whatever_is_missing_first(running):
+    cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
+    cluster.answer(term=1, step=5)
+    cluster.settle()
+    cluster.run(cluster.named(contract.ROLE_SERVER, 0), ready=False)
+    cluster.tick(11)
+    cluster.settle()
+    cluster.run(cluster.named(contract.ROLE_SERVER, 0))
+    for rank in range(2):
+        cluster.run(cluster.named(contract.ROLE_WORKER, rank), ready=False)
+    cluster.tick(11)
+    cluster.settle()
+    assert cluster.condition("Training")["reason"] == "WorkersNotReady"
+    assert [reason for reason, _ in cluster.events].count("TrainingInterrupted") == 1

@@ -259,7 +259,10 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     )
     reason = stopped or "NoUpdate"
     text = f"{since}: {_why(servers, no_worker)}"
-    halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text))
+    known = facts.conditions.get(status.TRAINING)
+    is_new = known is None or known.status != "False" or known.reason == "NotStarted"
+    # Servers, then workers, then only updates may be missing: one interruption is one event.
+    halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
     return Training((halted, *_running(facts, record, slots, stopped, began)), stands_still=True)
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from backstay_spec import status
+from backstay_spec import contract, status
+from backstay_spec.actions import Death
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, one_line
-from backstay_spec.observed import Observed, Progress
+from backstay_spec.observed import Observed, Progress, Updates
 from backstay_spec.planner.record import Record
 from backstay_spec.types import ObjectMeta
-from backstay_spec.types_status import CheckpointStatus, Condition, HistoryEntry, Role, RoleStatus, TrainingJobStatus
+from backstay_spec.types_status import (
+    CheckpointStatus,
+    Condition,
+    HistoryEntry,
+    Role,
+    RoleStatus,
+    TrainingJobStatus,
+    slot_key,
+)
 
 __all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable", "with_history"]
 
@@ -62,10 +71,10 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
     """The status to write after `old`."""
     after = _assembled(meta, old, new)
     if after != old:
-        return Report(_with_progress(meta, old, new, after, observed.progress, now).to_dict())
+        return Report(_with_progress(meta, old, new, after, observed.progress, observed.updates, now).to_dict())
     if _has_ended(new.conditions):
         return Report()
-    after = _with_progress(meta, old, new, after, observed.progress, now)
+    after = _with_progress(meta, old, new, after, observed.progress, observed.updates, now)
     if after == old:
         return Report()
     written = observed.status_written
@@ -74,19 +83,63 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
     return Report(after.to_dict())
 
 
-def with_history(report: Report, old: TrainingJobStatus, events: tuple[Event, ...], now: datetime) -> Report:
+def with_history(
+    report: Report, old: TrainingJobStatus, events: Sequence[Event], deaths: Sequence[Death], now: datetime
+) -> Report:
     """The verdict with the events in the status: the API server deletes events, and a job may train for weeks."""
     if report.status is None or not events:
         return report
-    found = [*old.history]
+    died = {slot_key(death.role, death.index): death.incarnation for death in deaths}
+    known = report.status.get("history")
+    entries = [_written(entry) for entry in old.history] if known is None else list(known)
     for event in events:
         if event.reason not in _NOT_HISTORY:
-            text = one_line(event.message, _ENTRY_LENGTH)
-            found.append(
-                HistoryEntry(time=now, type=event.type, reason=event.reason, message=text, slot=event.slot or None)
+            entry = HistoryEntry(
+                time=now,
+                type=event.type,
+                reason=event.reason,
+                message=one_line(event.message, _ENTRY_LENGTH),
+                slot=event.slot or None,
+                incarnation=died.get(event.slot),
             )
-    entries = [entry.model_dump(mode="json", by_alias=True, exclude_none=True) for entry in found[-_ENTRIES:]]
-    return replace(report, status={**report.status, "history": entries})
+            entries.append(_written(entry))
+    return replace(report, status={**report.status, "history": entries[-_ENTRIES:]})
+
+
+def _written(entry: HistoryEntry) -> dict[str, Any]:
+    return entry.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def recovered(
+    history: Sequence[HistoryEntry], progress: Progress | None, updates: Updates | None
+) -> list[HistoryEntry]:
+    """The history, with the times at which slots took part in training again, as far as `progress` shows them.
+
+    Args:
+        updates: when the job's step last changed.
+    """
+    found = []
+    for entry in history:
+        at = _recovery(entry, progress, updates)
+        found.append(entry if at is None else entry.model_copy(update={"recovered": _milliseconds(at)}))
+    return found
+
+
+def _recovery(entry: HistoryEntry, progress: Progress | None, updates: Updates | None) -> datetime | None:
+    if entry.slot is None or entry.incarnation is None or entry.recovered is not None or progress is None:
+        return None
+    role, _, index = entry.slot.rpartition("-")
+    if role == contract.ROLE_WORKER:
+        contributes = progress.contributed.get(int(index), 0) > entry.incarnation
+        return max(entry.time, progress.taken) if contributes else None
+    if role != contract.ROLE_SERVER or int(index) not in progress.reached or updates is None:
+        return None
+    return updates.at if updates.at > entry.time else None
+
+
+def _milliseconds(value: datetime) -> datetime:
+    """As the status holds it: a model must equal itself after a round trip."""
+    return value.replace(microsecond=value.microsecond // 1000 * 1000)
 
 
 def _assembled(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus) -> TrainingJobStatus:
@@ -123,12 +176,15 @@ def _with_progress(
     new: NewStatus,
     after: TrainingJobStatus,
     progress: Progress | None,
+    updates: Updates | None,
     now: datetime,
 ) -> TrainingJobStatus:
     """The status with what the servers answered; what this plan has decided stands."""
     if _has_ended({c.type: c for c in old.conditions}):
         return after
-    late = with_progress(after, progress, now).model_copy(update=dict(new.fields))
+    late = with_progress(after, progress, now).model_copy(
+        update={"history": recovered(after.history, progress, updates), **new.fields}
+    )
     if not new.all_created:
         return late
     kind, text = status.PODS_CREATED, "every pod has been created"

@@ -1,0 +1,344 @@
+"""The commands about jobs on any cluster: status, top, logs, list, delete. Also those of `kubectl backstay`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import aiohttp
+import typer
+import yaml
+from rich.console import Console
+from rich.live import Live
+
+from backstay_cli.clusters import Cluster, Where, open_cluster
+from backstay_cli.follow import JobView, look
+from backstay_cli.jobfile import BadInput
+from backstay_cli.kube import ApiError
+
+__all__ = ["BAD_INPUT", "FAILED", "Output", "add_commands", "ask_cluster", "choose", "write_object"]
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_TOP_SECONDS = 2.0
+_LIVE_SECONDS = 0.5
+_GONE_SECONDS = 90.0
+
+_T = TypeVar("_T")
+
+
+class Output(StrEnum):
+    """How a command prints what it found."""
+
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class _Role(StrEnum):
+    SERVER = "server"
+    WORKER = "worker"
+    EVALUATOR = "evaluator"
+
+
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        help="The kubeconfig. [default: KUBECONFIG, else the embedded cluster that runs in this folder, else "
+        "~/.kube/config]",
+        show_default=False,
+    ),
+]
+Context = Annotated[str | None, typer.Option(help="The context of the kubeconfig. [default: the current one]")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace. [default: the context's]")]
+Everywhere = Annotated[bool, typer.Option("--all-namespaces", "-A", help="The jobs of all namespaces.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="text, json or yaml.", case_sensitive=False)]
+Job = Annotated[str | None, typer.Argument(help="The job's name. [default: the only job]", show_default=False)]
+
+
+def ask_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
+    """Connect, do the work, and turn what goes wrong into a message and an exit status.
+
+    Raises:
+        typer.Exit: it went wrong: 2 for invalid input, 1 for a refusal or no answer, 130 for an interruption.
+    """
+
+    async def run() -> _T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        async with open_cluster(where) as cluster:
+            return await work(cluster)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise typer.Exit(INTERRUPTED) from None
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from None
+    except ApiError as error:
+        print(f"error: {_refusal(error)}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        print(f"error: the API server does not answer: {error or type(error).__name__}", file=sys.stderr)
+        raise typer.Exit(FAILED) from None
+
+
+def _refusal(error: ApiError) -> str:
+    if error.status == 404 and "the server could not find the requested resource" in str(error):
+        return "this cluster has no TrainingJobs: install Backstay with `helm install backstay`"
+    return str(error) or f"the API server answered with HTTP status {error.status}"
+
+
+def write_object(found: Any, output: Output) -> None:
+    """Print an object as JSON or YAML."""
+    if output is Output.JSON:
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
+
+
+async def choose(cluster: Cluster, name: str | None) -> str:
+    """The job that is meant: the one that is named, or the only one.
+
+    Raises:
+        BadInput: none is named, and the namespace has none or several.
+    """
+    if name is not None:
+        return name
+    names = [job["metadata"]["name"] for job in await cluster.api.list_jobs(cluster.namespace)]
+    if len(names) == 1:
+        return str(names[0])
+    if not names:
+        raise BadInput(f"there is no TrainingJob in namespace {cluster.namespace} of {cluster.name}")
+    raise BadInput(f"name one of the jobs: {', '.join(sorted(names))}")
+
+
+def add_commands(app: typer.Typer, *, embedded: bool) -> None:
+    """Add the commands to an app.
+
+    Args:
+        embedded: look for an embedded cluster in the current folder, which a kubectl plugin does not.
+    """
+
+    def where(kubeconfig: Path | None, context: str | None, namespace: str | None = None) -> Where:
+        return Where(kubeconfig, context, namespace, embedded)
+
+    @app.command()
+    def status(
+        job: Job = None,
+        namespace: Namespace = None,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+        output: Format = Output.TEXT,
+    ) -> None:
+        """Show what a job does: progress, what each pod does now, what died and what that cost, what to do next.
+
+        Exit status: 0: the job is shown; 1: there is no such job, or the cluster refused; 2: the input is invalid.
+        """
+        from backstay_cli import explain
+        from backstay_cli.picture import page
+
+        async def show(cluster: Cluster) -> tuple[JobView, str]:
+            return await look(cluster.api, cluster.namespace, await choose(cluster, job)), cluster.name
+
+        view, name = ask_cluster(where(kubeconfig, context, namespace), show)
+        if output is Output.TEXT:
+            _console().print(page(view, time.time(), name))
+        else:
+            write_object(explain.as_object(view), output)
+
+    @app.command("list")
+    def list_jobs(
+        namespace: Namespace = None,
+        everywhere: Everywhere = False,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+        output: Format = Output.TEXT,
+    ) -> None:
+        """List the jobs, those that run first."""
+        from backstay_cli import listing
+
+        async def show(cluster: Cluster) -> tuple[list[JobView], str]:
+            jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
+            return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
+
+        found, place = ask_cluster(where(kubeconfig, context, namespace), show)
+        if output is not Output.TEXT:
+            write_object(listing.as_rows(found), output)
+        elif found:
+            _console().print(listing.table(found, everywhere=everywhere))
+        else:
+            print(f"there is no TrainingJob in {'all namespaces' if everywhere else place}", file=sys.stderr)
+
+    @app.command()
+    def top(
+        job: Job = None,
+        namespace: Namespace = None,
+        everywhere: Everywhere = False,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+    ) -> None:
+        """Show all jobs, or one job with its pods, redrawn until Ctrl-C; once where the output is not a terminal."""
+        console = _console()
+
+        async def show(cluster: Cluster) -> None:
+            if job is not None:
+                await _top_job(cluster, job, console)
+            else:
+                await _top_jobs(cluster, console, everywhere=everywhere)
+
+        with contextlib.suppress(typer.Exit) if console.is_terminal else contextlib.nullcontext():
+            ask_cluster(where(kubeconfig, context, namespace), show)
+
+    @app.command()
+    def logs(
+        job: Job = None,
+        rank: Annotated[int | None, typer.Option(min=0, help="Of the pods with this rank or shard.")] = None,
+        role: Annotated[
+            _Role | None,
+            typer.Option(help="Of the pods with this role. [default: worker with --rank, else every role]"),
+        ] = None,
+        previous: Annotated[
+            bool, typer.Option("--previous", "-p", help="Of the pods that were replaced by the current ones.")
+        ] = False,
+        follow: Annotated[
+            bool, typer.Option("--follow", "-f", help="Go on until the job ends, also in replacements of pods.")
+        ] = False,
+        tail: Annotated[int | None, typer.Option(min=0, help="Lines of the end of each log. [default: all]")] = None,
+        namespace: Namespace = None,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+    ) -> None:
+        """Print the logs of a job's pods. Unless one pod is chosen, each line begins with its pod."""
+        from backstay_cli.logs import ROLES, Wanted, show_logs
+
+        chosen = _Role.WORKER if role is None and rank is not None else role
+        wanted = Wanted(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
+        if previous and follow:
+            print(
+                "error: --previous and --follow cannot be used together: a replaced pod writes no more", file=sys.stderr
+            )
+            raise typer.Exit(BAD_INPUT)
+
+        async def show(cluster: Cluster) -> None:
+            await show_logs(cluster, await choose(cluster, job), wanted, lambda line: print(line, flush=follow))
+
+        with _quiet_pipe():
+            ask_cluster(where(kubeconfig, context, namespace), show)
+
+    @app.command()
+    def delete(
+        jobs: Annotated[list[str], typer.Argument(help="The names of the jobs.")],
+        namespace: Namespace = None,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+        wait: Annotated[bool, typer.Option(help="Wait until the pods are gone.")] = True,
+    ) -> None:
+        """Delete jobs with their pods. Checkpoints stay.
+
+        Exit status: 0: all were deleted; 1: one does not exist, or the cluster refused.
+        """
+
+        async def remove(cluster: Cluster) -> bool:
+            return await _delete(cluster, jobs, wait=wait)
+
+        if not ask_cluster(where(kubeconfig, context, namespace), remove):
+            raise typer.Exit(FAILED)
+
+
+def _console() -> Console:
+    """Where the output is no terminal, lines are as long as they need to be."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
+@contextlib.contextmanager
+def _quiet_pipe() -> Any:
+    """``backstay logs digits | head`` ends without a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+
+
+async def _top_jobs(cluster: Cluster, console: Console, *, everywhere: bool) -> None:
+    from backstay_cli import listing
+
+    async def picture() -> Any:
+        jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
+        return listing.top_table(listing.views(jobs), everywhere=everywhere, width=console.width)
+
+    if not console.is_terminal:
+        console.print(await picture())
+        return
+    async with _screen(console) as live:
+        while True:
+            live.update(await picture(), refresh=True)
+            await asyncio.sleep(_TOP_SECONDS)
+
+
+async def _top_job(cluster: Cluster, job: str, console: Console) -> None:
+    from backstay_cli.picture import Losses, Picture
+
+    losses = Losses()
+    view = await look(cluster.api, cluster.namespace, job)
+
+    def picture() -> Picture:
+        losses.add(view)
+        ended = view.completed if view.completed is not None else time.time()
+        elapsed = 0.0 if view.started is None else max(0.0, ended - view.started)
+        return Picture(view, elapsed, losses, hint="Ctrl-C ends this view; the job goes on")
+
+    if not console.is_terminal:
+        console.print(picture())
+        return
+    async with _screen(console) as live:
+        while True:
+            live.update(picture(), refresh=True)
+            if view.ended:
+                return
+            await asyncio.sleep(_LIVE_SECONDS)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                view = await look(cluster.api, cluster.namespace, job, view)
+
+
+@contextlib.asynccontextmanager
+async def _screen(console: Console) -> AsyncIterator[Live]:
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        yield live
+
+
+async def _delete(cluster: Cluster, names: Sequence[str], *, wait: bool) -> bool:
+    """Whether all jobs existed and are deleted."""
+    deleted = []
+    for name in names:
+        try:
+            await cluster.api.delete_job(cluster.namespace, name)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            print(f"error: there is no TrainingJob {name} in namespace {cluster.namespace}", file=sys.stderr)
+            continue
+        deleted.append(name)
+        print(f"deleted {name}", flush=True)
+    deadline = time.monotonic() + _GONE_SECONDS
+    for name in deleted if wait else ():
+        while await cluster.api.pods_of(cluster.namespace, name):
+            if time.monotonic() > deadline:
+                print(f"error: pods of {name} still exist after {_GONE_SECONDS:.0f} s", file=sys.stderr)
+                return False
+            await asyncio.sleep(0.2)
+    return len(deleted) == len(names)

@@ -1,0 +1,274 @@
+"""What a job does and why, for `backstay status`: as one object for programs, which the page for people is made of."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backstay_cli.follow import Entry, JobView
+from backstay_cli.pods import active_pods, rows, slot_of, slot_words
+from backstay_cli.waiting import waiting_for
+from backstay_cli.words import count, duration, on_one_line
+from backstay_spec import contract
+from backstay_spec.causes import Cause
+
+__all__ = ["Death", "News", "as_object", "deaths", "news", "next_steps"]
+
+_CAUSES = {str(cause) for cause in Cause}
+_BUDGET = 0.8
+_CHECKPOINTS_LATE = 3  # intervals
+
+
+@dataclass(frozen=True)
+class Death:
+    """A pod that died.
+
+    Attributes:
+        at: Unix time.
+        slot: such as ``worker-3``; empty: not known.
+        cause: a value of `Cause`.
+        message: what happened, and what the operator did.
+        recovered_after: seconds until the slot took part in training again; None: it has not yet.
+        redone: that updates were made again because of it, as text.
+    """
+
+    at: float | None
+    slot: str
+    cause: str
+    message: str
+    recovered_after: float | None = None
+    redone: str = ""
+
+    @property
+    def why(self) -> str:
+        """How the pod ended, such as ``exit code 137 (SIGKILL)``."""
+        return self.message.partition(" died: ")[2].partition(";")[0] or self.message
+
+    @property
+    def cost(self) -> str:
+        """What the death cost, as far as it is known; empty: nothing is known."""
+        parts = [] if self.recovered_after is None else [f"trains again after {duration(self.recovered_after)}"]
+        return "; ".join(parts + ([self.redone] if self.redone else []))
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened to the job, for one line.
+
+    Attributes:
+        at: Unix time; None: not known.
+        what: in a few words.
+        text: more about it.
+        bad: whether somebody may have to act.
+    """
+
+    at: float | None
+    what: str
+    text: str
+    bad: bool
+
+
+def deaths(view: JobView) -> list[Death]:
+    """The deaths in the job's history, oldest first, with what each of them cost."""
+    found: list[Death] = []
+    for entry in view.history:
+        if _is_death(entry):
+            after = None
+            if entry.at is not None and entry.recovered is not None:
+                after = max(0.0, round(entry.recovered - entry.at, 3))
+            found.append(Death(entry.at, entry.slot, entry.reason, entry.message, after))
+        elif entry.reason == "RolledBack" and found:
+            found[-1] = replace(found[-1], redone=entry.message)
+    return found
+
+
+def _is_death(entry: Entry) -> bool:
+    return bool(entry.slot) or entry.reason in _CAUSES
+
+
+def news(view: JobView) -> list[News]:
+    """The job's history, oldest first: a death with what it cost, and an interruption with its length, in one line."""
+    died = iter(deaths(view))
+    found: list[News] = []
+    interrupted: int | None = None
+    for entry in view.history:
+        bad = entry.type == "Warning"
+        if _is_death(entry):
+            death = next(died)
+            text = "; ".join(part for part in (death.why, death.cost) if part)
+            found.append(News(entry.at, f"{who(death.slot)} died", on_one_line(text), bad))
+        elif entry.reason == "TrainingInterrupted":
+            interrupted = len(found)
+            found.append(News(entry.at, "no updates", on_one_line(entry.message), bad))
+        elif entry.reason == "Running" and interrupted is not None:
+            before = found[interrupted]
+            if before.at is not None and entry.at is not None:
+                lasted = f"no updates for {duration(entry.at - before.at)} or longer"
+                found[interrupted] = replace(before, what=lasted)
+            interrupted = None
+        elif entry.reason == "RolledBack" and found:
+            continue  # it is part of what the death before it cost
+        else:
+            found.append(News(entry.at, entry.reason, on_one_line(entry.message), bad))
+    return found
+
+
+def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
+    """The object that ``--output json`` and ``--output yaml`` print; a key without a value is null.
+
+    Args:
+        now: Unix time; None: now.
+    """
+    now = time.time() if now is None else now
+    reason, _, message = view.message.partition(": ")
+    ended = view.completed if view.completed is not None else now
+    return {
+        "name": view.name,
+        "namespace": view.namespace,
+        "phase": view.phase,
+        "reason": reason or None,
+        "message": message or None,
+        "waitsFor": waiting_for(view) or None,
+        "seconds": None if view.started is None else round(ended - view.started, 1),
+        "step": view.step,
+        "goalSteps": view.goal_steps,
+        "progress": progress_of(view),
+        "secondsLeft": None if (left := view.seconds_left) is None else round(left, 1),
+        "updatesPerSecond": _finite(view.updates_per_second),
+        "examplesPerSecond": _finite(view.examples_per_second),
+        "loss": _finite(view.loss),
+        "trainMetrics": {name: _finite(value) for name, value in view.train_metrics.items()},
+        "metrics": {name: _finite(value) for name, value in view.metrics.items()},
+        "evaluatedStep": view.evaluated_step,
+        "goodput": _finite(view.goodput),
+        "roles": {role: vars(values) for role, values in view.roles.items()},
+        "checkpoint": {
+            "uri": view.checkpoint,
+            "step": view.checkpoint_step,
+            "ageSeconds": None if view.checkpoint_time is None else round(max(0.0, now - view.checkpoint_time), 1),
+        }
+        if view.checkpoint
+        else None,
+        "blame": [dict(entry) for entry in view.blame],
+        "deaths": [
+            {
+                "secondsAgo": None if death.at is None else round(max(0.0, now - death.at), 1),
+                "slot": death.slot,
+                "cause": death.cause,
+                "message": death.message,
+                "recoveredAfterSeconds": death.recovered_after,
+                "redone": death.redone or None,
+            }
+            for death in deaths(view)
+        ],
+        "pods": [
+            {
+                "pod": row.pod,
+                "slot": row.slot,
+                "state": row.state,
+                "does": row.does or None,
+                "node": row.node or None,
+                "incarnation": row.incarnation,
+            }
+            for row in rows(view)
+        ],
+        "nextSteps": list(next_steps(view, now)),
+        "live": view.live,
+    }
+
+
+def progress_of(view: JobView) -> float | None:
+    """The fraction of the updates that are applied; None: not known."""
+    if view.phase == "Succeeded":
+        return 1.0
+    if not view.goal_steps or view.step is None:
+        return None
+    return min(1.0, view.step / view.goal_steps)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def next_steps(view: JobView, now: float) -> Iterator[str]:
+    """What the user can do about what is not as it should be; nothing for a healthy job."""
+    job, where = view.name, "" if view.namespace == "default" else f" -n {view.namespace}"
+    conditions = {c["type"]: c for c in (view.job.get("status") or {}).get("conditions") or []}
+    if view.phase == "Failed":
+        yield from _after_failure(view, where)
+        return
+    if view.phase == "Suspended":
+        patch = '{"spec":{"runPolicy":{"suspend":false}}}'
+        yield f"resume it: kubectl patch tj {job}{where} --type merge -p '{patch}'"
+        return
+    if view.phase == "Succeeded":
+        if view.checkpoint:
+            yield f"load the result: backstay.load({view.checkpoint.rpartition('/')[0] or '.'!r})"
+        return
+    for pod, row in zip(active_pods(view.pods), rows(view), strict=True):
+        if row.state == "Pending" and row.does:
+            yield f"{row.slot} cannot start: kubectl describe pod {pod['metadata']['name']}{where}"
+            break
+    yield from _about_checkpoints(view, conditions, now)
+    yield from _about_budgets(view, where)
+    if view.evaluation_error:
+        yield f"the evaluation fails: backstay logs {job}{where} --role evaluator"
+    synced = conditions.get("StandbysInSync")
+    if synced is not None and synced["status"] == "False" and synced["reason"] not in {"Starting", "Filling"}:
+        yield f"a standby is missing: {on_one_line(synced.get('message', ''))}"
+
+
+def _after_failure(view: JobView, where: str) -> Iterator[str]:
+    for pod in view.pods:
+        if pod.get("status", {}).get("phase") == "Failed":
+            role, index, _ = slot_of(pod)
+            yield f"read what it printed: backstay logs {view.name}{where} --role {short_role(role)} --rank {index}"
+            break
+    if view.checkpoint:
+        yield "correct the cause, delete the job and create it again: training continues from the checkpoint"
+
+
+def short_role(role: str) -> str:
+    """The role as `backstay logs --role` takes it."""
+    return "server" if role == contract.ROLE_SERVER else role
+
+
+def _about_checkpoints(view: JobView, conditions: dict[str, Any], now: float) -> Iterator[str]:
+    condition = conditions.get("Checkpointing") or {}
+    if condition.get("reason") == "NotConfigured":
+        servers = (view.job.get("spec") or {}).get("parameterServers") or {}
+        if not servers.get("standbys"):
+            yield "set spec.checkpoint: without checkpoints the loss of a server loses all progress"
+        return
+    if condition.get("reason") == "WriteFailed":
+        yield f"repair the checkpoint storage: {on_one_line(condition.get('message', ''))}"
+        return
+    every = ((view.job.get("spec") or {}).get("checkpoint") or {}).get("everySeconds")
+    age = None if view.checkpoint_time is None else now - view.checkpoint_time
+    if every and age is not None and age > _CHECKPOINTS_LATE * every:
+        yield f"the newest checkpoint is {duration(age)} old, and one is due every {duration(every)}"
+
+
+def _about_budgets(view: JobView, where: str) -> Iterator[str]:
+    spec = view.job.get("spec") or {}
+    for role, field, default in (("ParameterServer", "parameterServers", 10), ("Worker", "workers", 100)):
+        limit = (spec.get(field) or {}).get("maxRestarts", default)
+        used = view.roles[role].restarts if role in view.roles else 0
+        if limit and used >= _BUDGET * limit:
+            yield (
+                f"{used} of {count(limit, 'restart')} of spec.{field} are used: find the cause with `backstay history "
+                f"{view.name}{where}`, or raise spec.{field}.maxRestarts"
+            )
+
+
+def ago(death: Death, now: float) -> str:
+    """How long ago, such as ``3 min 20 s ago``."""
+    return "" if death.at is None else f"{duration(max(0.0, now - death.at))} ago"
+
+
+def who(slot: str) -> str:
+    """A slot for people; an older operator does not report it."""
+    return slot_words(slot) if slot else "a pod"

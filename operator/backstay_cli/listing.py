@@ -1,0 +1,131 @@
+"""`backstay list` and `backstay top`: one row for each job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from backstay_cli import explain
+from backstay_cli.curve import bar
+from backstay_cli.follow import JobView, view_of
+from backstay_cli.view import number
+from backstay_cli.words import clock, duration
+
+__all__ = ["as_rows", "table", "top_table", "views"]
+
+_PHASES = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended": "yellow"}
+
+
+def views(jobs: Iterable[dict[str, Any]]) -> list[JobView]:
+    """The jobs as their status has them, those that run first, then the newest first."""
+    found = [view_of(job, [], []) for job in jobs]
+    return sorted(found, key=lambda view: (view.ended, -_created(view), view.namespace, view.name))
+
+
+def _created(view: JobView) -> float:
+    from backstay_cli.follow import unix_time
+
+    return unix_time((view.job.get("metadata") or {}).get("creationTimestamp")) or 0.0
+
+
+def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str, Any]]:
+    """The objects that ``--output json`` and ``--output yaml`` print."""
+    now = time.time() if now is None else now
+    return [
+        {
+            "name": view.name,
+            "namespace": view.namespace,
+            "phase": view.phase,
+            "step": view.step,
+            "goalSteps": view.goal_steps,
+            "progress": explain.progress_of(view),
+            "secondsLeft": view.seconds_left,
+            "examplesPerSecond": view.examples_per_second,
+            "loss": view.loss,
+            "goodput": view.goodput,
+            "workersReady": view.roles["Worker"].ready if "Worker" in view.roles else 0,
+            "workersDesired": view.roles["Worker"].desired if "Worker" in view.roles else 0,
+            "restarts": view.restarts,
+            "disruptions": view.disruptions,
+            "checkpointStep": view.checkpoint_step,
+            "checkpointAgeSeconds": None
+            if view.checkpoint_time is None
+            else round(max(0.0, now - view.checkpoint_time), 1),
+            "ageSeconds": round(max(0.0, now - _created(view)), 1),
+        }
+        for view in found
+    ]
+
+
+def _columns(names: Sequence[str], *, left: frozenset[str]) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in names:
+        made.add_column(name, justify="left" if name in left else "right", no_wrap=True, overflow="ellipsis")
+    return made
+
+
+def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = None) -> Table:
+    """The table of `backstay list`.
+
+    Args:
+        everywhere: whether the jobs are of several namespaces.
+    """
+    now = time.time() if now is None else now
+    names = [*(["namespace"] if everywhere else []), "name", "phase", "progress", "left", "workers", "deaths", "age"]
+    made = _columns(names, left=frozenset({"namespace", "name", "phase"}))
+    for view in found:
+        fraction = explain.progress_of(view)
+        workers = view.roles.get("Worker")
+        left = view.seconds_left
+        made.add_row(
+            *([view.namespace] if everywhere else []),
+            view.name,
+            Text(view.phase, _PHASES.get(view.phase, "")),
+            "–" if fraction is None else f"{100 * fraction:.0f} %",
+            "–" if left is None else clock(left),
+            "–" if workers is None else f"{workers.ready}/{workers.desired}",
+            str(view.restarts + view.disruptions),
+            duration(max(0.0, now - _created(view))),
+        )
+    return made
+
+
+def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: float | None = None) -> Table:
+    """The table of `backstay top`; a wide terminal gets more columns."""
+    now = time.time() if now is None else now
+    wide = width >= 110
+    names = [*(["namespace"] if everywhere else []), "name", "phase", "progress", "left", "examples/s"]
+    names += ["loss", "goodput", "checkpoint", "last death"] if wide else ["loss"]
+    names += ["workers", "deaths"]
+    made = _columns(names, left=frozenset({"namespace", "name", "phase", "progress", "last death"}))
+    for view in found:
+        fraction, workers, left = explain.progress_of(view), view.roles.get("Worker"), view.seconds_left
+        size = 16 if wide else 8
+        progress = "–" if fraction is None else f"{bar(fraction, size)} {100 * fraction:3.0f} %"
+        row: list[str | Text] = [
+            *([view.namespace] if everywhere else []),
+            view.name,
+            Text(view.phase, _PHASES.get(view.phase, "")),
+        ]
+        row += [progress, "–" if left is None else clock(left), number(view.examples_per_second, 3)]
+        row.append(number(view.loss))
+        if wide:
+            row.append("–" if view.goodput is None else f"{100 * view.goodput:.0f} %")
+            age = view.checkpoint_time
+            row.append("–" if age is None or view.ended else duration(max(0.0, now - age)))
+            row.append(_last_death(view, now))
+        row.append("–" if workers is None else f"{workers.ready}/{workers.desired}")
+        row.append(Text(str(view.restarts + view.disruptions), "yellow" if view.restarts else ""))
+        made.add_row(*row)
+    return made
+
+
+def _last_death(view: JobView, now: float) -> str:
+    died = explain.deaths(view)
+    if not died:
+        return ""
+    return f"{explain.who(died[-1].slot)}, {died[-1].cause}, {explain.ago(died[-1], now)}"

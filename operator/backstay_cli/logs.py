@@ -1,0 +1,177 @@
+"""`backstay logs`: the logs of a job's pods, one after another or as they are written, each line with its pod."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from backstay_cli.clusters import Cluster
+from backstay_cli.follow import TERMINAL
+from backstay_cli.jobfile import BadInput
+from backstay_cli.kube import ApiError
+from backstay_cli.pods import active_pods, slot_of
+from backstay_cli.words import printable
+from backstay_spec import contract
+
+__all__ = ["ROLES", "Wanted", "show_logs"]
+
+ROLES = {"server": contract.ROLE_SERVER, "worker": contract.ROLE_WORKER, "evaluator": contract.ROLE_EVALUATOR}
+_SHORT = {role: name for name, role in ROLES.items()}
+_LOOK_SECONDS = 1.0
+_LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which logs.
+
+    Attributes:
+        role: a value of the role label; None: every role.
+        rank: the index of the slot; None: every slot.
+        previous: of the pod that filled the slot before.
+        follow: go on until the job ends, also in replacements.
+        tail: how many lines of the end of each log; None: all.
+    """
+
+    role: str | None = None
+    rank: int | None = None
+    previous: bool = False
+    follow: bool = False
+    tail: int | None = None
+
+    def covers(self, pod: dict[str, Any]) -> bool:
+        """Whether a pod's slot is wanted."""
+        role, index, _ = slot_of(pod)
+        return self.role in (None, role) and self.rank in (None, index)
+
+
+async def show_logs(cluster: Cluster, job: str, wanted: Wanted, write: Callable[[str], None]) -> None:
+    """Write the logs, line by line.
+
+    Raises:
+        BadInput: the job has no such pod.
+        ApiError: there is no such job, or its logs may not be read.
+    """
+    await cluster.api.get_job(cluster.namespace, job)
+    pods = [pod for pod in await cluster.api.pods_of(cluster.namespace, job) if wanted.covers(pod)]
+    chosen = _previous(pods) if wanted.previous else active_pods(pods)
+    if not chosen and not wanted.follow:
+        raise BadInput(_nothing(job, wanted, pods))
+    # With one pod, a line stands as it is; so that what it printed can be processed.
+    many = wanted.role is None or wanted.rank is None
+    if not wanted.follow:
+        for pod in chosen:
+            async for line in _lines(cluster, pod, wanted):
+                write(_prefixed(pod, line, many=many))
+        return
+    await _follow(cluster, job, wanted, write, many=many)
+
+
+def _nothing(job: str, wanted: Wanted, pods: Sequence[dict[str, Any]]) -> str:
+    if wanted.previous and pods:
+        return f"no pod of {job} that was chosen has been replaced, or the replaced pod is deleted already"
+    slot = " ".join(
+        part
+        for part in (
+            "" if wanted.role is None else f"with role {_SHORT[wanted.role]}",
+            "" if wanted.rank is None else f"with rank {wanted.rank}",
+        )
+        if part
+    )
+    return f"the job {job} has no pod {slot}".rstrip() + f"; `backstay status {job}` lists its pods"
+
+
+def _previous(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each slot, the newest pod before the current one."""
+    current = {id(pod) for pod in active_pods(pods)}
+    return active_pods([pod for pod in pods if id(pod) not in current])
+
+
+def _prefixed(pod: dict[str, Any], line: str, *, many: bool) -> str:
+    role, index, incarnation = slot_of(pod)
+    name = f"{_SHORT.get(role, role)} {index}" + (f" #{incarnation}" if incarnation > 1 else "")
+    return f"{name:<12}| {line}" if many else line
+
+
+async def _lines(cluster: Cluster, pod: dict[str, Any], wanted: Wanted, *, follow: bool = False) -> AsyncIterator[str]:
+    """The lines of one pod; none while it has no log yet."""
+    options = {"follow": "true"} if follow else {}
+    if wanted.tail is not None:
+        options["tailLines"] = str(wanted.tail)
+    meta = pod["metadata"]
+    rest = b""
+    try:
+        async for chunk in cluster.api.log(meta["namespace"], meta["name"], **options):
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                yield _shown(line)
+            if len(rest) > _LONGEST_LINE:
+                yield _shown(rest)
+                rest = b""
+    except ApiError as error:
+        if error.status not in (400, 404):
+            raise
+        for kept in _kept(cluster.folder, pod, wanted):
+            yield kept
+    if rest:
+        yield _shown(rest)
+
+
+def _kept(folder: Path | None, pod: dict[str, Any], wanted: Wanted) -> list[str]:
+    """What an embedded cluster has kept of a pod's log that its API no longer serves."""
+    if folder is None:
+        return []
+    meta = pod["metadata"]
+    log = folder / "pods" / meta["namespace"] / meta["name"] / f"{contract.CONTAINER}.log"
+    with contextlib.suppress(OSError):
+        lines = log.read_bytes().splitlines()
+        return [_shown(line) for line in (lines if wanted.tail is None else lines[len(lines) - wanted.tail :])]
+    return []
+
+
+def _shown(line: bytes) -> str:
+    return printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace"))
+
+
+async def _follow(cluster: Cluster, job: str, wanted: Wanted, write: Callable[[str], None], *, many: bool) -> None:
+    """Follow the logs of all wanted pods, and of those that are created meanwhile, until the job has ended."""
+    followed: dict[str, asyncio.Task[None]] = {}
+
+    async def one(pod: dict[str, Any]) -> None:
+        async for line in _lines(cluster, pod, wanted, follow=True):
+            write(_prefixed(pod, line, many=many))
+
+    try:
+        while True:
+            ended = False
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                try:
+                    found = await cluster.api.get_job(cluster.namespace, job)
+                    ended = (found.get("status") or {}).get("phase") in TERMINAL
+                    pods = await cluster.api.pods_of(cluster.namespace, job)
+                except ApiError as error:
+                    if error.status != 404:
+                        raise
+                    ended, pods = True, []
+                for pod in active_pods([pod for pod in pods if wanted.covers(pod)]):
+                    started = pod.get("status", {}).get("phase") not in (None, "Pending")
+                    if started and pod["metadata"]["uid"] not in followed:
+                        followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
+            failed = [task.exception() for task in followed.values() if task.done() and not task.cancelled()]
+            for failure in failed:
+                if isinstance(failure, ApiError):
+                    raise failure
+            if ended:
+                await asyncio.wait(followed.values(), timeout=5.0) if followed else None
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        for task in followed.values():
+            task.cancel()
+        await asyncio.gather(*followed.values(), return_exceptions=True)

@@ -1,0 +1,238 @@
+"""How a job looks on a terminal: what `backstay run` redraws, and what `backstay status` and `top JOB` print."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from backstay_cli import explain
+from backstay_cli.curve import bar, curve, thin
+from backstay_cli.follow import JobView
+from backstay_cli.pods import PodRow, rows, summary
+from backstay_cli.view import number, ready_of, shown
+from backstay_cli.waiting import waiting_for
+from backstay_cli.words import clock, count, duration, on_one_line
+
+__all__ = ["Losses", "Picture", "page"]
+
+_PHASES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
+_STATES = {"Ready": "green", "Failed": "red", "Pending": "yellow", "Starting": "yellow", "Terminating": "yellow"}
+_ROLES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
+_CURVE_HEIGHT = 3
+_MOST_POINTS = 2000
+_FEWEST_PODS = 3
+_NEWS = 4
+_MOST_NEWS = 8
+_LATE_SECONDS = 20.0
+"""An update that is waited for this long is worth a line."""
+
+
+class Losses:
+    """The losses of the updates that were seen, for a curve."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float]] = []
+
+    def add(self, view: JobView) -> None:
+        """Take the loss of the newest update. After a rollback the steps that are redone are dropped."""
+        if view.step is None or view.loss is None or not view.step:
+            return
+        while self._points and self._points[-1][0] >= view.step:
+            self._points.pop()
+        self._points = thin([*self._points, (float(view.step), view.loss)], _MOST_POINTS)
+
+    def lines(self, width: int) -> list[str]:
+        """The curve."""
+        return curve(self._points, width, _CURVE_HEIGHT)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The highest and the lowest loss."""
+        values = [value for _, value in self._points]
+        return max(values), min(values)
+
+
+class Picture:
+    """Renders a job into the size of the terminal.
+
+    Args:
+        view: the job.
+        elapsed: seconds since the command, or the job, was started.
+        losses: for the curve; None: no curve.
+        hint: the last line; empty: none.
+        now: Unix time.
+        whole: show every pod and the whole history, however high that is.
+    """
+
+    def __init__(
+        self,
+        view: JobView,
+        elapsed: float,
+        losses: Losses | None = None,
+        *,
+        hint: str = "",
+        now: Callable[[], float] = time.time,
+        whole: bool = False,
+    ) -> None:
+        self._view, self._elapsed, self._losses, self._hint = view, elapsed, losses, hint
+        self._now, self._whole = now(), whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, console.size.height
+        head = [*self._head(width)]
+        tail = [*self._tail()]
+        found = rows(self._view)
+        taken = len(head) + len(tail) + 4
+        room = len(found) if self._whole else max(_FEWEST_PODS, height - taken)
+        yield Group(*head, *self._pods(found, room), *tail)
+
+    # ---- Above the pods ----
+
+    def _head(self, width: int) -> Iterator[RenderableType]:
+        view = self._view
+        yield Text.assemble(
+            (view.name, "bold"),
+            "  ",
+            (view.phase, _PHASES.get(view.phase, "bold")),
+            f"  {clock(self._elapsed)}",
+            (f"  {waiting_for(view)}", "yellow" if view.step else "dim"),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        fraction = explain.progress_of(view)
+        if fraction is not None and view.step is not None and view.goal_steps:
+            yield self._progress(fraction, width)
+        elif view.step is not None:
+            yield Text.assemble(("step ", "dim"), number(view.step))
+        yield from self._numbers(width)
+        for label, values in (
+            ("metrics of loss", view.train_metrics),
+            (f"evaluation of step {number(view.evaluated_step)}", view.metrics),
+        ):
+            if values:
+                yield _line((f"{label}  ", "dim"), shown(values))
+        if view.evaluation_error:
+            yield _line(("the evaluation failed: ", "red"), on_one_line(view.evaluation_error))
+        if waits := self._waits():
+            yield _line((waits, "yellow"))
+        yield Text()
+
+    def _progress(self, fraction: float, width: int) -> Text:
+        view = self._view
+        assert view.step is not None
+        said = f" {100 * fraction:3.0f} %  step {view.step:,} of {view.goal_steps:,}"
+        if view.updates_per_second and not view.ended:
+            said += f"  {number(view.updates_per_second, 3)} updates/s"
+        if (left := view.seconds_left) is not None and fraction < 1:
+            said += f"  {clock(left)} left"
+        style = "red" if view.phase == "Failed" else "green" if fraction >= 1 else "cyan"
+        return Text.assemble((bar(fraction, max(8, min(60, width - len(said) - 1))), style), said, no_wrap=True)
+
+    def _numbers(self, width: int) -> Iterator[RenderableType]:
+        view = self._view
+        if view.loss is None and not view.examples_per_second:
+            return
+        said = Text.assemble(("loss ", "dim"), number(view.loss), no_wrap=True, overflow="ellipsis")
+        if view.examples_per_second and not view.ended:
+            said.append_text(Text.assemble(("   examples/s ", "dim"), number(view.examples_per_second, 3)))
+        if view.goodput is not None:
+            said.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
+        yield said
+        lines = [] if self._losses is None else self._losses.lines(min(60, width - 12))
+        if lines and self._losses is not None:
+            highest, lowest = (number(value, 3) for value in self._losses.ends)
+            labels = [highest, *[""] * (len(lines) - 2), lowest]
+            for label, line in zip(labels, lines, strict=True):
+                yield Text.assemble((f"{label:>8} ", "dim"), (line, "cyan"), no_wrap=True)
+
+    def _waits(self) -> str:
+        """Whom the next update waits for, where it has waited for long."""
+        waits = self._view.waits
+        seconds = float(waits.get("seconds") or 0.0)
+        return f"no update for {duration(seconds)}: {waits.get('text', '')}" if seconds >= _LATE_SECONDS else ""
+
+    # ---- The pods ----
+
+    def _pods(self, found: Sequence[PodRow], room: int) -> Iterator[RenderableType]:
+        view = self._view
+        counts = [*_counts(view)]
+        if found:
+            yield from self._rows(found, room)
+        if found or counts:
+            yield Text.assemble(*counts, no_wrap=True, overflow="ellipsis")
+            yield Text()
+
+    def _rows(self, found: Sequence[PodRow], room: int) -> Iterator[RenderableType]:
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for column in ("pod", "state", "does now"):
+            table.add_column(column, no_wrap=True, overflow="ellipsis")
+        several = len({row.node for row in found}) > 1
+        if several:
+            table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=24)
+        # The pods that are not ready come first where there is no room for all.
+        order = list(found) if len(found) <= room else sorted(found, key=lambda row: row.state == "Ready")[: room - 1]
+        chosen = [row for row in found if row in order]
+        for row in chosen:
+            cells = [Text(row.slot), Text(row.state, _STATES.get(row.state, "")), Text(row.does)]
+            table.add_row(*cells, *([Text(row.node, "dim")] if several else []))
+        yield table
+        if len(chosen) < len(found):
+            yield Text(summary([row for row in found if row not in chosen]), "dim")
+
+    # ---- Below the pods ----
+
+    def _tail(self) -> Iterator[RenderableType]:
+        view = self._view
+        found = explain.news(view)
+        for one in found[-_MOST_NEWS if self._whole else -_NEWS :]:
+            when = "" if one.at is None else clock(self._now - one.at)
+            style = "yellow" if one.bad else "dim"
+            yield _line((f"{when:>6}  ", "dim"), (f"{one.what}: ", style), (one.text, "" if one.bad else "dim"))
+        if view.checkpoint_step is not None and not view.ended:
+            age = (
+                "" if view.checkpoint_time is None else f", {duration(max(0.0, self._now - view.checkpoint_time))} ago"
+            )
+            place = f": {view.checkpoint}" if self._whole and view.checkpoint else ""
+            yield _line((f"checkpoint of step {number(view.checkpoint_step)}{age}{place}", "dim"))
+        if self._hint and not view.ended and not view.stage:
+            yield Text(self._hint, "dim", overflow="fold")  # a path that is cut is of no use
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _counts(view: JobView) -> Iterator[str | tuple[str, str]]:
+    """Such as ``2/2 parameter servers, 3/4 workers ready; replaced: 1 crash, 2 disruptions``."""
+    parts = []
+    for role, values in view.roles.items():
+        if values.desired:
+            parts.append(f"{ready_of(view, values)} {_ROLES.get(role, role)}")
+    if parts:
+        yield (", ".join(parts) + ("" if view.ended else " ready"), "dim")
+    if view.restarts or view.disruptions:
+        yield ("; replaced after " if parts else "replaced after ", "dim")
+        yield (f"{view.restarts} {'crash' if view.restarts == 1 else 'crashes'}", "red" if view.restarts else "dim")
+        yield (" and ", "dim")
+        yield (count(view.disruptions, "disruption"), "yellow" if view.disruptions else "dim")
+
+
+def page(view: JobView, now: float, cluster: str) -> Group:
+    """The page of `backstay status`: one screen that explains the job."""
+    ended = view.completed if view.completed is not None else now
+    elapsed = 0.0 if view.started is None else max(0.0, ended - view.started)
+    parts: list[RenderableType] = []
+    if view.message and view.phase != "Running":
+        parts += [Text(line) for line in view.message.splitlines()[:12]]
+    steps = list(explain.next_steps(view, now))
+    blame = [_line(("waited for  ", "dim"), str(entry.get("text", ""))) for entry in view.blame[:3]]
+    parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
+    parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
+    if not view.live and not view.ended and view.step is not None:
+        parts.append(Text("the numbers are from the job's status, which the operator writes every 10 s", "dim"))
+    parts.append(_line((f"in {cluster}, namespace {view.namespace}", "dim")))
+    return Group(*parts)
