@@ -11,7 +11,7 @@ from collections import deque
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from backstay._coordination import (
@@ -33,6 +33,7 @@ from backstay_rpc.control_pb2 import (
     Norm,
     NormRequest,
     Reject,
+    RejectReason,
     Rollback,
     Staged,
 )
@@ -71,10 +72,18 @@ def key_of(gradient: GradientId) -> bytes:
 
 
 class Job:
-    def __init__(self, shards: int, ranks: int, backups: int, mode: str, random: Random) -> None:
+    def __init__(
+        self, shards: int, ranks: int, backups: int, mode: str, random: Random, *, replicates: bool = True
+    ) -> None:
         self.random = random
         self.rules = Rules(
-            mode=mode, shards=shards, steps=STEPS, backups=backups, clip_norm=1.0, max_non_finite=99, replicates=True
+            mode=mode,
+            shards=shards,
+            steps=STEPS,
+            backups=backups,
+            clip_norm=1.0,
+            max_non_finite=99,
+            replicates=replicates,
         )
         state = CoordinatorState(term=1, version=0, world=ranks)
         self.start = Rollback(term=1, version=0, world=ranks)
@@ -83,7 +92,7 @@ class Job:
         self.shards[0].standby.state = state
         self.workers: list[GradientId | None] = [None] * ranks
         self.attempt = 0
-        self.key_steps = [0] * ranks
+        self.incarnations = [1] * ranks
         self.history: dict[int, bytes] = {}
 
     def carry_out(self, decisions: list[object]) -> None:
@@ -133,7 +142,9 @@ class Job:
         if request is None:
             return
         contributions = tuple(request.contributions)
-        if shard.active.prepared != contributions:
+        if not self.rules.replicates:
+            assert all(key_of(c.id) in shard.staged for c in contributions), "a shard holds what a decision names"
+        elif shard.active.prepared != contributions:
             if any(key_of(c.id) not in shard.staged for c in contributions):
                 return  # taken back meanwhile
             shard.active.prepared = shard.standby.prepared = contributions
@@ -144,7 +155,10 @@ class Job:
         commit = shard.commits.pop(shard.active.version, None)
         if commit is None:
             return
-        assert shard.active.prepared == tuple(commit.contributions), "a shard holds what it is told to apply"
+        if self.rules.replicates:
+            assert shard.active.prepared == tuple(commit.contributions), "a shard holds what a commit names"
+        else:
+            assert all(key_of(c.id) in shard.staged for c in commit.contributions), "a shard holds what a commit names"
         decided = commit.SerializeToString(deterministic=True)
         assert self.history.setdefault(commit.version, decided) == decided, "T1, T6: one history"
         state = shard.standby.state
@@ -168,6 +182,16 @@ class Job:
                 self.carry_out(self.coordinator.norm(0.0, shard.index, message))
             case int():
                 self.carry_out(self.coordinator.applied(0.0, shard.index, message))
+
+    def cut(self, shard: Shard) -> None:
+        """The link to the coordinator breaks; what was on its way is lost."""
+        shard.linked = False
+
+    def restart_worker(self, rank: int) -> None:
+        """The pod of a rank is replaced; what its shards hold of it stays."""
+        self.workers[rank] = None
+        self.incarnations[rank] += 1
+        self.carry_out(self.coordinator.joined(0.0, rank, self.incarnations[rank]))
 
     def kill(self, shard: Shard) -> None:
         """The active server dies; its standby serves, and a new standby is filled from it."""
@@ -203,7 +227,12 @@ class Job:
             key_step = self.coordinator.state.key_steps.get(rank, 0)
         self.attempt += 1
         gradient = GradientId(
-            term=1, version=version, rank=rank, key_step=key_step, incarnation=1, attempt=self.attempt
+            term=1,
+            version=version,
+            rank=rank,
+            key_step=key_step,
+            incarnation=self.incarnations[rank],
+            attempt=self.attempt,
         )
         for shard in self.shards:
             staged = Staged(id=gradient, info=GradientInfo(finite=self.random.random() < 0.9))
@@ -215,7 +244,13 @@ class Job:
     def step(self, chaos: float) -> None:
         shard = self.random.choice(self.shards)
         if self.random.random() < chaos:
-            self.kill(shard)
+            fault = self.random.randrange(4)
+            if fault == 0:
+                self.cut(shard)
+            elif fault == 1:
+                self.restart_worker(self.random.randrange(len(self.workers)))
+            elif self.rules.replicates:
+                self.kill(shard)
         elif not shard.linked:
             self.link(shard)
         else:
@@ -239,24 +274,88 @@ class Job:
         return self.rules.mode == "Sync" and min(shard.published for shard in self.shards) > gradient.version
 
 
-@pytest.mark.parametrize("mode", ["Sync", "Async"])
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(0, 2**32)))
-def test_whoever_dies_there_is_one_history_and_nothing_of_it_is_lost(mode: str, data) -> None:
-    shards, ranks, backups, seed = data
-    job = Job(shards, ranks, backups if mode == "Sync" else 0, mode, Random(seed))
-    for _ in range(600):
-        job.step(0.02)
+def trains_to_the_end(job: Job, faults: tuple[int, float]) -> None:
+    """Run a job with faults (number of actions, probability of a fault in each), then without; check its histories."""
+    actions, probability = faults
+    for _ in range(actions):
+        job.step(probability)
     for _ in range(6_000):
         if all(shard.active.version == STEPS for shard in job.shards):
             break
         job.step(0.0)
     else:
-        pytest.fail(f"it stands still at {[shard.active.version for shard in job.shards]}")
+        pytest.fail(f"T8: the shards stand still at versions {[shard.active.version for shard in job.shards]}")
     histories = [[commit.SerializeToString(deterministic=True) for commit in s.active.history] for s in job.shards]
     assert all(history == histories[0] for history in histories)
     used = [(c.id.rank, c.id.key_step) for commit in job.shards[0].active.history for c in commit.contributions]
     assert len(used) == len(set(used)), "T3"
+
+
+SIZES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1))
+FAULTS = st.sampled_from([(600, 0.03), (300, 0.1), (200, 0.2), (100, 0.3)])
+SEEDS = st.integers(0, 2**32)
+
+
+def job_of(mode: str, sizes: tuple[int, int, int], seed: int, *, replicates: bool = True) -> Job:
+    shards, ranks, backups = sizes
+    return Job(shards, ranks, backups if mode == "Sync" else 0, mode, Random(seed), replicates=replicates)
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=SIZES, faults=FAULTS, seed=SEEDS)
+def test_whoever_dies_there_is_one_history_and_nothing_of_it_is_lost(mode: str, sizes, faults, seed) -> None:
+    trains_to_the_end(job_of(mode, sizes, seed), faults)
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=SIZES, faults=FAULTS, seed=SEEDS)
+@example(
+    sizes=(3, 2, 0), faults=(300, 0.1), seed=101117
+)  # a refused gradient was accepted from a shard that linked again
+def test_t8_broken_links_and_replaced_workers_do_not_stop_a_job_without_standbys(
+    mode: str, sizes, faults, seed
+) -> None:
+    trains_to_the_end(job_of(mode, sizes, seed, replicates=False), faults)
+
+
+def test_t8_a_decision_that_may_be_taken_back_does_not_refuse_a_gradient() -> None:
+    """Found by the model: the worker had sent its gradient again, because a server had died; two shards were told that
+    it is a duplicate, the third was not connected, and the decision was taken back. The worker waited for the third."""
+    coordinator = Coordinator(
+        Rules(mode="Async", shards=3, steps=STEPS, replicates=True), CoordinatorState(term=1, version=0, world=1)
+    )
+    for shard in range(3):
+        coordinator.hello(0.0, shard, 1, 0, incarnation=1)
+    first, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
+    said = [*coordinator.staged(0.0, 0, first), *coordinator.staged(0.0, 1, first), *coordinator.staged(0.0, 2, first)]
+    assert [type(d.message) for d in said if isinstance(d, Send)] == [NormRequest]
+    assert coordinator.staged(0.0, 0, again) == [], "too early to refuse it"
+    taken_back = coordinator.hello(0.0, 2, 1, 0, incarnation=2)
+    assert [d.message.id for d in taken_back if isinstance(d, Send)] == [first.id]
+    said = [*coordinator.staged(0.0, 1, again), *coordinator.staged(0.0, 2, again)]
+    (request,) = [d.message for d in said if isinstance(d, Send)]
+    assert [contribution.id for contribution in request.contributions] == [again.id]
+
+
+def test_t8_a_gradient_that_was_refused_is_refused_by_every_shard() -> None:
+    """Found by the model: a shard was not connected when a gradient was refused. It reported the gradient later, before
+    the older one that had been complete, which was dropped then, though the other shard held only that one."""
+    coordinator = Coordinator(Rules(mode="Sync", shards=2, steps=STEPS), CoordinatorState(term=1, version=0, world=2))
+    complete, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
+    for shard in (0, 1):
+        coordinator.hello(0.0, shard, 1, 0)
+        coordinator.staged(0.0, shard, complete)
+    refused = Reject(id=again.id, reason=RejectReason.DUPLICATE)
+    assert Send(None, refused) in coordinator.staged(0.0, 0, again)
+    coordinator.hello(0.0, 1, 1, 0)  # its link broke
+    assert Send(None, refused) in coordinator.staged(0.0, 1, again)
+    coordinator.staged(0.0, 1, complete)
+    other = Staged(id=GradientId(term=1, rank=1), info=GradientInfo(finite=True))
+    said = [*coordinator.staged(0.0, 0, other), *coordinator.staged(0.0, 1, other)]
+    (commit,) = [d.message for d in said if isinstance(d, Send)]
+    assert [contribution.id for contribution in commit.contributions] == [complete.id, other.id]
 
 
 def test_a_stale_standby_is_not_guessed_about() -> None:

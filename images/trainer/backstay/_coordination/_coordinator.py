@@ -179,12 +179,14 @@ class Coordinator(Succession):
         start = self._start
         self._above = max(self._above, term, begun)
         before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
-        self._ledger.lose_all(shard)  # it tells again what it holds
+        # The shard reports again what it holds.
+        self._ledger.lose_all(shard)
+        self._deferred = [(other, staged) for other, staged in self._deferred if other != shard]
         out: list[Decision] = []
         if self.rules.replicates and term == self.state.term and not self._restarting and self.finished is None:
             if incarnation > before:
                 # Its gradients died with the one before it: what was not certain yet is decided again.
-                out += self._take_back(now, shard)
+                out += self._take_back(now)
             known = max(version, last.version + 1 if last is not None else 0)
             if known > self.state.version:
                 if not self._adoptable(last):
@@ -269,9 +271,12 @@ class Coordinator(Succession):
             if self._applied[shard] > committed and self.rules.mode == "Async":
                 return [Send(shard, self._reject(gradient, RejectReason.DUPLICATE))]
             return []
-        reason = self._judge(gradient)
-        if self._defers(shard, staged, reason):
-            return []
+        reason = self._ledger.refusal_of(gradient)
+        if reason == RejectReason.REJECT_UNSPECIFIED:
+            reason = self._judge(self.state, gradient)
+            if self._is_uncertain(gradient, reason):
+                self._deferred.append((shard, staged))
+                return []
         if reason != RejectReason.REJECT_UNSPECIFIED:
             return self._refuse(staged, reason, shard)
         out: list[Decision] = []
@@ -294,7 +299,9 @@ class Coordinator(Succession):
             current = not self.rules.replicates or pending.round == norm.round
             if current and (pending.commit.term, pending.commit.version) == (norm.term, norm.version):
                 pending.norms[shard] = norm.sum_of_squares
-        return [*self._release(), *self._end_if_over(now)]
+        released = self._release()
+        judged = self._judge_deferred(now) if released else []
+        return [*released, *judged, *self._end_if_over(now)]
 
     def applied(self, now: float, shard: int, version: int) -> list[Decision]:
         """A shard reached `version`."""
@@ -395,17 +402,17 @@ class Coordinator(Succession):
         """The newest term that was ever begun, as far as anybody has told."""
         return max(self.state.term, self._above)
 
-    def _judge(self, gradient: GradientId) -> RejectReason:
-        if gradient.term != self.state.term:
+    def _judge(self, state: CoordinatorState, gradient: GradientId) -> RejectReason:
+        if gradient.term != state.term:
             return RejectReason.OLD_TERM
-        if self.over or self.finished is not None:
+        if state.version >= self.rules.steps or self.finished is not None:
             return RejectReason.LATE
-        if gradient.rank >= self.state.world:
+        if gradient.rank >= state.world:
             return RejectReason.NOT_IN_WORLD
         if self.rules.mode == "Sync":
-            reason = _sync.judge(self.state, gradient)
+            reason = _sync.judge(state, gradient)
         else:
-            reason = _async.judge(self.state, self.rules, gradient)
+            reason = _async.judge(state, self.rules, gradient)
         if reason != RejectReason.REJECT_UNSPECIFIED:
             return reason
         complete = self._ledger.complete_of(gradient.rank)
@@ -423,6 +430,8 @@ class Coordinator(Succession):
     def _refuse(self, staged: Staged, reason: RejectReason, shard: int | None) -> list[Decision]:
         """Tell all shards; of a late one in Sync mode the commit of its version tells them already."""
         self._ledger.forget([staged.id])
+        if reason != RejectReason.OLD_TERM:
+            self._ledger.refuse(staged.id, reason)
         out: list[Decision] = []
         if staged.id != self._counted.get((staged.id.rank, staged.id.incarnation)):
             out.append(self._count(staged.id, OUTCOME_OF[reason], staged.info))
@@ -558,7 +567,6 @@ class Coordinator(Succession):
                 if self.rules.clip_norm is not None and not commit.skip:
                     commit = self._clipped(pending)
             self._pending.popleft()
-            self._deferred.clear()
             self._commits.append(commit)
             out += pending.counted
             out += [Send(None, commit), Updated(commit, pending.infos, ended=pending.ended)]

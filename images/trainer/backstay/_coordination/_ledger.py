@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from backstay_rpc.control_pb2 import GradientId, Staged
+from backstay_rpc.control_pb2 import GradientId, RejectReason, Staged
 
 __all__ = ["Held", "Ledger", "identity", "sent"]
 
@@ -44,6 +44,9 @@ class Ledger:
         self._complete: dict[int, Staged] = {}
         # Newest (incarnation, attempt) seen of each rank: what is older was given up by its worker.
         self._newest: dict[int, tuple[int, int]] = {}
+        # Newest gradient of each rank that was refused. A shard whose link was broken then did not get the rejection:
+        # when it reports the gradient again, the answer must be the same.
+        self._refused: dict[int, tuple[GradientId, RejectReason]] = {}
 
     def newest(self, rank: int) -> tuple[int, int]:
         """The newest (incarnation, attempt) of `rank` that any shard held."""
@@ -103,8 +106,31 @@ class Ledger:
             if complete is not None and complete.id == gradient:
                 del self._complete[gradient.rank]
 
+    def refuse(self, gradient: GradientId, reason: RejectReason) -> None:
+        """Record that a gradient of this term was refused: no update ever uses it."""
+        refused = self._refused.get(gradient.rank)
+        if refused is None or sent(refused[0]) <= sent(gradient):
+            self._refused[gradient.rank] = gradient, reason
+
+    def refusal_of(self, gradient: GradientId) -> RejectReason:
+        """Why a gradient that a shard reports was refused before; unspecified: it was not.
+
+        A gradient that its worker sent before the newest refused one counts as abandoned, unless its fate is open.
+        """
+        refused, reason = self._refused.get(gradient.rank, (None, RejectReason.REJECT_UNSPECIFIED))
+        if (
+            refused is None
+            or gradient.term != refused.term
+            or identity(gradient) in self._by_rank.get(gradient.rank, {})
+        ):
+            return RejectReason.REJECT_UNSPECIFIED
+        if gradient == refused:
+            return reason
+        return RejectReason.ABANDONED if sent(gradient) < sent(refused) else RejectReason.REJECT_UNSPECIFIED
+
     def clear(self) -> None:
         """Nothing is held; a new term began."""
+        self._refused.clear()
         self._by_rank.clear()
         self._complete.clear()
         self._newest.clear()

@@ -62,6 +62,9 @@ class Succession(Conclusion):
     def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
         raise NotImplementedError
 
+    def _judge(self, state: CoordinatorState, gradient: GradientId) -> RejectReason:
+        raise NotImplementedError
+
     def _lost(self, shard: int) -> list[Decision]:
         self._restarting = True
         return [Restart(shard)]
@@ -114,25 +117,28 @@ class Succession(Conclusion):
         complete any more."""
         return self.rules.replicates and sent(complete) < sent(gradient)
 
-    def _defers(self, shard: int, staged: Staged, reason: RejectReason) -> bool:
-        """Whether it is too early to say that a gradient is late: the decision of its version may be taken back."""
-        early = (
-            self.rules.mode == "Sync"
-            and self.rules.replicates
-            and reason == RejectReason.LATE
-            and bool(self._pending)
-            and staged.id.version == self._pending[0].commit.version
-        )
-        if early:
-            self._deferred.append((shard, staged))
-        return early
+    def _is_uncertain(self, gradient: GradientId, reason: RejectReason) -> bool:
+        """Whether the fate of a gradient depends on decisions that may be taken back.
 
-    def _take_back(self, now: float, lost: int) -> list[Decision]:
-        """Undo the decisions that no shard was told as a commit; their gradients are asked for again.
-
-        Args:
-            lost: the shard whose server died with them.
+        The gradient is judged again when these decisions are certain or taken back.
         """
+        if not self.rules.replicates or not self._pending:
+            return False
+        before = self._pending[0].before
+        assert before is not None
+        certain = self._judge(before, gradient)
+        return (reason == RejectReason.REJECT_UNSPECIFIED) != (certain == RejectReason.REJECT_UNSPECIFIED)
+
+    def _judge_deferred(self, now: float) -> list[Decision]:
+        """Judge again the gradients whose fate was uncertain."""
+        deferred, self._deferred = self._deferred, []
+        out: list[Decision] = []
+        for shard, staged in deferred:
+            out += self.staged(now, shard, staged)
+        return out
+
+    def _take_back(self, now: float) -> list[Decision]:
+        """Undo the decisions that were sent to no shard as a commit; workers send their gradients again."""
         if not self._pending:
             return []
         first = self._pending[0].before
@@ -149,13 +155,11 @@ class Succession(Conclusion):
         self.state = first
         self._ending = None
         for pending in self._pending:
-            out += [Send(None, self._reject(c.id, RejectReason.ABANDONED)) for c in pending.commit.contributions]
+            for contribution in pending.commit.contributions:
+                self._ledger.refuse(contribution.id, RejectReason.ABANDONED)
+                out.append(Send(None, self._reject(contribution.id, RejectReason.ABANDONED)))
         self._pending.clear()
-        deferred, self._deferred = self._deferred, []
-        for shard, staged in deferred:
-            if shard != lost:  # that one tells again what it holds
-                out += self.staged(now, shard, staged)
-        return out
+        return out + self._judge_deferred(now)
 
     def open_gradients(self) -> Iterable[Staged]:
         """Gradients whose fate is open, for tests and reports."""
