@@ -87,7 +87,7 @@ class Replicated:
             coordinator=lambda state: True,
         )
         self.shard = ShardRuntime(
-            layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", replication=self.replication
+            layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", standbys=self.replication
         )
         coordination.lead(self.shard)
         self.server = DataServer(self.shard, host="127.0.0.1", port=0, token=TOKEN, replicate=self.replication.serve)

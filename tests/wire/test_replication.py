@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from backstay._shard import _replication
-from backstay._shard._replication import HELD, Prepared, Replica, Replication
+from backstay._shard._prepared import Prepared
+from backstay._shard._replication import HELD, Replica, Replication
 from backstay._timeouts import Timeouts
 from backstay._wire.frames import kind_of
-from backstay_rpc.control_pb2 import Contribution, Frame, GradientId, Hello, NormRequest, Peer, ReplicaState
+from backstay_rpc.control_pb2 import Contribution, Frame, GradientId, Hello, Peer, ReplicaState
 
 DIGEST = b"digest"
 
@@ -81,9 +82,9 @@ def snapshot(*values: np.ndarray) -> Any:
 def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
     """The mean of one gradient is that gradient's own memory, which the next one uses: the standby must not get that,
     however long the state before it takes."""
-    request = NormRequest(version=3, contributions=[Contribution(id=GradientId(version=3), weight=1.0)])
+    contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
     memory = np.full(4, 7.0, np.float32)
-    prepared = Prepared.of(None, request, [[memory]], [], copy=False)  # type: ignore[arg-type]
+    prepared = Prepared.of(None, 3, contributions, [[memory]], [], copy=False)  # type: ignore[arg-type]
     active, stream = replication(), Standby()
     thread = dial(active, stream)
     active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), prepared)

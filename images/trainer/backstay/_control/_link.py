@@ -34,7 +34,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
-from .._coordination import Mode
+from .._coordination import MODES, Mode
 from .._coordination.seam import Report, ShardSink
 from .._timeouts import Timeouts
 from ..errors import Refused
@@ -77,7 +77,7 @@ class Link:
             mode: the job's.
             timeouts: None for the usual ones.
         """
-        self._address, self._peer, self._sink, self._mode = address, peer, sink, mode
+        self._address, self._peer, self._sink, self._mode = address, peer, sink, MODES[mode]
         self._metadata = Credentials(token).metadata
         self._timeouts = timeouts or Timeouts()
         self._agreement = agreement
@@ -243,10 +243,9 @@ class Link:
                             del self._requests[number]
                     for contribution in message.contributions:
                         self._held.pop(_key(contribution.id), None)
-                    if self._mode == "Sync":
-                        for key, staged in list(self._held.items()):
-                            if staged.id.version <= message.version:
-                                del self._held[key]
+                    for key, staged in list(self._held.items()):
+                        if self._mode.used_up(staged.id.version, message.version + 1):
+                            del self._held[key]
                 case Reject():
                     self._held.pop(_key(message.id), None)
                 case Rollback():

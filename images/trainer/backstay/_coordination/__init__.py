@@ -20,13 +20,17 @@ from ._decisions import (
     Updated,
     WriteManifest,
 )
+from ._ledger import identity
 from ._liveness import Liveness
+from ._mode import UpdateMode
+from ._modes import MODES
 from ._rate import Rate
 from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
 
 __all__ = [
+    "MODES",
     "CheckpointFailed",
     "Coordinator",
     "CoordinatorState",
@@ -44,7 +48,9 @@ __all__ = [
     "Rules",
     "Samples",
     "Send",
+    "UpdateMode",
     "Updated",
     "WriteManifest",
     "after",
+    "identity",
 ]

@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 
-from ._state import CoordinatorState, Rules
+from ._state import CoordinatorState, Mode, Rules
 
-__all__ = ["choose", "judge", "staleness"]
+__all__ = ["Async"]
+
+_ACCEPTED: Final = RejectReason.REJECT_UNSPECIFIED
 
 
-def staleness(state: CoordinatorState, gradient: GradientId) -> int:
-    """In versions, if it were applied now."""
+def _staleness(state: CoordinatorState, gradient: GradientId) -> int:
+    """In versions, if the gradient were applied now."""
     return state.version - gradient.version
 
 
-def judge(state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
-    """Whether a gradient of this term, of a rank of the world, can be applied now; unspecified: it can."""
-    due = state.key_steps.get(gradient.rank, 0)
-    if gradient.key_step < due:
-        return RejectReason.DUPLICATE
-    if gradient.key_step > due or gradient.version > state.version:
-        return RejectReason.OUT_OF_ORDER
-    if rules.max_staleness is not None and staleness(state, gradient) > rules.max_staleness:
-        return RejectReason.STALE
-    return RejectReason.REJECT_UNSPECIFIED
+class Async:
+    """See `UpdateMode`."""
 
+    name: Mode = "Async"
 
-def choose(state: CoordinatorState, rules: Rules, complete: Sequence[Staged]) -> tuple[Contribution, ...] | None:
-    """The next update's one gradient, or None when nothing is complete."""
-    if not complete:
-        return None
-    gradient = complete[0].id
-    weight = 1.0 / (1 + staleness(state, gradient)) if rules.staleness_damping else 1.0
-    return (Contribution(id=gradient, weight=weight),)
+    def accept(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        due = state.key_steps.get(gradient.rank, 0)
+        if gradient.key_step < due:
+            return RejectReason.DUPLICATE
+        if gradient.key_step > due or gradient.version > state.version:
+            return RejectReason.OUT_OF_ORDER
+        if rules.max_staleness is not None and _staleness(state, gradient) > rules.max_staleness:
+            return RejectReason.STALE
+        return _ACCEPTED
+
+    def choose(
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+    ) -> tuple[Contribution, ...] | None:
+        del wished_world
+        if not complete:
+            return None
+        gradient = complete[0].id
+        weight = 1.0 / (1 + _staleness(state, gradient)) if rules.staleness_damping else 1.0
+        return (Contribution(id=gradient, weight=weight),)
+
+    def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        if gradient.rank >= state.world:
+            return RejectReason.NOT_IN_WORLD
+        return self.accept(state, rules, gradient)
+
+    def commit_rejects(self, state: CoordinatorState, gradient: GradientId, reason: RejectReason) -> bool:
+        del state, gradient, reason
+        return False
+
+    def rejects_applied(self) -> bool:
+        return True
+
+    def next_offset(self, state: CoordinatorState, world: int) -> int:
+        # Each rank is at a step of its own: begin above the highest number that the fastest rank can have drawn.
+        before = state.worlds[-1]
+        fastest = max(state.key_steps.get(rank, 0) for rank in range(before.world))
+        slowest = min(state.key_steps.get(rank, 0) for rank in range(world))
+        return before.offset + (fastest + 1) * before.world - slowest * world
+
+    def owed_since(
+        self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float
+    ) -> float | None:
+        del handed_version, version, version_since
+        return joined if handed_in is None else handed_in
+
+    def used_up(self, gradient_version: int, version: int) -> bool:
+        del gradient_version, version
+        return False
+
+    def answered_by(self, outcome: RejectReason, gradient_version: int, version: int) -> bool:
+        del gradient_version, version
+        return outcome != _ACCEPTED
+
+    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
+        del rules_backups, world
+        return (1,)

@@ -1,26 +1,23 @@
-"""How a job ends: its last version is stored and evaluated, or it fails; and what becomes of checkpoints on the way.
-
-A part of `Coordinator`, cut off to be read alone.
-"""
+"""Checkpoints on the way, and how a job ends: its last version is stored and evaluated, or the job fails."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backstay_rpc.control_pb2 import Done, Rollback, Save
+from backstay_rpc.control_pb2 import Commit, Done, File, Save, Written
 
-from ._decisions import CheckpointFailed, Decision, Finished, Send
-from ._pending import Pending
-from ._schedule import Schedule
-from ._state import CoordinatorState, Rules
+from ._decisions import CheckpointFailed, Decision, Finished, Send, WriteManifest
+from ._history import History
+from ._schedule import Intervals, Schedule
+from ._state import Rules
 
-__all__ = ["Conclusion", "Ending"]
+__all__ = ["Conclusion"]
 
 
 @dataclass
-class Ending:
-    """The last version is decided: what is still waited for."""
+class _Ending:
+    """The last version is decided: what the job still waits for."""
 
     began: float
     stored: bool
@@ -30,95 +27,172 @@ class Ending:
     pause: float = 0.5
     error: str = ""
 
-    @classmethod
-    def of(cls, now: float, rules: Rules) -> Ending:
-        """The last update was decided now."""
-        return cls(now, not rules.stores, not rules.evaluates, rules.timeouts.evaluation)
-
 
 class Conclusion:
-    """See the module; the attributes are `Coordinator`'s."""
+    """The checkpoints of a history, and its end.
 
-    rules: Rules
-    state: CoordinatorState
-    schedule: Schedule
-    checkpoint: str
-    finished: Finished | None
-    _start: Rollback
-    _pending: deque[Pending]
-    _restarting: bool
-    _ending: Ending | None
-    _checkpoint_version: int
+    Attributes:
+        schedule: when to write checkpoints, and which are being written.
+        checkpoint: the URI of the newest whole one; empty: there is none.
+        finished: how the job ended; None while it has not.
+    """
 
-    @property
-    def over(self) -> bool:
-        """The last version is decided."""
-        return self.state.version >= self.last_version
+    def __init__(self, rules: Rules, history: History, intervals: Intervals | None, now: float) -> None:
+        self._rules, self._history = rules, history
+        self.schedule = Schedule(intervals or Intervals(), rules.shards, now)
+        self.checkpoint = ""
+        self.finished: Finished | None = None
+        self._checkpoint_version = -1
+        self._ending: _Ending | None = None
 
-    @property
-    def last_version(self) -> int:
-        """The version that ends training."""
-        return min(self.state.last or self.rules.steps, self.rules.steps)
+    def begin(self, now: float, checkpoint: str) -> None:
+        """A term begins, at `checkpoint` if that is not empty."""
+        version = self._history.state.version
+        self.checkpoint, self._checkpoint_version = checkpoint, version if checkpoint else -1
+        if not self._history.over:
+            self._ending = None
+        self.schedule.reset(now)
 
-    def stop_early(self, now: float) -> list[Decision]:
-        """End training with the next update, as if it were the last of `Rules.steps`."""
-        del now
-        if not self.over and self.finished is None:
-            self.state.last = min(self.last_version, self.state.version + 1)
-        return []
+    def resume(self, now: float, checkpoint: str, version: int, since: float) -> None:
+        """Continue for a coordinator that is gone.
+
+        Args:
+            checkpoint, version: the newest whole checkpoint.
+            since: seconds since the last one was begun.
+        """
+        self.checkpoint, self._checkpoint_version = checkpoint, version
+        reached = self._history.state.version
+        self.schedule.go_on(now, since, version=reached, newest=max(self._history.start.version, version))
+        if self._history.over:
+            self._ending = self._end_of(now, self._rules.timeouts.succession)
+
+    # ---- Checkpoints ----
 
     def save(self, now: float) -> list[Decision]:
-        """Write what there is, now: a server was told to stop."""
-        version = self.state.version
+        """Write the newest version now: a server is going to stop."""
+        state, rules = self._history.state, self._rules
         if (
-            not self.rules.stores
+            not rules.stores
             or self.finished is not None
-            or self._restarting
-            or version in {self._start.version, self._checkpoint_version}
-            or self.schedule.in_flight(version)
+            or self._history.lost
+            or state.version in {self._history.start.version, self._checkpoint_version}
+            or self.schedule.in_flight(state.version)
         ):
             return []
-        self.schedule.begin(now, self.state.term, version, self.state.copy().to_json())
-        if self._pending:  # the commit that makes this version has not gone out: it carries the wish
-            self._pending[-1].commit.checkpoint = True
+        self._begin_checkpoint(now)
+        if self._history.pending:  # the commit that makes this version is not sent: it asks for the checkpoint
+            self._history.pending[-1].commit.checkpoint = True
             return []
-        return [Send(None, Save(term=self.state.term, version=version))]
+        return [Send(None, Save(term=state.term, version=state.version))]
 
-    def evaluates(self) -> None:
-        """Somebody is here who evaluates, or has and will tell it again."""
-        if self._ending is not None:
-            self._ending.patience = self.rules.timeouts.evaluation
+    def decided(self, now: float, commit: Commit) -> None:
+        """An update was decided; sets whether its commit asks for a checkpoint."""
+        version = self._history.state.version
+        commit.checkpoint = self._rules.stores and (commit.final or self.schedule.due(now, version))
+        self.adopted(now, commit)
 
-    def fail(self, reason: str, why: str) -> list[Decision]:
-        """The job fails, once."""
-        if self.finished is not None:
+    def adopted(self, now: float, commit: Commit) -> None:
+        """The commit that made the newest version is part of the history."""
+        if commit.checkpoint:
+            self._begin_checkpoint(now)
+        if commit.final:
+            self._ending = self._end_of(now, self._rules.timeouts.evaluation)
+
+    def taken_back(self, commits: Sequence[Commit]) -> None:
+        """These decisions were taken back."""
+        for commit in commits:
+            if commit.checkpoint:
+                self.schedule.give_up(commit.version + 1)
+        if commits:
+            self._ending = None
+
+    def written(self, now: float, shard: int, written: Written) -> list[Decision]:
+        """A shard stored its files, or could not."""
+        if written.error:
+            if written.term != self._history.state.term or not self.schedule.in_flight(written.version):
+                return []
+            return self._failed(now, written.version, f"shard {shard}: {written.error}")
+        flight = self.schedule.written(shard, written)
+        if flight is None:
             return []
-        self.finished = Finished(self.state.version, reason, why)
-        return [Send(None, self._done()), self.finished]
+        files: tuple[tuple[File, ...], ...] = tuple(flight.files[index] for index in range(self._rules.shards))
+        return [WriteManifest(flight.term, written.version, flight.state, files)]
 
-    def _checkpoint_failed(self, now: float, version: int, error: str) -> list[Decision]:
+    def manifest(self, now: float, version: int, uri: str, error: str) -> list[Decision]:
+        """The manifest of `version` is stored at `uri`, or could not be."""
+        if not self.schedule.in_flight(version):
+            return []
+        if error:
+            return self._failed(now, version, error)
         self.schedule.end(version)
-        if self._ending is not None and version == self.state.version:
-            self._ending.pause = min(2 * self._ending.pause, self.rules.timeouts.store_again)
+        if version > self._checkpoint_version:
+            self.checkpoint, self._checkpoint_version = uri, version
+        return self.end_if_over(now)
+
+    def write_again(self, shard: int, version: int) -> list[Decision]:
+        """The checkpoints that a server which is gone was writing: its successor, at `version`, can write that one."""
+        out: list[Decision] = []
+        for due in self.schedule.waited_for(shard):
+            if due == version:
+                out.append(Send(shard, Save(term=self._history.state.term, version=due)))
+            elif due < version:
+                self.schedule.give_up(due)
+        return out
+
+    def _begin_checkpoint(self, now: float) -> None:
+        state = self._history.state
+        self.schedule.begin(now, state.term, state.version, state.copy().to_json())
+
+    def _failed(self, now: float, version: int, error: str) -> list[Decision]:
+        self.schedule.end(version)
+        if self._ending is not None and version == self._history.state.version:
+            self._ending.pause = min(2 * self._ending.pause, self._rules.timeouts.store_again)
             self._ending.store_again_at = now + self._ending.pause
             self._ending.error = error
-            limit = self.rules.timeouts.storing
+            limit = self._rules.timeouts.storing
             error = f"{error}; it is the last version: the job fails unless it is stored within {limit:.0f} s"
-        return [CheckpointFailed(version, error), *self._end_if_over(now)]
+        return [CheckpointFailed(version, error), *self.end_if_over(now)]
 
-    def _end_if_over(self, now: float) -> list[Decision]:
-        if self.finished is not None or not self.over or self._pending:
+    # ---- The end ----
+
+    @property
+    def is_storing_the_end(self) -> bool:
+        """Whether the last version is decided and not stored yet."""
+        return self._ending is not None and not self._ending.stored
+
+    def tick(self, now: float) -> list[Decision]:
+        """Deadlines (T8)."""
+        out: list[Decision] = []
+        limit = self._rules.timeouts.storing
+        for version in self.schedule.overdue(now, limit):
+            out += self._failed(now, version, f"not stored within {limit:.0f} s")
+        return [*out, *self.end_if_over(now)]
+
+    def evaluated(self, now: float, step: int) -> list[Decision]:
+        """An evaluation of version `step` was reported."""
+        if self._ending is not None and step >= self._history.state.version:
+            self._ending.evaluated = True
+        return self.end_if_over(now)
+
+    def evaluator_joined(self) -> None:
+        """A pod that evaluates is here: it has evaluated the last version and reports that again, or it will."""
+        if self._ending is not None:
+            self._ending.patience = self._rules.timeouts.evaluation
+
+    def end_if_over(self, now: float) -> list[Decision]:
+        """Whether the job is done: its last version is certain, stored and evaluated."""
+        if self.finished is not None or not self._history.over or self._history.pending:
             return []
         if self._ending is None:
-            # Started at a checkpoint at or past the end: its evaluation, if any, was made by those before.
-            self._ending = Ending(now, stored=True, evaluated=True, patience=self.rules.timeouts.evaluation)
+            # Started at a checkpoint at or past the end: an earlier run evaluated it.
+            self._ending = _Ending(now, stored=True, evaluated=True, patience=self._rules.timeouts.evaluation)
         ending = self._ending
         out: list[Decision] = []
-        if not ending.stored and self._checkpoint_version >= self.state.version:
+        if not ending.stored and self._checkpoint_version >= self._history.state.version:
             ending.stored = True
             ending.began = now
         if not ending.stored:
-            if now - ending.began >= self.rules.timeouts.storing:
+            if now - ending.began >= self._rules.timeouts.storing:
                 why = ending.error or "its shards did not answer in time"
                 return self.fail("CheckpointFailed", f"the last version could not be stored: {why}")
             if ending.store_again_at is not None and now >= ending.store_again_at:
@@ -127,14 +201,25 @@ class Conclusion:
             return out
         if not ending.evaluated and now - ending.began < ending.patience:
             return out
-        self.finished = Finished(self.state.version)
+        self.finished = Finished(self._history.state.version)
         return [*out, Send(None, self._done()), self.finished]
+
+    def fail(self, reason: str, why: str) -> list[Decision]:
+        """The job fails, once."""
+        if self.finished is not None:
+            return []
+        self.finished = Finished(self._history.state.version, reason, why)
+        return [Send(None, self._done()), self.finished]
+
+    def farewell(self, shard: int) -> list[Decision]:
+        """What a shard that connects is sent if the job is over."""
+        return [] if self.finished is None else [Send(shard, self._done())]
+
+    def _end_of(self, now: float, patience: float) -> _Ending:
+        return _Ending(now, stored=not self._rules.stores, evaluated=not self._rules.evaluates, patience=patience)
 
     def _done(self) -> Done:
         finished = self.finished
         assert finished is not None
         failed = finished.why or finished.reason
         return Done(version=finished.version, checkpoint=self.checkpoint, failed=failed, reason=finished.reason)
-
-    def _farewell(self, shard: int) -> list[Decision]:
-        return [] if self.finished is None else [Send(shard, self._done())]

@@ -12,6 +12,7 @@ from statistics import median
 from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled, Straggler
 
 from .._timeouts import Timeouts
+from ._modes import MODES
 from ._state import Mode
 
 __all__ = ["Liveness"]
@@ -39,7 +40,7 @@ class Liveness:
     """The peers of one server, by role and index; the newest incarnation of each."""
 
     def __init__(self, mode: Mode, timeouts: Timeouts | None = None) -> None:
-        self._mode = mode
+        self._mode = MODES[mode]
         self._times = timeouts or Timeouts()
         self._members: dict[tuple[str, int], _Member] = {}
         self._version = 0
@@ -159,12 +160,9 @@ class Liveness:
         return member if member is not None and member.peer.incarnation == peer.incarnation else None
 
     def _owing_since(self, member: _Member) -> float | None:
-        """Since when it could have been computing the gradient it owes; None: it owes none."""
-        if self._mode == "Async":
-            return member.joined if member.handed_in is None else member.handed_in
-        if member.handed_version >= self._version:
-            return None
-        return max(member.joined, self._version_since)
+        return self._mode.owed_since(
+            member.joined, member.handed_in, member.handed_version, self._version, self._version_since
+        )
 
     def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
         if now - member.beat >= self._times.silent:

@@ -1,204 +1,132 @@
-"""What the coordinator does because its place may be taken, or because a shard's may: only with standbys.
+"""Which server's account of the history counts, after servers were replaced, and when only a new term helps.
 
-A decision is taken in two steps then: first every shard's standby holds the mean that it names, then the commit goes
-out. So what any shard was told as a commit can be finished by whoever comes after, and what none was told can be taken
-back. It is a part of `Coordinator`, cut off to be read alone; docs/internals/standby.md tells why it is right.
+With standbys, a decision takes two steps: first every shard's standby holds the mean that the decision names, then the
+commit is sent. So any successor can finish what a shard received as a commit, and what no shard received can be taken
+back. docs/internals/standby.md has the argument.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo
 
-from backstay_rpc.control_pb2 import (
-    Commit,
-    Contribution,
-    GradientId,
-    GradientInfo,
-    Reject,
-    RejectReason,
-    Rollback,
-    Save,
-    Staged,
-)
+from ._decisions import Decision, Redone, Restart
+from ._history import History
+from ._state import CoordinatorState, Rules
 
-from ._conclusion import Conclusion, Ending
-from ._decisions import Decision, Redone, Restart, Send, Updated
-from ._ledger import Ledger, identity, sent
-from ._state import CoordinatorState, apply
-
-__all__ = ["Succession", "start_of"]
+__all__ = ["Succession"]
 
 
-def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
-    return Rollback(
-        term=state.term,
-        version=state.version,
-        checkpoint=checkpoint,
-        world=state.world,
-        offset=state.offset,
-        history=state.history,
-        start_from=state.start_from,
-    )
+class Succession:
+    """The servers of all shards as the coordinator has seen them, and what it took over from its predecessor."""
 
+    def __init__(self, rules: Rules, history: History) -> None:
+        self._rules, self._history = rules, history
+        self._servers: dict[int, int] = {}  # incarnations, by shard
+        self._prepared: tuple[Contribution, ...] = ()
+        self._infos: tuple[GradientInfo, ...] = ()
+        self._ahead = 0  # the newest version of this term that a worker has, if a new term begins for that reason
+        self._above = 0  # the newest term that any shard was told to begin
+        self._accounted = history.state.version  # updates up to this version were lost before, or are in `redone`
+        self._outrun = False
 
-class Succession(Conclusion):
-    """See the module; the attributes are `Coordinator`'s."""
+    def resume(
+        self, prepared: tuple[Contribution, ...], infos: tuple[GradientInfo, ...], checkpoint_at: tuple[int, int]
+    ) -> None:
+        """Continue for a coordinator that is gone.
 
-    _commits: deque[Commit]
-    _used: dict[tuple[int, ...], int]
-    _prepared: tuple[Contribution, ...] | None
-    _infos: tuple[GradientInfo, ...]
-    _start: Rollback
-    _accounted: int
-    _ahead: int
-    _before: dict[int, CoordinatorState]
-    _ledger: Ledger
-    _deferred: list[tuple[int, Staged]]
-
-    def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
-        raise NotImplementedError
-
-    def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
-        raise NotImplementedError
-
-    def _judge(self, state: CoordinatorState, gradient: GradientId) -> RejectReason:
-        raise NotImplementedError
-
-    def _lost(self, shard: int) -> list[Decision]:
-        self._restarting = True
-        return [Restart(shard)]
-
-    def _write_again(self, now: float, shard: int, version: int) -> list[Decision]:
-        """The checkpoints that a server which is gone was writing: its standby can, if it stands there."""
-        out: list[Decision] = []
-        for due in self.schedule.waited_for(shard):
-            if due == version:
-                out.append(Send(shard, Save(term=self.state.term, version=due)))
-            elif due < version:
-                self.schedule.give_up(due)
-        return out
-
-    def _can_replay(self, version: int, prepared: tuple[Contribution, ...]) -> bool:
-        """Whether a shard at `version` can apply the commit that is next for it, if that is made already."""
-        due = next((commit for commit in self._commits if commit.version == version), None)
-        return due is None or tuple(due.contributions) == prepared
-
-    def _adoptable(self, last: Commit | None) -> bool:
-        """Whether a commit that the coordinator before this one made can be made part of this history."""
-        return (
-            last is not None
-            and bool(self._prepared)
-            and (last.term, last.version) == (self.state.term, self.state.version)
-            and tuple(last.contributions) == self._prepared
-        )
-
-    def _adopt(self, now: float, commit: Commit) -> list[Decision]:
-        self._prepared = None
-        self._before[self.state.version] = self.state
-        self.state, ended = apply(self.state, commit)
-        for contribution in commit.contributions:
-            self._used[identity(contribution.id)] = commit.version
-        if commit.checkpoint:
-            self.schedule.begin(now, commit.term, self.state.version, self.state.copy().to_json())
-        self._commits.append(commit)
-        if commit.final:
-            self._ending = Ending(
-                now,
-                stored=not self.rules.stores,
-                evaluated=not self.rules.evaluates,
-                patience=self.rules.timeouts.evaluation,
-            )
-        told = [Updated(commit, self._infos, adopted=True, ended=ended)] if self._infos else []
-        return [Send(None, commit), *told]
-
-    def _sent_again(self, complete: GradientId, gradient: GradientId) -> bool:
-        """A server may be gone, and a worker know it, before anybody has told us: then it sends again what is not
-        complete any more."""
-        return self.rules.replicates and sent(complete) < sent(gradient)
-
-    def _is_uncertain(self, gradient: GradientId, reason: RejectReason) -> bool:
-        """Whether the fate of a gradient depends on decisions that may be taken back.
-
-        The gradient is judged again when these decisions are certain or taken back.
+        Args:
+            prepared: the gradients whose mean shard 0 holds for the next version.
+            infos: of `prepared`, in that order.
+            checkpoint_at: (term, version) of the newest whole checkpoint.
         """
-        if not self.rules.replicates or not self._pending:
-            return False
-        before = self._pending[0].before
-        assert before is not None
-        certain = self._judge(before, gradient)
-        return (reason == RejectReason.REJECT_UNSPECIFIED) != (certain == RejectReason.REJECT_UNSPECIFIED)
-
-    def _judge_deferred(self, now: float) -> list[Decision]:
-        """Judge again the gradients whose fate was uncertain."""
-        deferred, self._deferred = self._deferred, []
-        out: list[Decision] = []
-        for shard, staged in deferred:
-            out += self.staged(now, shard, staged)
-        return out
-
-    def _take_back(self, now: float) -> list[Decision]:
-        """Undo the decisions that were sent to no shard as a commit; workers send their gradients again."""
-        if not self._pending:
-            return []
-        first = self._pending[0].before
-        assert first is not None
-        out: list[Decision] = []
-        for pending in self._pending:
-            self._before.pop(pending.commit.version, None)
-            if pending.commit.checkpoint:
-                self.schedule.give_up(pending.commit.version + 1)
-            for contribution in pending.commit.contributions:
-                gradient = contribution.id
-                self._used.pop(identity(gradient), None)
-        first.last = self.state.last if self._ending is None else 0
-        self.state = first
-        self._ending = None
-        for pending in self._pending:
-            for contribution in pending.commit.contributions:
-                self._ledger.refuse(contribution.id, RejectReason.ABANDONED)
-                out.append(Send(None, self._reject(contribution.id, RejectReason.ABANDONED)))
-        self._pending.clear()
-        return out + self._judge_deferred(now)
-
-    def open_gradients(self) -> Iterable[Staged]:
-        """Gradients whose fate is open, for tests and reports."""
-        return self._ledger.open()
-
-    def state_at(self, term: int, version: int) -> CoordinatorState | None:
-        """A copy of the state as of `version`, where some shard stands; None: the history has left it behind."""
-        if term != self.state.term:
-            return None
-        state = self.state if version == self.state.version else self._before.get(version)
-        return None if state is None else state.copy()
+        self._prepared, self._infos = prepared, infos
+        # The history went further than what this server held as a standby.
+        self._outrun = checkpoint_at > (self._history.state.term, self._history.state.version)
 
     @property
-    def start_of_term(self) -> Rollback:
-        """Where this term began."""
-        return self._start
+    def newest_term(self) -> int:
+        """The newest term that was ever begun, as far as any server has reported."""
+        return max(self._history.state.term, self._above)
 
-    def told(self, now: float, term: int, version: int) -> list[Decision]:
+    @property
+    def all_connected(self) -> bool:
+        """Whether every shard's server has connected to this coordinator."""
+        return len(self._servers) == self._rules.shards
+
+    def connected(self, shard: int, incarnation: int, term: int) -> bool:
+        """A server connected, which was told of `term`. Returns whether it replaces one that was connected before."""
+        before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
+        self._above = max(self._above, term)
+        return incarnation > before
+
+    def start(self) -> list[Decision]:
+        """Call once, before anything else."""
+        return self.lose(0) if self._outrun else []
+
+    def decided(self) -> None:
+        """A decision of this coordinator follows: what its predecessor had prepared is over."""
+        self._prepared = ()
+
+    def begin(self, state: CoordinatorState) -> bool:
+        """A new term is to begin at `state`. Returns False if its number is taken: then nothing changes."""
+        if state.term <= self._above:
+            return False
+        reached = max(self._history.state.version, self._ahead)
+        state.redone = self._history.state.redone + max(0, reached - state.version)
+        self._accounted, self._ahead = max(self._accounted, reached), 0
+        self._prepared = ()
+        return True
+
+    def lose(self, shard: int) -> list[Decision]:
+        """A shard has lost its part of the history."""
+        self._history.lost = True
+        return [Restart(shard)]
+
+    def adopts(self, last: Commit | None) -> tuple[GradientInfo, ...] | None:
+        """Whether the newest commit that a shard received becomes the next of this history: the infos of its
+        contributions, as far as they are known; None: it does not."""
+        state = self._history.state
+        if (
+            last is None
+            or not self._prepared
+            or (last.term, last.version) != (state.term, state.version)
+            or tuple(last.contributions) != self._prepared
+        ):
+            return None
+        self._prepared = ()
+        return self._infos
+
+    def lives_on(self, term: int, version: int) -> bool:
+        """Whether a shard at (term, version) is past where this term began, or was told of a newer one.
+
+        It continued under a coordinator that stored nothing, or whose successor was not told of the term that it
+        began: only a term above that can follow (T6).
+        """
+        start = self._history.start
+        return self._above > self._history.state.term or (term, version) > (start.term, start.version)
+
+    def worker_at(self, term: int, version: int) -> list[Decision]:
         """A worker that joins has parameters of (term, version), with which it lost its servers.
 
-        What it has beyond the history here was lost with an earlier coordinator, and is made again. With standbys a
+        What it has beyond the history here was lost with an earlier coordinator, and is made again. With standbys, a
         coordinator that is behind a worker in its own term has missed a part of the history: a new term begins.
         """
-        del now
-        ahead = term == self.state.term and version > self.state.version
-        if self.finished is not None or (term == self.state.term and not ahead):
+        state = self._history.state
+        ahead = term == state.term and version > state.version
+        if term == state.term and not ahead:
             return []
-        if not self.rules.replicates or not ahead:
+        if not self._rules.replicates or not ahead:
             return self._redo(version)
-        if self._prepared and version == self.state.version + 1:
-            return []  # a shard has told it that much, and will tell us
+        if self._prepared and version == state.version + 1:
+            return []  # a shard sent it that much, and will report the commit
         self._ahead = max(self._ahead, version)
-        return [] if self._restarting else self._lost(0)
+        return [] if self._history.lost else self.lose(0)
 
     def _redo(self, version: int) -> list[Decision]:
         """Count the updates up to `version` as lost; those that were counted already are not counted again."""
-        lost = version - max(self._accounted, self._start.version)
+        lost = version - max(self._accounted, self._history.start.version)
         if lost <= 0:
             return []
         self._accounted = version
-        self.state.redone += lost
+        self._history.state.redone += lost
         return [Redone(lost)]

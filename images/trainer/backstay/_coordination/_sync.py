@@ -1,41 +1,76 @@
-"""Synchronous updates: the mean of the first `quorum` complete gradients of this version (T1, T2)."""
+"""Synchronous updates: the mean of complete gradients of distinct ranks, all of the current version (T1, T2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 from backstay_spec.quorum import quorum_of
 
-from ._state import CoordinatorState, Rules
+from ._state import CoordinatorState, Mode, Rules
 from ._world import effective_world
 
-__all__ = ["choose", "judge"]
+__all__ = ["Sync"]
+
+_ACCEPTED: Final = RejectReason.REJECT_UNSPECIFIED
+# A worker whose gradient came too late, or twice, continues with the version that used the other ones.
+_ANSWERED_BY_NEXT_VERSION: Final = frozenset({_ACCEPTED, RejectReason.LATE, RejectReason.DUPLICATE})
 
 
-def judge(state: CoordinatorState, gradient: GradientId) -> RejectReason:
-    """Whether a gradient of this term, of a rank of the world, can become part of an update; unspecified: it can."""
-    if gradient.version < state.version:
+class Sync:
+    """See `UpdateMode`."""
+
+    name: Mode = "Sync"
+
+    def accept(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        del rules
+        if gradient.version < state.version:
+            return RejectReason.LATE
+        # A gradient that is ahead of every decision was computed from parameters that no shard can have sent.
+        if gradient.version > state.version or gradient.key_step != gradient.version:
+            return RejectReason.OUT_OF_ORDER
+        return _ACCEPTED
+
+    def choose(
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+    ) -> tuple[Contribution, ...] | None:
+        world = effective_world(state.world, wished_world)
+        staying = [staged.id for staged in complete if staged.id.rank < world]
+        quorum = quorum_of(rules.backups, world)
+        if len(staying) < quorum:
+            return None
+        chosen = sorted(staying[:quorum], key=lambda gradient: gradient.rank)
+        return tuple(Contribution(id=gradient, weight=1.0) for gradient in chosen)
+
+    def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        del state, rules, gradient
         return RejectReason.LATE
-    # One that is ahead of every decision was computed from parameters that no shard can have given.
-    if gradient.version > state.version or gradient.key_step != gradient.version:
-        return RejectReason.OUT_OF_ORDER
-    return RejectReason.REJECT_UNSPECIFIED
 
+    def commit_rejects(self, state: CoordinatorState, gradient: GradientId, reason: RejectReason) -> bool:
+        return reason == RejectReason.LATE and gradient.version < state.version
 
-def choose(
-    state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
-) -> tuple[Contribution, ...] | None:
-    """The set of the next update in order of rank, or None while there are fewer than `quorum`.
+    def rejects_applied(self) -> bool:
+        return False
 
-    Args:
-        complete: complete gradients of distinct ranks of the world, all of `state.version`, first come first.
-        wished_world: where it is smaller than the world in force, only the ranks that stay make the update.
-    """
-    world = effective_world(state.world, wished_world)
-    staying = [staged.id for staged in complete if staged.id.rank < world]
-    quorum = quorum_of(rules.backups, world)
-    if len(staying) < quorum:
-        return None
-    chosen = sorted(staying[:quorum], key=lambda gradient: gradient.rank)
-    return tuple(Contribution(id=gradient, weight=1.0) for gradient in chosen)
+    def next_offset(self, state: CoordinatorState, world: int) -> int:
+        # Numbers continue after those of the ranks that made the update before. Ranks that leave have drawn later
+        # numbers in vain, and the ranks that stay draw these again (T9).
+        before = state.worlds[-1]
+        made = before.offset + (state.version - 1) * before.world + min(before.world, world)
+        return made - state.version * world
+
+    def owed_since(
+        self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float
+    ) -> float | None:
+        del handed_in
+        return None if handed_version >= version else max(joined, version_since)
+
+    def used_up(self, gradient_version: int, version: int) -> bool:
+        return gradient_version < version
+
+    def answered_by(self, outcome: RejectReason, gradient_version: int, version: int) -> bool:
+        return outcome not in _ANSWERED_BY_NEXT_VERSION or version > gradient_version
+
+    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
+        return (quorum_of(rules_backups, world),)

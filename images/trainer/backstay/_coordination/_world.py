@@ -1,19 +1,19 @@
-"""How many ranks are in force, and when that changes: only by a commit, so that it is the same for everybody."""
+"""How many ranks are in force. Only a commit changes the number, so that it is the same for every shard and worker."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from ._state import CoordinatorState, Mode, World
+from ._state import CoordinatorState, World
 
 __all__ = ["change_world", "effective_world", "next_world"]
 
 
 def effective_world(world: int, wished: int) -> int:
-    """How many ranks make the update of this version: those that are to leave are not waited for any more.
+    """How many ranks make the update of this version: the update does not wait for ranks that are to leave.
 
-    So a job that is scaled down to the ranks that live is free, whichever of those that leave are dead. Their batches
-    are still those of the world in force, which changes with the commit.
+    So a job that is scaled down to its living ranks continues, even if all ranks that leave are dead. Their batches are
+    still those of the world in force, which changes with the commit.
     """
     return min(world, wished)
 
@@ -21,8 +21,8 @@ def effective_world(world: int, wished: int) -> int:
 def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
     """The world in force after the next commit.
 
-    Down at once: the highest ranks leave first. Up only to the longest run of joined ranks from 0, so that an update
-    never waits for a rank whose pod does not run yet.
+    It shrinks at once: the highest ranks leave first. It grows only to the longest run of joined ranks from 0, so that
+    an update never waits for a rank whose pod does not run yet.
     """
     if wished <= world:
         return wished
@@ -32,22 +32,7 @@ def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
     return max(world, run)
 
 
-def change_world(state: CoordinatorState, world: int, mode: Mode) -> None:
-    """Put `world` in force from `state.version` on, and record it; the same world changes nothing.
-
-    `BatchKey.number` is ``offset + step * world + rank``. In Sync mode the new offset makes it continue after the
-    numbers of the ranks that made the update before: those that leave have drawn later numbers in vain, and the ranks
-    that stay draw these again (T9). In Async mode each rank is at a step of its own, so numbers continue above the
-    highest one that the fastest rank can have drawn.
-    """
-    old = state.worlds[-1]
-    if world == state.world:
-        return
-    if mode == "Sync":
-        offset = old.offset + (state.version - 1) * old.world + min(old.world, world) - state.version * world
-    else:
-        fastest = max(state.key_steps.get(rank, 0) for rank in range(old.world))
-        slowest = min(state.key_steps.get(rank, 0) for rank in range(world))
-        offset = old.offset + (fastest + 1) * old.world - slowest * world
+def change_world(state: CoordinatorState, world: int, offset: int) -> None:
+    """Put `world` in force from `state.version` on, with this `BatchKey.offset`, and record it."""
     state.world = world
     state.worlds = (*state.worlds, World(version=state.version, world=world, offset=offset))

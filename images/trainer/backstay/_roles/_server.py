@@ -26,11 +26,10 @@ from backstay_rpc.control_pb2 import (
     Written,
 )
 from backstay_spec import contract
-from backstay_spec.quorum import quorum_of
 
 from .. import _instrument
 from .._control import Agreement, ControlServer, Driving, Link, Peers
-from .._coordination import Intervals, Liveness
+from .._coordination import MODES, Intervals, Liveness
 from .._coordination.seam import Message, Report
 from .._process._compiling import one_compiles
 from .._process._environment import Environment
@@ -161,7 +160,7 @@ class Server:
             incarnation=self.incarnation,
             mode=config.mode,
             on_checkpoint=self._writer,
-            replication=self._replication,
+            standbys=self._replication,
             timeouts=environment.timeouts,
         )
         if inherited is None:
@@ -414,9 +413,9 @@ class Server:
             with one_compiles("init", plan.agreement.digest, seconds=self._env.timeouts.compiling):
                 parameters = self._script.initial(rollback.start_from)
             engine = ShardEngine(plan.partition, self.shard, plan.rule, parameters)
-        quorum = quorum_of(config.backups, min(rollback.world, self._wished_world)) if config.mode == "Sync" else 1
+        counts = MODES[config.mode].counts(config.backups, min(rollback.world, self._wished_world))
         with _instrument.span("compile"):
-            engine.compile((quorum,), weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
+            engine.compile(counts, weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
         self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)

@@ -20,7 +20,8 @@ from .._wire.frames import Cover, kind_of
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal, block_nbytes
 from ..errors import PeerLost, Refused
-from ._replication import HELD, Prepared
+from ._prepared import Prepared
+from ._replication import HELD
 
 if TYPE_CHECKING:
     from .._update._partition import Partition
@@ -203,7 +204,7 @@ class Follower:
         if commit.skip:
             engine.skip()
         elif prepared is not None and prepared.is_of(commit.version, commit.contributions):
-            engine.apply([prepared.arrays()], weights=[1.0], divisor=1, clip_factor=commit.clip_factor)
+            prepared.apply(engine, commit.clip_factor)
         else:
             raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
         held.world, held.offset, held.last, held.prepared = commit.world, commit.offset, commit, None

@@ -1,15 +1,20 @@
-"""One version of a shard's parameters, handed to streams block by block while later blocks are still computed."""
+"""The versions of a shard's parameters, handed to streams block by block while later blocks are still computed."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
+from backstay_rpc.control_pb2 import Done
+
+from .._coordination import UpdateMode
 from .._wire.seam import Refusal
 from ._staging import Gradient
 
-__all__ = ["Published", "Waiter"]
+__all__ = ["Published", "Publisher", "Waiter"]
 
 
 class Published:
@@ -34,7 +39,7 @@ class Published:
             self._changed.notify_all()
 
     def stop(self, why: Refusal) -> None:
-        """The blocks that are not there will not come."""
+        """The blocks that are missing will not come."""
         with self._changed:
             self._stopped = why
             self._changed.notify_all()
@@ -62,3 +67,59 @@ class Waiter:
         self.gradient = gradient
         self.min_version = min_version
         self.published: Published | None = None
+
+
+class Publisher:
+    """The version that is handed out now, and the streams that wait for one.
+
+    Not thread-safe: `ShardRuntime` calls it under its own lock, and wakes the streams.
+
+    Attributes:
+        done: the end of the job, once it is known.
+    """
+
+    def __init__(self, mode: UpdateMode) -> None:
+        self._mode = mode
+        self._published: Published | None = None
+        self._waiting: set[Waiter] = set()
+        self.done: Done | None = None
+
+    def begin(self) -> None:
+        """A new term begins."""
+        self._published = self.done = None
+
+    def withdraw(self) -> None:
+        """The next update begins: no stream takes the old version any more, as its memory may be used again."""
+        self._published = None
+
+    def publish(self, published: Published) -> None:
+        """A waiting stream that this version answers gets it, even if the next update begins before it wakes."""
+        self._published = published
+        for waiter in self._waiting:
+            if waiter.published is None and self._answers(published, waiter):
+                waiter.published = published
+
+    @contextmanager
+    def waiting(self, gradient: Gradient | None, min_version: int) -> Iterator[Waiter]:
+        """A stream that waits for the answer to a push, or (None) for a version of at least `min_version`."""
+        waiter = Waiter(gradient, min_version)
+        self._waiting.add(waiter)
+        try:
+            yield waiter
+        finally:
+            self._waiting.discard(waiter)
+
+    def answer_to(self, waiter: Waiter) -> Published | None:
+        """The version that answers a waiting stream; None while there is none."""
+        published = waiter.published or self._published
+        return published if published is not None and self._answers(published, waiter) else None
+
+    def _answers(self, published: Published, waiter: Waiter) -> bool:
+        gradient = waiter.gradient
+        if self.done is not None and published.version >= self.done.version:
+            return True
+        if gradient is None:
+            return published.version >= waiter.min_version
+        if gradient.applied is not None:
+            return published.version >= gradient.applied
+        return self._mode.answered_by(gradient.outcome, gradient.id.version, published.version)

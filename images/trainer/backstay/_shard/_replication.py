@@ -21,9 +21,7 @@ from backstay_rpc.control_pb2 import (
     Frame,
     GradientInfo,
     Hello,
-    NormRequest,
     ReplicaArray,
-    ReplicaMean,
     ReplicaState,
 )
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
@@ -33,88 +31,18 @@ from .._wire import frames
 from .._wire.frames import CHUNK_BYTES, kind_of
 from .._wire.seam import Engine, FrameStream, Refusal
 from ..errors import PeerLost
+from ._prepared import WHOLE, Operand, Prepared
+from ._standbys import Hold
 
-__all__ = ["Prepared", "Replica", "Replication"]
+__all__ = ["Replica", "Replication"]
 
 _LOG = logging.getLogger(__name__)
 
 BACKLOG: Final = 8
 """How far behind a standby may be while it is filled; then training waits for it."""
 
-_WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
 HELD: Final = Frame(replica=ReplicaFrame(held=True))
 _ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
-
-
-class Prepared:
-    """The mean of the gradients that a decision names, ready to be applied."""
-
-    def __init__(
-        self,
-        version: int,
-        contributions: Sequence[Contribution],
-        blocks: Sequence[Any],
-        infos: Sequence[GradientInfo],
-        *,
-        borrowed: bool = False,
-    ) -> None:
-        """
-        Args:
-            blocks: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet.
-            infos: of the contributions, in their order.
-            borrowed: their memory is a gradient's, and another one's once this is applied.
-        """
-        self.version = version
-        self.contributions = tuple(contributions)
-        self.infos = tuple(infos)
-        self._blocks = blocks
-        self._borrowed = borrowed
-
-    @classmethod
-    def of(
-        cls,
-        engine: Engine,
-        request: NormRequest,
-        gradients: Sequence[Sequence[np.ndarray]],
-        infos: Sequence[GradientInfo],
-        *,
-        copy: bool,
-    ) -> Prepared:
-        """
-        Args:
-            gradients, infos: of the contributions, in their order.
-            copy: whether it must outlive the gradients.
-        """
-        weights = [c.weight for c in request.contributions]
-        if weights == [1.0]:
-            alone = cls(request.version, request.contributions, gradients[0], infos, borrowed=True)
-            return alone.kept() if copy else alone
-        mean = engine.mean(gradients, weights=weights, divisor=len(weights))
-        return cls(request.version, request.contributions, mean, infos)
-
-    def kept(self) -> Prepared:
-        """The same, in memory that is nobody else's: it may be sent after it is applied."""
-        if not self._borrowed:
-            return self
-        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks], self.infos)
-
-    def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
-        return version == self.version and self.contributions == tuple(contributions)
-
-    def arrays(self) -> list[np.ndarray]:
-        """Host arrays; waits until they are computed."""
-        return [np.asarray(block) for block in self._blocks]
-
-    def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
-        """For the stream. Each block is sent as soon as it is computed."""
-        mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
-        yield Frame(replica=ReplicaFrame(mean=mean)), None
-        for index, block in enumerate(self._blocks):
-            data = np.asarray(block).view(np.uint8)
-            for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
-                frame.chunk.block = index
-                yield frame, data[start:stop]
-        yield _WHOLE, None
 
 
 Item = Callable[[], Iterator[tuple[Frame, np.ndarray | None]]]
@@ -212,7 +140,7 @@ class Replica:
 
 
 class Replication:
-    """All that a shard sends to standbys: at most one at a time. Thread-safe."""
+    """All that a shard sends to its standbys, to one at a time; see `Standbys`. Thread-safe."""
 
     def __init__(
         self,
@@ -285,8 +213,20 @@ class Replication:
             replica, self._joining = self._joining, None
             return replica if replica is not None and replica.ended_at is None else None
 
-    def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Prepared | None) -> None:
-        """From now on `replica` gets everything, beginning with the state as of now."""
+    def prepare(
+        self,
+        engine: Engine,
+        version: int,
+        contributions: Sequence[Contribution],
+        gradients: Sequence[Sequence[np.ndarray]],
+        infos: Sequence[GradientInfo],
+    ) -> Prepared:
+        """See `Standbys`. The mean is computed by a program of its own, whether a standby is connected or not: the
+        compiler may round an update in which the mean is a part in another way."""
+        return Prepared.of(engine, version, contributions, gradients, infos, copy=not self.in_sync)
+
+    def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
+        """See `Standbys`."""
         before, self._current = self._current, None
         if before is not None:
             before.end()  # and nothing to settle: whoever dials was not promoted
@@ -296,16 +236,18 @@ class Replication:
         entries = snapshot.entries
         replica.put(lambda: _state_frames(state, entries))
         if prepared is not None:
+            assert isinstance(prepared, Prepared)
             replica.put(prepared.kept().frames)
         self._current = replica
         _LOG.info("filling the standby (incarnation %d) from version %d", replica.incarnation, state.version)
 
-    def mean(self, prepared: Prepared) -> Callable[[], None]:
-        """Send it; the function waits until it is held."""
+    def send_prepared(self, prepared: Operand) -> Hold:
+        """See `Standbys`."""
+        assert isinstance(prepared, Prepared)
         return self._send(prepared.frames)
 
-    def commit(self, commit: Commit) -> Callable[[], None]:
-        """Send it; the function waits until it is held."""
+    def send_commit(self, commit: Commit) -> Hold:
+        """See `Standbys`."""
         return self._send(lambda: iter([(Frame(replica=ReplicaFrame(commit=commit)), None)]))
 
     def end(self) -> None:
@@ -321,7 +263,7 @@ class Replication:
         self._stopped = True
         self.end()
 
-    def _send(self, item: Item) -> Callable[[], None]:
+    def _send(self, item: Item) -> Hold:
         replica = self._current
         if replica is None:
             return _nothing
@@ -353,4 +295,4 @@ def _state_frames(state: ReplicaState, entries: Sequence[Any]) -> Iterator[tuple
         for at in range(0, data.nbytes, CHUNK_BYTES):
             array = ReplicaArray(key=entry.key, start=entry.start, stop=entry.stop, offset=at)
             yield Frame(replica=ReplicaFrame(array=array)), data[at : at + CHUNK_BYTES]
-    yield _WHOLE, None
+    yield WHOLE, None

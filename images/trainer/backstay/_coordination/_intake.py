@@ -1,0 +1,191 @@
+"""The gradients that shards report: which are accepted, which are refused and who is told, and which are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+from backstay_rpc.control_pb2 import Contribution, GradientId, GradientInfo, Reject, RejectReason, Staged
+
+from ._conclusion import Conclusion
+from ._decisions import OUTCOME_OF, Counted, Decision, Outcome, Send
+from ._history import History, Pending
+from ._ledger import Ledger, sent
+from ._mode import UpdateMode
+from ._state import CoordinatorState, Rules
+
+__all__ = ["Intake"]
+
+_ACCEPTED: Final = RejectReason.REJECT_UNSPECIFIED
+_ONLY_ITS_SHARD: Final = frozenset({RejectReason.OLD_TERM, RejectReason.NOT_IN_WORLD})
+
+
+class Intake:
+    """The gradients whose fate is open.
+
+    Attributes:
+        ledger: which shards hold which of them.
+    """
+
+    def __init__(self, rules: Rules, mode: UpdateMode, history: History, conclusion: Conclusion) -> None:
+        self._rules, self._mode = rules, mode
+        self._history, self._conclusion = history, conclusion
+        self.ledger = Ledger(rules.shards)
+        self._incarnations: dict[int, int] = {}
+        self._joined: set[int] = set()
+        self._counted: dict[tuple[int, int], GradientId] = {}  # by (rank, incarnation), the newest that was counted
+        self._uncertain: list[tuple[int, Staged]] = []
+
+    def begin(self) -> list[Decision]:
+        """A new term begins: all that is open is of the old one."""
+        out: list[Decision] = [
+            self._count(staged.id, Outcome.OLD_TERM, staged.info)
+            for staged in self.ledger.open()
+            if not self._is_counted(staged.id)
+        ]
+        self.ledger.clear()
+        self._uncertain.clear()
+        return out
+
+    # ---- Workers ----
+
+    @property
+    def joined_ranks(self) -> AbstractSet[int]:
+        """The ranks that have joined and not left."""
+        return self._joined
+
+    def joined(self, rank: int, incarnation: int) -> list[Decision]:
+        """A worker joined: what older incarnations of it left incomplete is refused."""
+        self._joined.add(rank)
+        if incarnation <= self._incarnations.get(rank, -1):
+            return []
+        self._incarnations[rank] = incarnation
+        complete = self.ledger.complete_of(rank)
+        out: list[Decision] = []
+        for staged in self.ledger.of_rank(rank):
+            if staged.id.incarnation < incarnation and staged != complete:
+                out += self._refuse(staged, RejectReason.OLD_INCARNATION, None)
+        return out
+
+    def left(self, rank: int, incarnation: int) -> None:
+        """A worker left on purpose."""
+        if incarnation >= self._incarnations.get(rank, -1):
+            self._joined.discard(rank)
+
+    # ---- Shards ----
+
+    def connected(self, shard: int) -> None:
+        """A shard's server connected: it reports again what it holds."""
+        self.ledger.lose_all(shard)
+        self._uncertain = [(other, staged) for other, staged in self._uncertain if other != shard]
+
+    def staged(self, shard: int, staged: Staged) -> tuple[list[Decision], bool]:
+        """A shard holds all of a gradient. Returns the refusals, and whether the gradient is complete by it."""
+        gradient = staged.id
+        used = self._history.used_by(gradient)
+        if used is not None:
+            # Its commit is on the way to the shard, or was applied there and the worker sent the gradient again.
+            again = self._history.has_applied(shard, used) and self._mode.rejects_applied()
+            return [Send(shard, self._reject(gradient, RejectReason.DUPLICATE))] if again else [], False
+        reason = self.ledger.refusal_of(gradient)
+        if reason == _ACCEPTED:
+            reason = self._judge(self._history.state, gradient)
+            if (reason == _ACCEPTED) != (self._judge(self._history.certain, gradient) == _ACCEPTED):
+                # It depends on decisions that may be taken back.
+                self._uncertain.append((shard, staged))
+                return [], False
+        if reason != _ACCEPTED:
+            return self._refuse(staged, reason, shard), False
+        out: list[Decision] = []
+        for older in self.ledger.of_rank(gradient.rank):
+            if sent(older.id) < sent(gradient):
+                out += self._refuse(older, RejectReason.ABANDONED, None)
+        return out, self.ledger.hold(shard, staged)
+
+    def uncertain(self) -> list[tuple[int, Staged]]:
+        """The reports that `staged` could not judge, with their shards; call `staged` again with each."""
+        found, self._uncertain = self._uncertain, []
+        return found
+
+    # ---- Decisions ----
+
+    def use(
+        self, contributions: tuple[Contribution, ...], infos: tuple[GradientInfo, ...], version: int
+    ) -> list[Counted]:
+        """A decision uses these gradients, to make an update of `version`. Returns how each is counted."""
+        counted = []
+        for contribution, info in zip(contributions, infos, strict=True):
+            gradient = contribution.id
+            outcome = Outcome.APPLIED if info.finite else Outcome.NON_FINITE
+            counted.append(self._count(gradient, outcome, info, version - gradient.version))
+        self.ledger.forget(contribution.id for contribution in contributions)
+        return counted
+
+    def settle(self, *, final: bool) -> list[Decision]:
+        """Refuse what can no longer be used, now that an update was decided; `final`: it was the last one."""
+        state = self._history.state
+        out: list[Decision] = []
+        for staged in self.ledger.open():
+            reason = RejectReason.LATE if final else self._mode.settle(state, self._rules, staged.id)
+            if reason != _ACCEPTED:
+                out += self._refuse(staged, reason, None)
+        return out
+
+    def take_back(self, decisions: list[Pending]) -> list[Decision]:
+        """These decisions were taken back: their workers send again."""
+        out: list[Decision] = []
+        for pending in decisions:
+            for contribution in pending.commit.contributions:
+                self.ledger.refuse(contribution.id, RejectReason.ABANDONED)
+                out.append(Send(None, self._reject(contribution.id, RejectReason.ABANDONED)))
+        return out
+
+    # ---- Inside ----
+
+    def _judge(self, state: CoordinatorState, gradient: GradientId) -> RejectReason:
+        """Whether an update after `state` can use a gradient, and the reason if none can."""
+        if gradient.term != state.term:
+            return RejectReason.OLD_TERM
+        if self._history.ends_at(state) or self._conclusion.finished is not None:
+            return RejectReason.LATE
+        if gradient.rank >= state.world:
+            return RejectReason.NOT_IN_WORLD
+        reason = self._mode.accept(state, self._rules, gradient)
+        if reason != _ACCEPTED:
+            return reason
+        complete = self.ledger.complete_of(gradient.rank)
+        if complete is not None and not self._replaces(complete.id, gradient):
+            return _ACCEPTED if complete.id == gradient else RejectReason.DUPLICATE
+        if gradient.incarnation < self._incarnations.get(gradient.rank, -1):
+            return RejectReason.OLD_INCARNATION
+        if sent(gradient) < self.ledger.newest(gradient.rank):
+            return RejectReason.ABANDONED
+        return _ACCEPTED
+
+    def _replaces(self, complete: GradientId, gradient: GradientId) -> bool:
+        """With standbys, a worker may know of a server's death before the coordinator. Then it sends again what is in
+        truth no longer complete."""
+        return self._rules.replicates and sent(complete) < sent(gradient)
+
+    def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
+        due = self._history.state.key_steps.get(gradient.rank, 0)
+        return Reject(id=gradient, reason=reason, next_key_step=due)
+
+    def _refuse(self, staged: Staged, reason: RejectReason, shard: int | None) -> list[Decision]:
+        """Refuse a gradient for good: count it, and tell the shards that hold it unless a commit does."""
+        self.ledger.forget([staged.id])
+        if reason != RejectReason.OLD_TERM:
+            self.ledger.refuse(staged.id, reason)
+        out: list[Decision] = []
+        if not self._is_counted(staged.id):
+            out.append(self._count(staged.id, OUTCOME_OF[reason], staged.info))
+        if not self._mode.commit_rejects(self._history.state, staged.id, reason):
+            out.append(Send(shard if reason in _ONLY_ITS_SHARD else None, self._reject(staged.id, reason)))
+        return out
+
+    def _is_counted(self, gradient: GradientId) -> bool:
+        return gradient == self._counted.get((gradient.rank, gradient.incarnation))
+
+    def _count(self, gradient: GradientId, outcome: Outcome, info: GradientInfo, staleness: int = 0) -> Counted:
+        self._counted[gradient.rank, gradient.incarnation] = gradient
+        return Counted(gradient, outcome, info, staleness)

@@ -1,0 +1,88 @@
+"""`UpdateMode`: everything in which synchronous and asynchronous updates differ, as one object per mode.
+
+The coordinator, the shards and their links ask this object. No other module compares the name of a mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
+
+from ._state import CoordinatorState, Mode, Rules
+
+__all__ = ["UpdateMode"]
+
+
+class UpdateMode(Protocol):
+    """One mode. Stateless: what it decides on are its arguments."""
+
+    name: Mode
+
+    # ---- What the coordinator asks ----
+
+    def accept(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        """Whether a gradient of this term, from a rank of the world, can become part of an update.
+
+        Returns:
+            Why it cannot; `REJECT_UNSPECIFIED`: it can.
+        """
+
+    def choose(
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+    ) -> tuple[Contribution, ...] | None:
+        """The contributions of the next update in order of rank; None while there are too few.
+
+        Args:
+            complete: the complete gradients of distinct ranks of the world, in order of completion. `accept` accepts
+                each of them.
+            wished_world: the number of ranks that the operator asks for. If it is below the world in force, only the
+                ranks that stay contribute.
+        """
+
+    def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
+        """What a decision makes of an accepted gradient that it did not use; `state` is the state after the decision.
+
+        Returns:
+            Why the gradient is refused now; `REJECT_UNSPECIFIED`: it is still accepted.
+        """
+
+    def commit_rejects(self, state: CoordinatorState, gradient: GradientId, reason: RejectReason) -> bool:
+        """Whether a commit tells the shards that this gradient is refused, so that they need no `Reject`."""
+
+    def rejects_applied(self) -> bool:
+        """Whether a shard that reports a gradient again, after it applied its commit, needs a `Reject`."""
+
+    def next_offset(self, state: CoordinatorState, world: int) -> int:
+        """`BatchKey.offset` from the version of `state` on, if `world` ranks are in force from there on.
+
+        `BatchKey.number` is ``offset + step * world + rank``. It must exceed every number that the world before gave.
+        """
+
+    def owed_since(
+        self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float
+    ) -> float | None:
+        """Since when a worker has been able to compute the gradient that it owes; None: it owes none.
+
+        Args:
+            joined: when the worker joined.
+            handed_in: when its last gradient arrived; None: there was none.
+            handed_version: the version at which that gradient was computed.
+            version: the newest version, decided at `version_since`.
+        """
+
+    # ---- What a shard and its link ask ----
+
+    def used_up(self, gradient_version: int, version: int) -> bool:
+        """Whether a gradient computed at `gradient_version` is of no use to a shard that has begun `version`."""
+
+    def answered_by(self, outcome: RejectReason, gradient_version: int, version: int) -> bool:
+        """Whether parameters of `version` answer the push of a gradient that no update has used.
+
+        Args:
+            outcome: why the gradient was refused; `REJECT_UNSPECIFIED`: nothing is decided about it.
+        """
+
+    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
+        """The numbers of contributions that updates usually have: what a shard compiles before training."""

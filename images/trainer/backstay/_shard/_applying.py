@@ -1,0 +1,246 @@
+"""Carries out a shard's orders: prepares, applies and publishes updates, and fills a standby."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from backstay_rpc.control_pb2 import Applied, Commit, Contribution, Norm, NormRequest, RejectReason, ReplicaState, Save
+
+from .._coordination import UpdateMode, identity
+from .._coordination.seam import Coordination
+from .._wire.memory import Staging
+from .._wire.seam import CheckpointHook, Engine, Refusal
+from ._orders import Order
+from ._prepared import Operand
+from ._published import Published, Publisher
+from ._replication import Replica
+from ._staging import Gradient, Gradients, describe
+from ._standbys import Hold, Standbys
+
+__all__ = ["Applier", "Term"]
+
+_LOG = logging.getLogger(__name__)
+
+_LATE: Final = RejectReason.LATE
+
+
+@dataclass(eq=False)
+class Term:
+    """Where a shard stands in one term.
+
+    Attributes:
+        number: of the term.
+        engine: the shard's state.
+        version: of the newest update that has begun.
+        world: number of ranks in force at that version.
+        offset: `BatchKey.offset` of that world.
+        last: the commit that made the version, if one of this term did.
+        prepared: what the next update is computed from, once it is known.
+        fresh: the version is not published yet.
+    """
+
+    number: int
+    engine: Engine
+    version: int
+    world: int
+    offset: int
+    last: Commit | None = None
+    prepared: Operand | None = None
+    fresh: bool = True
+
+
+class _TermOver(Exception):  # noqa: N818  # it is what happened
+    """Another term began while an order of this one was being carried out."""
+
+
+class Applier:
+    """The work of a shard's apply thread; every method is called by that thread, without the lock.
+
+    Nothing is ever applied in part: before the engine is called, every gradient that a commit names is here and
+    complete, or the mean of them is. Else the shard fails.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Condition,
+        gradients: Gradients,
+        publisher: Publisher,
+        standbys: Standbys,
+        mode: UpdateMode,
+        coordination: Coordination,
+        hook: CheckpointHook | None,
+        blocks: int,
+    ) -> None:
+        """
+        Args:
+            lock: the shard's, which guards `gradients` and `publisher`; streams wait for its notifications.
+            coordination: gets the reports.
+            hook: see `CheckpointHook`; None: the job stores nothing.
+            blocks: their number.
+        """
+        self._lock = lock
+        self._gradients, self._publisher, self._standbys = gradients, publisher, standbys
+        self._mode, self._coordination, self._hook, self._blocks = mode, coordination, hook, blocks
+        self._current: Term | None = None
+
+    def begin(self, term: Term) -> None:
+        """A term begins, under the lock: what is being done for the one before is not published or reported."""
+        self._current = term
+
+    def carry_out(self, term: Term, order: Order) -> None:
+        """Carry out an order for `term.version`; nothing happens when another term has begun."""
+        with contextlib.suppress(_TermOver):
+            match order:
+                case Save():
+                    self._save(term)
+                case NormRequest():
+                    self._answer(term, order)
+                case Commit():
+                    self._apply(term, order)
+
+    def publish_first(self, term: Term) -> None:
+        """Hand out the version with which a term begins."""
+        term.fresh = False
+        self._publish(term, None)
+
+    def fill(self, term: Term, replica: Replica) -> None:
+        """Send the whole state to a standby."""
+        state = ReplicaState(
+            term=term.number, version=term.version, world=term.world, offset=term.offset, last=term.last
+        )
+        self._standbys.fill(replica, state, term.engine.snapshot(whole=True), term.prepared)
+
+    # ---- Prepare ----
+
+    def _answer(self, term: Term, request: NormRequest) -> None:
+        """Prepare an update; answer once a successor of this server could apply it."""
+        prepared = self._prepared(term, request.version, request.contributions)
+        if prepared is None:
+            if not request.replicate:
+                raise RuntimeError(self._missing("request for the norm", request.version, request.contributions))
+            _LOG.debug("the decision of version %d was taken back before it was prepared", request.version)
+            return
+        hold = self._standbys.send_prepared(prepared)
+        total = 0.0 if request.unclipped else prepared.sum_of_squares(term.engine)
+        hold()
+        if term is self._current:
+            norm = Norm(term=request.term, version=request.version, sum_of_squares=float(total), round=request.round)
+            self._coordination.report(norm)
+
+    def _prepared(self, term: Term, version: int, contributions: Sequence[Contribution]) -> Operand | None:
+        """What the update of `version` is computed from; None: a gradient is not here, nor what was prepared of it."""
+        prepared = term.prepared
+        if prepared is None or not prepared.is_of(version, contributions):
+            with self._lock:
+                self._check(term)
+                held = self._held(contributions)
+                arrays = [gradient.staging.arrays for gradient in held if gradient.staging is not None]
+                if len(arrays) != len(contributions):
+                    return None
+            infos = [gradient.info for gradient in held]
+            prepared = self._standbys.prepare(term.engine, version, contributions, arrays, infos)
+            term.prepared = prepared
+        return prepared
+
+    # ---- Apply ----
+
+    def _apply(self, term: Term, commit: Commit) -> None:
+        names = {identity(contribution.id) for contribution in commit.contributions}
+        if len(names) != len(commit.contributions) or not (names or commit.skip):
+            raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one of them twice")
+        prepared = self._prepared(term, commit.version, commit.contributions)
+        if prepared is None:
+            raise RuntimeError(self._missing("commit", commit.version, commit.contributions))
+        freed = self._use(term, commit)
+        hold = self._standbys.send_commit(commit)
+        term.prepared, term.last = None, commit
+        if commit.skip:
+            term.engine.skip()
+        else:
+            prepared.apply(term.engine, commit.clip_factor)
+        try:
+            self._publish(term, hold)
+        finally:
+            # Not before: the engine reads the gradients until the last block is computed.
+            with self._lock:
+                for staging in freed:
+                    self._gradients.give(staging)
+        if term is not self._current:
+            return
+        self._coordination.report(Applied(version=commit.version + 1))
+        if commit.checkpoint:
+            self._save(term)
+
+    def _use(self, term: Term, commit: Commit) -> list[Staging | None]:
+        """Move on to the next version. Returns the memory of the gradients that are out of the books by it."""
+        version = commit.version + 1
+        with self._lock:
+            self._check(term)
+            # A server that was the standby holds the mean of the gradients, and not themselves.
+            used = self._held(commit.contributions)
+            freed = [self._gradients.remove(gradient) for gradient in used]
+            for gradient in used:
+                gradient.applied = version
+            for gradient in self._gradients:
+                if gradient.complete and self._mode.used_up(gradient.id.version, version):
+                    gradient.outcome = _LATE
+                    freed.append(self._gradients.remove(gradient))
+            # Streams of pushes that come too late see the new version now.
+            term.version, term.world, term.offset = version, commit.world, commit.offset
+            self._publisher.withdraw()
+        return freed
+
+    def _publish(self, term: Term, hold: Hold | None) -> None:
+        """Hand out a version from when its first block is computed: waiting streams wake once, to something to send.
+
+        `hold` waits until the standby has the version too: no stream gets the last block before that.
+        """
+        published = Published(term.version, term.world, self._blocks, term.offset)
+        try:
+            if hold is not None and self._blocks < 2:
+                hold()
+            if self._blocks:
+                published.put(0, term.engine.block(0))
+            with self._lock:
+                if term is self._current:
+                    self._publisher.publish(published)
+                    self._lock.notify_all()
+            for b in range(1, self._blocks):
+                if hold is not None and b == self._blocks - 1:
+                    hold()
+                published.put(b, term.engine.block(b))
+        except BaseException:
+            published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
+            raise
+
+    def _save(self, term: Term) -> None:
+        if self._hook is not None and term is self._current:
+            self._hook(term.engine.snapshot(), term.number, term.version)
+
+    # ---- Checks ----
+
+    def _check(self, term: Term) -> None:
+        if term is not self._current:
+            raise _TermOver
+
+    def _held(self, contributions: Sequence[Contribution]) -> list[Gradient]:
+        """Those of the gradients that are here and complete. Under the lock."""
+        found = [self._gradients.find(contribution.id) for contribution in contributions]
+        return [gradient for gradient in found if gradient is not None and gradient.complete]
+
+    def _missing(self, what: str, version: int, contributions: Sequence[Contribution]) -> str:
+        with self._lock:
+            for contribution in contributions:
+                found = self._gradients.find(contribution.id)
+                if found is None or not found.complete:
+                    return (
+                        f"the {what} of version {version} names {describe(contribution.id)}, which this shard "
+                        f"{'does not hold' if found is None else 'holds only in part'} ({len(self._gradients)} are "
+                        "here)"
+                    )
+        return f"the {what} of version {version} names gradients that were here and are not any more"

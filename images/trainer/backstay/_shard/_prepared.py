@@ -1,0 +1,134 @@
+"""What an update is computed from: the gradients that a decision names, or their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import Contribution, Frame, GradientInfo, ReplicaMean
+from backstay_rpc.control_pb2 import Replica as ReplicaFrame
+
+from .._wire import frames
+from .._wire.seam import Engine
+
+__all__ = ["WHOLE", "Gathered", "Operand", "Prepared"]
+
+WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
+
+
+class Operand(Protocol):
+    """What the engine applies for one decision."""
+
+    def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
+        """Whether it belongs to the decision about `version` that names `contributions`."""
+
+    def apply(self, engine: Engine, clip_factor: float) -> None:
+        """Start the update."""
+
+    def sum_of_squares(self, engine: Engine) -> float:
+        """Of the mean gradient's elements in this shard."""
+
+
+class Gathered:
+    """The gradients themselves: the engine computes their mean as a part of the update."""
+
+    def __init__(
+        self, version: int, contributions: Sequence[Contribution], gradients: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        """
+        Args:
+            gradients: of the contributions, in their order; their memory must not change until the update is computed.
+        """
+        self._version = version
+        self._contributions = tuple(contributions)
+        self._gradients = gradients
+        self._weights = [contribution.weight for contribution in contributions]
+
+    def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
+        return version == self._version and self._contributions == tuple(contributions)
+
+    def apply(self, engine: Engine, clip_factor: float) -> None:
+        engine.apply(self._gradients, weights=self._weights, divisor=len(self._weights), clip_factor=clip_factor)
+
+    def sum_of_squares(self, engine: Engine) -> float:
+        return engine.sum_of_squares(self._gradients, weights=self._weights, divisor=len(self._weights))
+
+
+class Prepared:
+    """The mean of the gradients that a decision names. A standby can hold it, and repeat the update bit for bit."""
+
+    def __init__(
+        self,
+        version: int,
+        contributions: Sequence[Contribution],
+        blocks: Sequence[Any],
+        infos: Sequence[GradientInfo],
+        *,
+        borrowed: bool = False,
+    ) -> None:
+        """
+        Args:
+            blocks: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet.
+            infos: of the contributions, in their order.
+            borrowed: their memory is a gradient's, and another one's once this is applied.
+        """
+        self.version = version
+        self.contributions = tuple(contributions)
+        self.infos = tuple(infos)
+        self._blocks = blocks
+        self._borrowed = borrowed
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        version: int,
+        contributions: Sequence[Contribution],
+        gradients: Sequence[Sequence[np.ndarray]],
+        infos: Sequence[GradientInfo],
+        *,
+        copy: bool,
+    ) -> Prepared:
+        """
+        Args:
+            gradients, infos: of the contributions, in their order.
+            copy: whether it must outlive the gradients.
+        """
+        weights = [contribution.weight for contribution in contributions]
+        if weights == [1.0]:
+            alone = cls(version, contributions, gradients[0], infos, borrowed=True)
+            return alone.kept() if copy else alone
+        mean = engine.mean(gradients, weights=weights, divisor=len(weights))
+        return cls(version, contributions, mean, infos)
+
+    def kept(self) -> Prepared:
+        """The same, in memory that is nobody else's: it may be sent after it is applied."""
+        if not self._borrowed:
+            return self
+        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks], self.infos)
+
+    def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
+        return version == self.version and self.contributions == tuple(contributions)
+
+    def apply(self, engine: Engine, clip_factor: float) -> None:
+        engine.apply([self.arrays()], weights=[1.0], divisor=1, clip_factor=clip_factor)
+
+    def sum_of_squares(self, engine: Engine) -> float:
+        return engine.sum_of_squares([self.arrays()], weights=[1.0], divisor=1)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Host arrays; waits until they are computed."""
+        return [np.asarray(block) for block in self._blocks]
+
+    def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
+        """For the stream to a standby. Each block is sent as soon as it is computed."""
+        mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
+        yield Frame(replica=ReplicaFrame(mean=mean)), None
+        for index, block in enumerate(self._blocks):
+            data = np.asarray(block).view(np.uint8)
+            for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
+                frame.chunk.block = index
+                yield frame, data[start:stop]
+        yield WHOLE, None

@@ -1,0 +1,96 @@
+"""What a shard does so that another server can take its place; `NoStandbys` where the job has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, ReplicaState
+
+from .._wire.seam import Engine
+from ._prepared import Gathered, Operand
+
+if TYPE_CHECKING:
+    from ._replication import Replica
+
+__all__ = ["Hold", "NoStandbys", "Standbys"]
+
+Hold: TypeAlias = Callable[[], None]
+"""Returns when the standby holds what was sent, or is certain not to be promoted. Raises `Superseded` if it was."""
+
+
+class Standbys(Protocol):
+    """A shard's standbys, as its apply thread uses them."""
+
+    def prepare(
+        self,
+        engine: Engine,
+        version: int,
+        contributions: Sequence[Contribution],
+        gradients: Sequence[Sequence[np.ndarray]],
+        infos: Sequence[GradientInfo],
+    ) -> Operand:
+        """What the update of `version` is computed from.
+
+        Args:
+            gradients, infos: of the contributions, in their order.
+        """
+
+    def send_prepared(self, prepared: Operand) -> Hold:
+        """Send what `prepare` returned."""
+
+    def send_commit(self, commit: Commit) -> Hold:
+        """Send a commit."""
+
+    def joining(self) -> Replica | None:
+        """A standby to be filled now. Returned once."""
+
+    def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
+        """From now on `replica` gets everything, beginning with the state as of now."""
+
+    def end(self) -> None:
+        """What the standbys hold is over: they connect again."""
+
+    def stop(self) -> None:
+        """For good."""
+
+
+class NoStandbys:
+    """See `Standbys`."""
+
+    def prepare(
+        self,
+        engine: Engine,
+        version: int,
+        contributions: Sequence[Contribution],
+        gradients: Sequence[Sequence[np.ndarray]],
+        infos: Sequence[GradientInfo],
+    ) -> Operand:
+        del engine, infos
+        return Gathered(version, contributions, gradients)
+
+    def send_prepared(self, prepared: Operand) -> Hold:
+        del prepared
+        return _nothing
+
+    def send_commit(self, commit: Commit) -> Hold:
+        del commit
+        return _nothing
+
+    def joining(self) -> Replica | None:
+        return None
+
+    def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
+        raise AssertionError("no standby ever joins")
+
+    def end(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+def _nothing() -> None:
+    pass
