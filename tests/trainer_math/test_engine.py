@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._roles._local import clip_factor
-from backstay._update._engine import PARAMS, STATE, ShardEngine, array_specs
+from backstay._update._engine import STATE, ShardEngine, array_specs
 from backstay._update._kernels import enable_x64, kernels_of
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
-from backstay._update._tree import describe
+from backstay._update._tree import PARAMS, describe
 from backstay.errors import CheckpointError, TreeError
 
 

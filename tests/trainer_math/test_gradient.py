@@ -93,7 +93,7 @@ def test_what_loss_raises_comes_through():
         GradientFn(broken, describe(PARAMS))(PARAMS, BATCH)
     with pytest.raises(ConfigurationError, match="loss is int: must be a function"):
         GradientFn(3, describe(PARAMS))
-    with pytest.raises(ConfigurationError, match="parameters have the structure"):
+    with pytest.raises(ConfigurationError, match="the model has the structure"):
         GradientFn(loss, describe(PARAMS))({"w": PARAMS["w"]}, BATCH)
 
 

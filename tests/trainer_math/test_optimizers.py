@@ -17,12 +17,12 @@ import optax.contrib
 import pytest
 
 from backstay._roles._local import train_local
-from backstay._update._engine import PARAMS, STATE, ShardEngine
+from backstay._update._engine import STATE, ShardEngine
 from backstay._update._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._rules._advice import factories
-from backstay._update._tree import describe, leaf_names
+from backstay._update._tree import PARAMS, describe, leaf_names
 from backstay.errors import OptimizerError
 
 LR = 1e-2

@@ -15,6 +15,7 @@ class Result:
 
     Attributes:
         params: the parameters after the last update, the same pytree as `init` returned.
+        state: the model state after the last update; None for a model without state.
         step: how many updates were applied.
         loss: the loss of the newest gradient that this process computed; None when it computed none.
         metrics: what `evaluate` returned for `params`, in a job the same in every worker; empty where it was not called
@@ -31,6 +32,7 @@ class Result:
     checkpoint: str | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
+    state: Any = None
 
     @property
     def is_leader(self) -> bool:

@@ -44,11 +44,13 @@ _RETURNED = threading.Event()
 def train(
     *,
     init: Callable[[Any], Any],
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[..., Any],
     batches: Callable[[BatchKey], Any],
     optimizer: optax.GradientTransformation,
     steps: int,
-    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate: Callable[..., Mapping[str, float]] | None = None,
+    has_state: bool = False,
+    has_rng: bool = False,
     seed: int = 0,
     clip_norm: float | None = None,
     deterministic: bool = False,
@@ -61,15 +63,22 @@ def train(
     """Train a model: in this process, or as one pod of the job that the environment names.
 
     Args:
-        init: ``init(key)`` returns the parameters, any pytree of arrays; `key` is ``jax.random.key(seed)``. It must
-            return the same in every pod.
-        loss: ``loss(params, batch)`` returns a floating-point scalar, or ``(scalar, {name: scalar})``.
+        init: ``init(key)`` returns the parameters, any pytree of arrays; with `has_state` the pair
+            ``(params, state)``. `key` is ``jax.random.key(seed)``. It must return the same in every pod.
+        loss: ``loss(params, batch)`` returns a floating-point scalar, or ``(scalar, {name: scalar})``; with `has_state`
+            ``loss(params, state, batch)`` returns ``(scalar, new_state)``, or ``(scalar, new_state, {name: scalar})``;
+            with `has_rng` a key is its last argument.
         batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays; a pure function. It is
             called ahead of need, in a thread of its own.
         optimizer: any optax optimizer that shards can compute exactly.
         steps: how many updates to make.
-        evaluate: ``evaluate(params)`` returns ``{name: number}``; called once after the last update or, in a job with
-            an evaluator, for each checkpoint.
+        evaluate: ``evaluate(params)``, with `has_state` ``evaluate(params, state)``, returns ``{name: number}``; called
+            once after the last update or, in a job with an evaluator, for each checkpoint.
+        has_state: whether the model has a state: values that gradients do not train, such as batch statistics, any
+            pytree of arrays. The new state of an update is the weighted mean of the new states that the contributions
+            of its ranks hold, in order of rank; of integers and booleans it is the lowest rank's.
+        has_rng: whether `loss` gets a random key, which is `BatchKey.key`: of (seed, step, rank) alone, so a
+            replacement of a worker gets the same one.
         seed: of `init` and of the keys of batches.
         clip_norm: upper bound of the norm of the mean gradient, over all parameters.
         deterministic: ask the backend for kernels that give the same bits run after run.
@@ -88,7 +97,7 @@ def train(
             twentieth of `steps`, else it is called only at the end. In a job each checkpoint is evaluated.
 
     Returns:
-        The last parameters and what is known of them. Only in a single process and in workers: parameter servers and
+        The last parameters and model state. Only in a single process and in workers: parameter servers and
         evaluators end their process. The job succeeds when the script of the worker of rank 0 has ended too, with exit
         code 0 (`Result.is_leader`).
 
@@ -111,6 +120,8 @@ def train(
             optimizer=optimizer,
             steps=steps,
             evaluate=evaluate,
+            has_state=has_state,
+            has_rng=has_rng,
             seed=seed,
             clip_norm=clip_norm,
             deterministic=deterministic,
@@ -186,7 +197,7 @@ def _alone(script: Script) -> Result:
         stops, last = False, update.step == script.steps
         if every and update.step % every == 0 and not last:
             assert script.evaluate is not None
-            metrics = evaluation_of(script.evaluate, update.params)
+            metrics = evaluation_of(script.evaluate, update.params, update.state, has_state=script.has_state)
             _log_evaluation(update.step, metrics)
             stops = script.stop_when is not None and bool(script.stop_when(metrics))
         reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
@@ -206,7 +217,9 @@ def _alone(script: Script) -> Result:
         script.batches,
         script.optimizer,
         script.steps,
-        evaluate=None if script.evaluate is None else lambda params: evaluation_of(script.evaluate, params),  # type: ignore[arg-type]
+        evaluate=script.evaluate,
+        has_state=script.has_state,
+        has_rng=script.has_rng,
         seed=script.seed,
         clip_norm=script.clip_norm,
         deterministic=script.deterministic,

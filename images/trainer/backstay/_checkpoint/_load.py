@@ -1,13 +1,15 @@
-"""`backstay.load`: the parameters of a checkpoint, for serving, evaluating or starting something new from them."""
+"""`backstay.load`: parameters and model state of a checkpoint, to serve, evaluate, or start something new from them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from ..errors import CheckpointError
+from ._manifest import ManifestLeaf
 from ._names import MANIFEST_SUFFIX
 from ._reader import Reader
 from ._store import CheckpointStore
@@ -20,6 +22,7 @@ class Checkpoint:
 
     Attributes:
         params: the parameters, as NumPy arrays in their own shapes and dtypes.
+        state: the model state likewise; None for a model without state.
         step: how many updates had been applied.
         uri: the manifest it was read from.
         metrics: what the newest evaluation before it returned.
@@ -31,16 +34,18 @@ class Checkpoint:
     uri: str
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    state: Any = None
 
 
 def load(uri: str, like: Any = None) -> Checkpoint:
-    """Read a checkpoint's parameters.
+    """Read a checkpoint's parameters and model state.
 
     Args:
         uri: one checkpoint (its manifest), or a job's ``checkpoint.uri``, of which the newest whole one is taken.
             A path or any fsspec URI.
-        like: a tree of the same structure (arrays or ``jax.ShapeDtypeStruct`` leaves), needed when the parameters hold
-            other nodes than dicts, lists and tuples.
+        like: a tree of the structure that `init` returned, for a model with state the pair ``(params, state)``; its
+            leaves are arrays or ``jax.ShapeDtypeStruct``. It is needed when a tree has other nodes than dicts, lists
+            and tuples.
 
     Returns:
         A `Checkpoint`; its leaves are NumPy arrays of the stored shapes and dtypes.
@@ -62,25 +67,60 @@ def load(uri: str, like: Any = None) -> Checkpoint:
             raise CheckpointError(f"there is no whole checkpoint in {uri}{damaged}")
         manifest, skipped = newest.manifest, newest.skipped
     reader = Reader(store, manifest, cache=len(manifest.files))
-    leaves = [reader.parameter(index) for index in range(len(manifest.leaves))]
-    if like is None:
-        params = rebuild(manifest.structure, leaves)
-    else:
-        wanted, structure = jax.tree.flatten(like)
-        if len(wanted) != len(leaves):
-            raise CheckpointError(
-                f"`like` has {len(wanted)} leaves, the checkpoint {manifest.name} has {len(leaves)}: "
-                f"the first of them is {manifest.leaves[0].path if manifest.leaves else 'none'}"
-            )
-        for leaf, array in zip(manifest.leaves, wanted, strict=True):
-            shape = tuple(getattr(array, "shape", ()))
-            if shape != leaf.shape:
-                raise CheckpointError(f"`like` has shape {shape} at {leaf.path}, the checkpoint has {leaf.shape}")
-        params = jax.tree.unflatten(structure, leaves)
+    has_state = manifest.state_structure is not None
+    if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
+        raise CheckpointError(f"the checkpoint {manifest.name} has a model state: `like` must be (params, state)")
+    like_params, like_state = like if like is not None and has_state else (like, None)
+    params = _tree(
+        [reader.parameter(index) for index in range(len(manifest.leaves))],
+        manifest.leaves,
+        manifest.structure,
+        like_params,
+        manifest.name,
+    )
+    state = None
+    if manifest.state_structure is not None:
+        state = _tree(
+            [reader.state_leaf(index) for index in range(len(manifest.state_leaves))],
+            manifest.state_leaves,
+            manifest.state_structure,
+            like_state,
+            manifest.name,
+            given=like is not None,
+        )
     return Checkpoint(
         params=params,
         step=manifest.version,
         uri=store.uri_of(manifest),
         metrics=dict(manifest.metrics),
         skipped=skipped,
+        state=state,
     )
+
+
+def _tree(
+    leaves: list[Any],
+    specs: Sequence[ManifestLeaf],
+    structure: dict[str, Any],
+    like: Any,
+    name: str,
+    *,
+    given: bool = False,
+) -> Any:
+    """
+    Args:
+        like: see `load`; None: there is none, unless `given`.
+    """
+    if like is None and not given:
+        return rebuild(structure, leaves)
+    wanted, treedef = jax.tree.flatten(like)
+    if len(wanted) != len(leaves):
+        raise CheckpointError(
+            f"`like` has {len(wanted)} leaves, the checkpoint {name} has {len(leaves)}: "
+            f"the first of them is {specs[0].path if specs else 'none'}"
+        )
+    for leaf, array in zip(specs, wanted, strict=True):
+        shape = tuple(getattr(array, "shape", ()))
+        if shape != leaf.shape:
+            raise CheckpointError(f"`like` has shape {shape} at {leaf.path}, the checkpoint has {leaf.shape}")
+    return jax.tree.unflatten(treedef, leaves)

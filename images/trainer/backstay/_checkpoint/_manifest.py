@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from .._update._tree import MODEL_STATE, PARAMS
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
 from ._names import ManifestName, parse_shard
@@ -26,7 +27,6 @@ MAX_BYTES: Final = 256 << 20
 
 _MAX: Final = 2**63 - 1
 _HISTORY: Final = "^[0-9a-f]{16}$"
-_PARAMS: Final = "params/"
 _Item = TypeVar("_Item")
 _List = Annotated[tuple[_Item, ...], Field(strict=False)]  # JSON has lists only; their items stay strict
 
@@ -159,7 +159,13 @@ class StateRecord(_Model):
 
 
 class Manifest(_Model):
-    """A whole checkpoint. `state` is the coordinator's own (JSON), `structure` the tree of parameters."""
+    """A whole checkpoint.
+
+    Attributes:
+        leaves, structure: of the parameters.
+        state_leaves, state_structure: of the model state; the structure is None for a model without state.
+        state: the coordinator's own (JSON).
+    """
 
     format: Literal[2] = 2
     origin: Origin
@@ -172,6 +178,8 @@ class Manifest(_Model):
     steps: int | None = None
     leaves: _List[ManifestLeaf]
     structure: dict[str, Any]
+    state_leaves: _List[ManifestLeaf] = ()
+    state_structure: dict[str, Any] | None = None
     files: _List[FileInfo]
     state: dict[str, Any]
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -190,6 +198,10 @@ class Manifest(_Model):
     @model_validator(mode="after")
     def _is_whole(self) -> Manifest:
         check_structure(self.structure, len(self.leaves))
+        if self.state_structure is not None:
+            check_structure(self.state_structure, len(self.state_leaves))
+        elif self.state_leaves:
+            raise ValueError("the model state has leaves and no structure")
         _check_state(self)
         _check_files(self)
         return self
@@ -289,16 +301,23 @@ def _check_files(manifest: Manifest) -> None:
     for key, ranges in parts.items():
         if any(start > stop for start, stop in ranges) or list(_gaps(ranges)):
             raise ValueError(f"the ranges of {key[:200]!r} overlap or leave a gap")
-    paths = [leaf.path for leaf in manifest.leaves]
+    _check_leaves(manifest.leaves, PARAMS, "the parameters", parts)
+    _check_leaves(manifest.state_leaves, MODEL_STATE, "the model state", parts)
+
+
+def _check_leaves(
+    leaves: tuple[ManifestLeaf, ...], prefix: str, what: str, parts: dict[str, list[tuple[int, int]]]
+) -> None:
+    paths = [leaf.path for leaf in leaves]
     if len(set(paths)) != len(paths):
-        raise ValueError("a leaf of the parameters is named twice")
-    for leaf in manifest.leaves:
-        held = max((stop for _, stop in parts.pop(_PARAMS + leaf.path, ())), default=0)
+        raise ValueError(f"a leaf of {what} is named twice")
+    for leaf in leaves:
+        held = max((stop for _, stop in parts.pop(prefix + leaf.path, ())), default=0)
         if held != leaf.size:
             raise ValueError(f"the files hold {held} elements of {leaf.path[:200]!r}, it has {leaf.size}")
-    foreign = next((key for key in parts if key.startswith(_PARAMS)), None)
+    foreign = next((key for key in parts if key.startswith(prefix)), None)
     if foreign is not None:
-        raise ValueError(f"the files hold {foreign[:200]!r}, which is not a leaf of the parameters")
+        raise ValueError(f"the files hold {foreign[:200]!r}, which is not a leaf of {what}")
 
 
 def _gaps(ranges: list[tuple[int, int]]) -> Iterator[int]:

@@ -10,9 +10,10 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from .._update._tree import MODEL_STATE, PARAMS
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME, STORED
-from ._manifest import Manifest
+from ._manifest import Manifest, ManifestLeaf
 from ._store import CheckpointStore
 
 
@@ -76,11 +77,17 @@ class Reader:
 
     def parameter(self, index: int) -> NDArray[np.generic]:
         """Leaf `index` of the parameters, whole, in its own shape."""
-        leaf = self.manifest.leaves[index]
+        return self._leaf(self.manifest.leaves[index], PARAMS)
+
+    def state_leaf(self, index: int) -> NDArray[np.generic]:
+        """Leaf `index` of the model state, whole, in its own shape."""
+        return self._leaf(self.manifest.state_leaves[index], MODEL_STATE)
+
+    def _leaf(self, leaf: ManifestLeaf, prefix: str) -> NDArray[np.generic]:
         size = math.prod(leaf.shape)
         if size == 0:  # nothing of it is stored
             return np.empty(leaf.shape, BY_NAME[leaf.dtype])
-        return self.read(f"params/{leaf.path}", 0, size).reshape(leaf.shape)
+        return self.read(prefix + leaf.path, 0, size).reshape(leaf.shape)
 
     def _tensor(self, number: int, tensor: str) -> NDArray[np.generic]:
         with self._lock:

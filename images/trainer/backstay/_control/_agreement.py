@@ -75,7 +75,7 @@ class Agreement:
         return f"{what} in {peer}: its constants have {_some(only_theirs)} where {here} has {_some(only_mine)}"
 
 
-_ARGUMENTS: Final = frozenset({"steps", "seed", "clip_norm"})
+_ARGUMENTS: Final = frozenset({"steps", "seed", "clip_norm", "has_state", "has_rng"})
 
 
 def _some(texts: Sequence[str]) -> str:

@@ -104,8 +104,8 @@ class Evaluator:
         began = time.monotonic()
         try:
             with _instrument.span("evaluate", step):
-                params = load(uri, like=self._plan.partition.tree.shapes()).params
-                metrics = evaluation_of(self._evaluate, params)
+                found = load(uri, like=self._plan.partition.tree.shapes())
+                metrics = evaluation_of(self._evaluate, found.params, found.state, has_state=self._script.has_state)
         except CheckpointError as failure:
             # It may have been deleted meanwhile, for newer ones.
             _LOG.warning("the checkpoint of step %d could not be evaluated: %s", step, failure)

@@ -1,7 +1,7 @@
 """Training in one process: the plain optax loop.
 
-It is what `train` does without a cluster, and with more than one rank it is the reference that promise T4 speaks of.
-So it computes the optimizer over the whole tree, as any optax user would, and knows nothing of shards and blocks.
+It is what `train` does without a cluster, and with more than one rank it is the reference of promise T4. So it computes
+the optimizer over the whole tree, as any optax user would, and uses neither shards nor blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import optax
 from .._compute._gradient import Gradient, GradientFn
 from .._data._batch_key import BatchKey
 from .._result import Result
-from .._update._kernels import Mean, enable_x64, mean
+from .._update._kernels import Mean, enable_x64, mean, state_mean
 from .._update._rules import called
 from .._update._tree import describe
 from .._update._untrained import Untrained, ZeroLeaves, warning
 from ..errors import ConfigurationError, JobFailed
+from ._script import evaluation_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Update:
         loss, metrics: of the newest gradient in it, before the update.
         examples: in all its gradients.
         applied: False if it was skipped for a gradient that is not finite.
-        params: after it; only valid until the callback returns.
+        params, state: after it; only valid until the callback returns. `state` is None for a model without state.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Update:
     examples: int
     applied: bool
     params: Any
+    state: Any = None
 
 
 def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
@@ -58,12 +60,14 @@ def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
 
 def train_local(
     init: Callable[[Any], Any],
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[..., Any],
     batches: Callable[[BatchKey], Any],
     optimizer: optax.GradientTransformation,
     steps: int,
     *,
-    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate: Callable[..., Mapping[str, float]] | None = None,
+    has_state: bool = False,
+    has_rng: bool = False,
     seed: int = 0,
     clip_norm: float | None = None,
     world: int = 1,
@@ -75,15 +79,17 @@ def train_local(
     """Train in this process.
 
     Args:
-        init: PRNG key to parameters, called with ``jax.random.key(seed)``.
-        loss: see `GradientFn`.
+        init: PRNG key to parameters or, with `has_state`, to ``(params, state)``; called with
+            ``jax.random.key(seed)``.
+        loss: see `Objective`.
         batches: `BatchKey` to batch; called for every rank of every step.
         optimizer: any `optax.GradientTransformation`.
         steps: updates, at least 0.
-        evaluate: called once with the last parameters.
-        seed: of `init` and of the keys of batches.
+        evaluate: called once with the last parameters and, with `has_state`, the last state.
+        has_state, has_rng: see `train`.
+        seed: of `init`, of the keys of batches, and of the keys of `loss`.
         clip_norm: upper bound of the mean gradient's global norm.
-        world: the gradients of ranks 0..world-1 are averaged, summed in that order.
+        world: the gradients and new states of ranks 0..world-1 are averaged, summed in that order.
         max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
         deterministic, devices: see `GradientFn`.
         on_update: called after each update; training ends when it returns True.
@@ -93,23 +99,26 @@ def train_local(
         JobFailed: ``NonFiniteGradients``.
     """
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
-    params = init(jax.random.key(seed))
-    tree = describe(params)
-    params = jax.tree_util.tree_map(lambda leaf: jnp.array(leaf, copy=True), params)
+    model = init(jax.random.key(seed))
+    tree = describe(model, has_state=has_state)
+    model = jax.tree_util.tree_map(_copied, model, tree.shapes())
+    params, model_state = model if has_state else (model, None)
     # Copied, because a state may be the very parameters, and both are donated.
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
-    gradient_of = GradientFn(loss, tree, devices, deterministic)
-    update = _updater(optimizer, tree.unflatten)
-    averaged = jax.jit(_average, static_argnums=1)
+    gradient_of = GradientFn(loss, tree, devices, deterministic, has_rng=has_rng, seed=seed)
+    update = _updater(optimizer, tree.parameters.unflatten)
+    count = len(tree.parameters.leaves)
+    averaged = jax.jit(_average, static_argnums=(1, 2))
     squares = jax.jit(_squares)
     zero_leaves, untrained = ZeroLeaves(tree), Untrained()
     newest: Gradient | None = None
     bad_in_a_row = 0
     for step in range(steps):
+        model = (params, model_state) if has_state else params
         gradients = [
-            gradient_of(params, batches(BatchKey(step=step, rank=rank, world=world, seed=seed)))
+            gradient_of(model, batches(BatchKey(step=step, rank=rank, world=world, seed=seed)), (step, rank))
             for rank in range(world)
         ]
         newest = gradients[-1]
@@ -117,7 +126,7 @@ def train_local(
             zero = zero_leaves.examine(step, partial(_arrays, gradient))
         if found := untrained.update([zero]):
             names = [tree.leaves[leaf].path for leaf in found]
-            _LOG.warning("%s", warning(names, len(tree.leaves)))
+            _LOG.warning("%s", warning(names, count))
         bad = [rank for rank, gradient in enumerate(gradients) if not gradient.finite]
         if bad:
             bad_in_a_row += 1
@@ -132,23 +141,28 @@ def train_local(
             leaves = newest.leaves
             if world > 1:
                 how = Mean.of([1.0] * world, world, 1.0)
-                scalars = how.scalars(np.dtype(np.float64))
-                leaves = averaged([gradient.leaves for gradient in gradients], how.form, scalars)
+                wide = np.dtype(np.float64)
+                parts = [gradient.leaves for gradient in gradients]
+                leaves = averaged(parts, count, how.form, how.scalars(wide), how.state_scalars(wide))
+            leaves, new_state = leaves[:count], leaves[count:]
             factor = 1.0
             if clip_norm is not None:
                 with enable_x64():
                     factor = clip_factor(clip_norm, math.fsum(float(part) for part in squares(leaves)))
             params, state = update(params, state, leaves, factor)
+            if tree.state is not None:
+                model_state = tree.state.unflatten(new_state)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            if on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params)) is True:
+            if on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params, model_state)) is True:
                 steps = step + 1
                 break
     metrics: Mapping[str, float] = {}
     if evaluate is not None:
-        metrics = {name: float(value) for name, value in evaluate(params).items()}
+        metrics = evaluation_of(evaluate, params, model_state, has_state=has_state)
     return Result(
         params=params,
+        state=model_state,
         step=steps,
         loss=None if newest is None else newest.loss,
         metrics=metrics,
@@ -189,8 +203,16 @@ def _arrays(gradient: Gradient, leaves: list[int]) -> dict[int, list[Any]]:
     return {leaf: [np.asarray(gradient.leaves[leaf])] for leaf in leaves}
 
 
-def _average(contributions: Any, form: Any, scalars: Any) -> list[Any]:
-    return [mean(values, form, scalars) for values in zip(*contributions, strict=True)]
+def _copied(leaf: Any, spec: Any) -> Any:
+    """On the device, of the dtype that `describe` found: a state of Python numbers is weakly typed otherwise."""
+    return jnp.array(leaf, spec.dtype, copy=True)
+
+
+def _average(contributions: Any, count: int, form: Any, scalars: Any, state_scalars: Any) -> list[Any]:
+    """Of the first `count` leaves the mean of gradients, of the others the mean of model states."""
+    leaves = list(zip(*contributions, strict=True))
+    means = [mean(values, form, scalars) for values in leaves[:count]]
+    return means + [state_mean(values, form, state_scalars) for values in leaves[count:]]
 
 
 def _squares(leaves: Any) -> list[Any]:

@@ -40,6 +40,7 @@ from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
     from .._update._partition import Partition
+    from .._update._tree import TreeSpec
     from ._reports import Reports
 
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
@@ -165,8 +166,10 @@ class ManifestStorage:
             incarnation=self._identity.incarnation,
             shards=len(order.files),
             steps=self._identity.steps,
-            leaves=tuple(ManifestLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in tree.leaves),
-            structure=describe_structure(tree.shapes()),
+            leaves=_manifest_leaves(tree.parameters),
+            structure=describe_structure(tree.parameters.shapes()),
+            state_leaves=() if tree.state is None else _manifest_leaves(tree.state),
+            state_structure=None if tree.state is None else describe_structure(tree.state.shapes()),
             files=tuple(
                 FileInfo(
                     name=file.name,
@@ -497,3 +500,7 @@ class NoStorage:
         """See `ManifestStorage.close`."""
         if self.reports is not None:
             self.reports.close()
+
+
+def _manifest_leaves(tree: TreeSpec) -> tuple[ManifestLeaf, ...]:
+    return tuple(ManifestLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in tree.leaves)

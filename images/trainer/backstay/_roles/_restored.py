@@ -41,12 +41,13 @@ def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Me
     HttpPort(metrics, lambda: ready, bind=environment.bind, port=environment.metrics_port)
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
-    params = jax.device_put(checkpoint.params)
+    params, state = jax.device_put((checkpoint.params, checkpoint.state))
     metrics.version.set(checkpoint.step)
     ready = True
     _LOG.info("training is over: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(
         params=params,
+        state=state,
         step=checkpoint.step,
         metrics=trained.metrics,
         checkpoint=trained.checkpoint,

@@ -50,7 +50,7 @@ class Plan:
             CONSTANTS: " ".join(self.rule.program.constants),
             **self.arguments,
         }
-        leaves = (Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
+        leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
         return Agreement(tuple(leaves), settings)
 
 
@@ -59,11 +59,13 @@ class Script:
     """The arguments of `train`, checked."""
 
     init: Callable[[Any], Any]
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
     batches: Callable[[BatchKey], Any]
     optimizer: optax.GradientTransformation
     steps: int
-    evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    evaluate: Callable[..., Mapping[str, float]] | None = None
+    has_state: bool = False
+    has_rng: bool = False
     seed: int = 0
     clip_norm: float | None = None
     deterministic: bool = False
@@ -90,6 +92,9 @@ class Script:
                 f"optimizer is {type(self.optimizer).__name__}: must be an optax.GradientTransformation, such as "
                 "optax.adam(1e-3)"
             )
+        for name in ("has_state", "has_rng"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
@@ -112,11 +117,13 @@ class Script:
         from .._update._rules import analyse
         from .._update._tree import describe
 
-        tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)))
+        tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
         rule = analyse(self.optimizer, tree)
         arguments = {
             "steps": str(self.steps),
             "seed": str(self.seed),
+            "has_state": str(self.has_state),
+            "has_rng": str(self.has_rng),
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
         }
         return Plan(partition(tree, rule, shards), rule, arguments)
@@ -128,7 +135,7 @@ class Script:
         return self.init(jax.random.key(self.seed))
 
     def initial(self, start_from: str = "") -> Any:
-        """The parameters of version 0.
+        """The model of version 0: parameters, or ``(params, state)``.
 
         Args:
             start_from: what `fixed_start` returned in the process that decided where the job begins.
@@ -145,8 +152,9 @@ class Script:
         from ._storing import patiently
 
         start, fixed = self.start_from, start_from or self.fixed_start()
-        tree = describe(jax.eval_shape(self.from_seed))
-        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.leaves)))
+        tree = describe(jax.eval_shape(self.from_seed), has_state=self.has_state)
+        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.parameters.leaves)))
+        values += [None] * (len(tree.leaves) - len(values))  # the model state begins as `init` returns it
         if any(value is None for value in values):
             own = jax.tree.leaves(self.from_seed())
             values = [one if value is None else value for value, one in zip(values, own, strict=True)]
@@ -170,13 +178,18 @@ class Script:
         return patiently(lambda: fix(uri, skip))
 
 
-def evaluation_of(evaluate: Callable[[Any], Mapping[str, float]], params: Any) -> dict[str, float]:
+def evaluation_of(
+    evaluate: Callable[..., Mapping[str, float]], params: Any, state: Any = None, *, has_state: bool = False
+) -> dict[str, float]:
     """What `evaluate` returned, as numbers.
 
+    Args:
+        evaluate: a function of `params`, or with `has_state` of `params` and `state`.
+
     Raises:
-        ConfigurationError: it is no mapping of names to numbers.
+        ConfigurationError: it is not a mapping of names to numbers.
     """
-    returned = evaluate(params)
+    returned = evaluate(params, state) if has_state else evaluate(params)
     if not isinstance(returned, Mapping):
         raise ConfigurationError(f"evaluate returned {type(returned).__name__}: must be {{name: number}}")
     metrics: dict[str, float] = {}

@@ -108,7 +108,7 @@ class Server:
         self._driving: Driving | None = None
         self._link: Link | None = None
         if self.shard == 0:
-            names = [leaf.path for leaf in plan.partition.tree.leaves]
+            names = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
             self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every, names)
             self._storage, self._driving, self._already_complete = begin_history(
                 environment,

@@ -15,6 +15,7 @@ from .. import _instrument
 from .._checkpoint import CheckpointStore, Entry, Manifest, Reader, probe
 from .._coordination.seam import Coordination
 from .._update._engine import ShardEngine, Snapshot
+from .._update._tree import MODEL_STATE
 from ..errors import CheckpointError, StorageError
 from ._metrics import Metrics
 
@@ -123,8 +124,15 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
     Raises:
         CheckpointError: the checkpoint is of other parameters or of another optimizer; the message names the leaf.
     """
-    own = {leaf.path: (tuple(leaf.shape), leaf.dtype.name) for leaf in partition.tree.leaves}
+    own = {leaf.name: (tuple(leaf.shape), leaf.dtype.name) for leaf in partition.tree.leaves}
     stored = {leaf.path: (tuple(leaf.shape), leaf.dtype) for leaf in manifest.leaves}
+    stored |= {MODEL_STATE + leaf.path: (tuple(leaf.shape), leaf.dtype) for leaf in manifest.state_leaves}
+    if (manifest.state_structure is not None) != partition.tree.has_state:
+        has = "no model state" if partition.tree.has_state else "a model state"
+        raise CheckpointError(
+            f"the checkpoint {manifest.name} does not fit init: it has {has}, and train was called with "
+            f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model it was made with"
+        )
     for path in [*own, *stored]:
         if own.get(path) != stored.get(path):
             raise CheckpointError(

@@ -97,7 +97,12 @@ class Worker:
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
         self._gradient = GradientFn(
-            script.loss, plan.partition.tree, deterministic=script.deterministic, pack=self._arrangement.pack
+            script.loss,
+            plan.partition.tree,
+            deterministic=script.deterministic,
+            pack=self._arrangement.pack,
+            has_rng=script.has_rng,
+            seed=script.seed,
         )
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(script.batches)
@@ -173,7 +178,7 @@ class Worker:
         with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
             if not self._compiled:
                 _instrument.reach("compute", step)
-            gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch)
+            gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch, (key.step, key.rank))
             gradient.finite  # noqa: B018  # waits for the computation
         if self._compiled:
             # Of both, because a rank is slow whichever of the two is.
@@ -388,12 +393,13 @@ class Worker:
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
         """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
         self._heart.activity = LEAVING
-        tree = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
+        model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
+        params, state = model if self._script.has_state else (model, None)
         loss = None if self._last is None else self._last.loss
         train_metrics = {} if self._last is None else self._last.metrics
         metrics: dict[str, float] = {}
         if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
-            metrics = self._evaluate(tree, pulled.version)
+            metrics = self._evaluate(params, state, pulled.version)
         self._heart.hurry(0.1)
         deadline = time.monotonic() + self._env.timeouts.end
         while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
@@ -407,7 +413,8 @@ class Worker:
         if self._rank == 0 and not self._confirmed():
             return None
         return Result(
-            params=tree,
+            params=params,
+            state=state,
             step=pulled.version,
             loss=loss,
             metrics=news.evaluation or metrics,
@@ -442,7 +449,7 @@ class Worker:
                     ) from None
                 self._stop.asked.wait(self._env.timeouts.reconnect_pause)
 
-    def _evaluate(self, params: Any, step: int) -> dict[str, float]:
+    def _evaluate(self, params: Any, state: Any, step: int) -> dict[str, float]:
         """Once, after the last update. A failure costs the metrics, not the training."""
         assert self._script.evaluate is not None
         metrics: dict[str, float] = {}
@@ -450,7 +457,8 @@ class Worker:
         at = (self._term, step)
         try:
             if self._evaluation is None or self._evaluation[0] != at:
-                self._evaluation = at, evaluation_of(self._script.evaluate, params)
+                found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
+                self._evaluation = at, found
             metrics = self._evaluation[1]
         except Exception as failure:  # noqa: BLE001  # the script's
             _LOG.exception("evaluate raised")

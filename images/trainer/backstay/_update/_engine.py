@@ -20,12 +20,11 @@ import numpy as np
 from ..errors import CheckpointError
 from ._kernels import Kernels, Mean, enable_x64, kernels_of
 from ._partition import Block, Partition
-from ._rules import ElementwiseProgram, Group, Rule, key_impl
+from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
 from ._tree import arrays
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-PARAMS = "params/"
 STATE = "optimizer/"
 
 
@@ -34,7 +33,7 @@ class ArraySpec:
     """One array of a job's state, as a checkpoint names it.
 
     Attributes:
-        key: ``params/`` and the leaf's path, or ``optimizer/`` and the path in the optimizer's state.
+        key: ``params/`` or ``state/`` and the leaf's path, or ``optimizer/`` and the path in the optimizer's state.
         shape: of the whole array. PRNG keys have the shape of their data.
         dtype: a NumPy dtype (ml_dtypes' for bfloat16); uint32 for PRNG keys.
     """
@@ -67,19 +66,20 @@ class Snapshot:
 
 
 def array_specs(rule: Rule) -> tuple[ArraySpec, ...]:
-    """Every array of a job's state, whatever the number of shards: parameters first, each in the order of its tree."""
-    params = [ArraySpec(PARAMS + leaf.path, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
+    """Every array that a job stores, whatever the number of shards: parameters, model state, optimizer state, each in
+    the order of its tree."""
+    model = [ArraySpec(leaf.key, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
     states = []
     for state in rule.states:
         spec = state.shape_dtype()
         if state.is_key:
             spec = jax.eval_shape(jax.random.key_data, spec)
         states.append(ArraySpec(STATE + state.path, tuple(spec.shape), np.dtype(spec.dtype)))
-    return (*params, *states)
+    return (*model, *states)
 
 
 class ShardEngine:
-    """One shard's parameters and optimizer state, and their updates.
+    """One shard's parameters, model state and optimizer state, and their updates.
 
     Not more than one thread may call `apply`, `skip`, `snapshot` and `sum_of_squares`; `block` and `ready` may be
     called from any thread.
@@ -98,7 +98,7 @@ class ShardEngine:
             partition: of `rule.tree`.
             shard: which of its shards to hold.
             rule: `analyse(optimizer, tree)`.
-            params: the whole tree of parameters; only this shard's part is kept.
+            params: what `init` returned, parameters or ``(params, state)``; only this shard's part is kept.
             version: the number of updates that are in `params`.
 
         Raises:
@@ -171,7 +171,8 @@ class ShardEngine:
         """Dispatch one update and return; the version grows by one.
 
         The optimizer gets ``clip_factor * (w0 * g0 + w1 * g1 + ...) / divisor``, summed in that order, in float32 for
-        narrower floats. Where no weight or factor differs from 1, nothing is multiplied.
+        narrower floats. Where no weight or factor differs from 1, nothing is multiplied. Blocks of the model state
+        become their weighted mean, see `state_mean`.
 
         Args:
             gradients: ``gradients[k][b]``, contribution k in order of rank, block b of this shard: 1-D of the block's
@@ -190,11 +191,11 @@ class ShardEngine:
                 if (stretch := self._stretches.get(index)) is None:
                     continue
                 program = self._rule.programs[block.rule]
-                assert isinstance(program, ElementwiseProgram)
+                assert not isinstance(program, WholeProgram)
                 uniform = [scalars[self._place[number]] for number in program.uniform]
                 values = tuple(_device(contribution[index]) for contribution in gradients)
                 stretch.param, stretch.states = self._kernels.stretch(block.rule, mean)(
-                    stretch.param, stretch.states, values, uniform, mean.scalars(block.dtype)
+                    stretch.param, stretch.states, values, uniform, self._scalars(block, mean)
                 )
             for whole in self._wholes:
                 own = tuple(tuple(_device(contribution[index]) for contribution in gradients) for index in whole.blocks)
@@ -239,8 +240,8 @@ class ShardEngine:
         how = Mean.of(weights, divisor, 1.0)
         self._check(gradients, how)
         return [
-            self._kernels.mean(how)(
-                tuple(_device(contribution[index]) for contribution in gradients), how.scalars(block.dtype)
+            (self._kernels.mean(how) if block.trained else self._kernels.state(how))(
+                tuple(_device(contribution[index]) for contribution in gradients), self._scalars(block, how)
             )
             for index, block in enumerate(self._layout.blocks)
         ]
@@ -248,7 +249,8 @@ class ShardEngine:
     def sum_of_squares(
         self, gradients: Sequence[Sequence[Array]], weights: Sequence[float] | None = None, divisor: int = 1
     ) -> float:
-        """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments."""
+        """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments. The model
+        state is not a part of it."""
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, 1.0)
         self._check(gradients, mean)
         with enable_x64():
@@ -257,6 +259,7 @@ class ShardEngine:
                     tuple(_device(contribution[index]) for contribution in gradients), mean.scalars(block.dtype)
                 )
                 for index, block in enumerate(self._layout.blocks)
+                if block.trained
             ]
         return math.fsum(float(part) for part in parts)
 
@@ -324,7 +327,7 @@ class ShardEngine:
 
         at = {}
         for index, block in enumerate(self._layout.blocks):
-            if not isinstance(self._rule.programs[block.rule], ElementwiseProgram):
+            if isinstance(self._rule.programs[block.rule], WholeProgram):
                 at[block.pieces[0].leaf] = index
                 continue
             columns = zip(
@@ -361,14 +364,17 @@ class ShardEngine:
         return jax.random.wrap_key_data(value, impl=key_impl(spec)) if spec.is_key else value
 
     def _keys(self, group: Group) -> list[str]:
-        params = [PARAMS + self._rule.tree.leaves[leaf].path for leaf in group.leaves]
-        return params + [STATE + self._rule.states[state].path for state in group.states]
+        leaves = [self._rule.tree.leaves[leaf].key for leaf in group.leaves]
+        return leaves + [STATE + self._rule.states[state].path for state in group.states]
 
     def _param(self, index: int) -> Any:
         if index in self._stretches:
             return self._stretches[index].param
         whole, place = self._where[index]
         return whole.params[place]
+
+    def _scalars(self, block: Block, mean: Mean) -> tuple[Any, ...]:
+        return mean.scalars(block.dtype) if block.trained else mean.state_scalars(block.dtype)
 
     def _check(self, gradients: Sequence[Sequence[Array]], mean: Mean) -> None:
         if len(gradients) != mean.count:
@@ -391,7 +397,7 @@ class ShardEngine:
         _, scalars = self._kernels.advance(self._shared, self._wanted)
         for index, block in enumerate(self._layout.blocks):
             zero = _device(np.zeros(block.size, block.dtype))
-            if clipped and (squares := ("squares", mean.form, block.dtype, block.size)) not in done:
+            if clipped and block.trained and (squares := ("squares", mean.form, block.dtype, block.size)) not in done:
                 done.add(squares)
                 with enable_x64():
                     self._kernels.squares(mean)((zero,) * mean.count, mean.scalars(block.dtype))
@@ -400,11 +406,11 @@ class ShardEngine:
                 continue
             done.add(key)
             program = self._rule.programs[block.rule]
-            assert isinstance(program, ElementwiseProgram)
+            assert not isinstance(program, WholeProgram)
             uniform = [scalars[self._place[number]] for number in program.uniform]
             fresh = [_own(np.zeros(block.size, value.dtype)) for value in (stretch.param, *stretch.states)]
             self._kernels.stretch(block.rule, mean)(
-                fresh[0], fresh[1:], (zero,) * mean.count, uniform, mean.scalars(block.dtype)
+                fresh[0], fresh[1:], (zero,) * mean.count, uniform, self._scalars(block, mean)
             )
         for whole in self._wholes:
             if (group := (whole.group.program, mean.form)) in done:
@@ -441,7 +447,7 @@ class _Whole:
     def __init__(self, rule: Rule, leaves: Sequence[Array], states: Mapping[int, jax.Array]) -> None:
         self._rule = rule
         self._flat: dict[str, Array] = {
-            PARAMS + spec.path: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves, leaves, strict=True)
+            spec.key: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves, leaves, strict=True)
         }
         self._flat |= {STATE + rule.states[index].path: _view(value) for index, value in states.items()}
 

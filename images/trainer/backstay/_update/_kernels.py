@@ -8,6 +8,7 @@ contracts the optimizer's own arithmetic, and with it the last bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._rules import ElementwiseProgram, Rule, WholeProgram
+from ._rules import ElementwiseProgram, Rule, StateProgram, WholeProgram
 from ._tree import is_low_precision
 
 
@@ -56,8 +57,19 @@ class Mean:
 
     def scalars(self, dtype: np.dtype[Any]) -> tuple[Any, ...]:
         """Weights, divisor and factor as arguments for blocks of `dtype`."""
-        real = np.float64 if dtype.itemsize >= 8 else np.float32  # JAX narrows the first where x64 is off
+        real = _real(dtype)
         return np.asarray(self.weights, real), np.asarray(self.divisor, real), np.asarray(self.clip_factor, real)
+
+    def state_scalars(self, dtype: np.dtype[Any]) -> tuple[Any, ...]:
+        """Weights and their sum as arguments of `state_mean`. Weights that are all zero count as equal ones."""
+        total = math.fsum(self.weights)
+        weights = self.weights if total > 0.0 else (1.0,) * self.count
+        real = _real(dtype)
+        return np.asarray(weights, real), np.asarray(total if total > 0.0 else self.count, real)
+
+
+def _real(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
+    return np.float64 if dtype.itemsize >= 8 else np.float32  # JAX narrows the first where x64 is off
 
 
 def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
@@ -81,6 +93,31 @@ def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Seq
     if clipped:
         total = total * factor.astype(wide)
     return total.astype(dtype)
+
+
+def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
+    """The model state of an update, ``(w0 * s0 + w1 * s1 + ...) / (w0 + w1 + ...)`` in that order. To be traced.
+
+    Integers and booleans are those of the first contribution. Sums of floats narrower than 32 bits are made in float32
+    and rounded once. An element that is equal in all contributions keeps its value: the mean of three equal numbers
+    may differ in the last bit. The result is never the memory of a contribution, which is used again.
+    """
+    dtype = values[0].dtype
+    if len(values) == 1 or not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.copy(values[0])
+    weights, total = scalars
+    weighted = form[1]
+    wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
+    result, equal = None, None
+    for index, value in enumerate(values):
+        term = value.astype(wide)
+        if weighted:
+            term = term * weights[index].astype(wide)
+        result = term if result is None else result + term
+        same = value == values[0]
+        equal = same if equal is None else equal & same
+    assert result is not None
+    return jnp.where(equal, values[0], (result / total.astype(wide)).astype(dtype))
 
 
 class Kernels:
@@ -109,6 +146,9 @@ class Kernels:
     def stretch(self, program: int, how: Mean) -> Any:
         """``(param, states, gradients, uniform, scalars) -> (param, states)`` on one block; the first two donated."""
         elementwise, form = self._programs[program], how.form
+        if isinstance(elementwise, StateProgram):
+            state = self.state(how)
+            return lambda _param, states, values, _uniform, scalars: (state(values, scalars), states)
         assert isinstance(elementwise, ElementwiseProgram)
 
         def update(param: Any, states: Any, values: Any, uniform: Any, scalars: Any) -> Any:
@@ -138,6 +178,13 @@ class Kernels:
         """``(gradients, scalars) ->`` the mean of one block."""
         form = how.form
         return self._get(("mean", form), lambda: jax.jit(lambda values, scalars: mean(values, form, scalars)))
+
+    def state(self, how: Mean) -> Any:
+        """``(states, scalars) ->`` the model state of one block, in memory of its own; see `state_mean`."""
+        form = how.form
+        # An update leaves the division and the clip factor of gradients out: they must not compile it again.
+        key = ("state", form[0], form[1])
+        return self._get(key, lambda: jax.jit(lambda values, scalars: state_mean(values, form, scalars)))
 
     def squares(self, how: Mean) -> Any:
         """``(gradients, scalars) ->`` the sum of squares of the mean in float64; to be called with x64 enabled."""

@@ -50,13 +50,15 @@ class Block:
     """A one-dimensional array of `size` elements of one dtype, sent and updated as one.
 
     The pieces cover it without gaps in order of offset. `rule` is the program of `backstay._update._rules` that updates
-    it: blocks of equal rule, dtype and size run the same executable when the rule is elementwise.
+    it: blocks of equal rule, dtype and size run the same executable when the rule is elementwise. `trained` is False
+    for blocks of the model state, whose values no codec may change.
     """
 
     dtype: np.dtype[Any]
     size: int
     pieces: tuple[Piece, ...]
     rule: int
+    trained: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +132,7 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
     """Lay `tree` out over `shards` shards.
 
     Args:
-        tree: the parameters.
+        tree: the model.
         rule: `backstay._update._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
         shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
@@ -285,12 +287,12 @@ def _pack(tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], bl
         size = _block_size(spec.dtype, block_bytes)
         start = part.start
         while part.stop - start >= size:
-            blocks.append(Block(spec.dtype, size, (Piece(part.leaf, start, start + size, 0),), program))
+            blocks.append(Block(spec.dtype, size, (Piece(part.leaf, start, start + size, 0),), program, spec.trained))
             start += size
         if start < part.stop:
             rests.setdefault((program, spec.dtype.name), []).append(_Range(part.leaf, start, part.stop))
     for (program, _), rest in rests.items():
-        dtype = tree.leaves[rest[0].leaf].dtype
+        dtype, trained = tree.leaves[rest[0].leaf].dtype, tree.leaves[rest[0].leaf].trained
         size = _block_size(dtype, block_bytes)
         pieces: list[Piece] = []
         filled = 0
@@ -302,10 +304,10 @@ def _pack(tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], bl
                 filled += stop - start
                 start = stop
                 if filled == size:
-                    blocks.append(Block(dtype, filled, tuple(pieces), program))
+                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained))
                     pieces, filled = [], 0
         if pieces:
-            blocks.append(Block(dtype, filled, tuple(pieces), program))
+            blocks.append(Block(dtype, filled, tuple(pieces), program, trained))
     return blocks
 
 
@@ -318,7 +320,7 @@ def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, pr
     document = {
         "structure": structure.hex(),
         "program": program.hex(),
-        "leaves": [[leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves],
+        "leaves": [[leaf.name, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves],
         "shards": [
             [
                 [block.dtype.name, block.size, block.rule, [[p.leaf, p.start, p.stop, p.offset] for p in block.pieces]]

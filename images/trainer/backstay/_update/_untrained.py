@@ -1,6 +1,7 @@
 """Leaves that no gradient reaches: a worker finds them in its first gradients, the coordinator in those of all workers.
 
-Running statistics that are leaves of the parameters keep their initial values, and training reports no error.
+Running statistics that are leaves of the parameters keep their initial values, and training reports no error. Leaves
+of the model state have no gradients and are not examined.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ZeroLeaves:
     """One worker's leaves whose gradients have all been exactly zero so far."""
 
     def __init__(self, tree: TreeSpec) -> None:
-        self._left = [index for index, leaf in enumerate(tree.leaves) if leaf.size]
+        self._left = [index for index, leaf in enumerate(tree.leaves) if leaf.trained and leaf.size]
 
     def examine(self, step: int, parts: Callable[[list[int]], Mapping[int, Sequence[Array]]]) -> list[int] | None:
         """The leaves that are left after the gradient of `step`; None after the first `UPDATES` steps.
@@ -71,18 +72,18 @@ class Untrained:
 
 
 def warning(names: Sequence[str], leaves: int) -> str:
-    """What a user is told.
+    """The warning about leaves that no gradient reaches.
 
     Args:
         names: of the leaves that are left.
-        leaves: of the whole tree.
+        leaves: the number of all parameters.
     """
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
         f"the gradient of {shown} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} updates of "
         "every worker, so training does not change them. Running statistics, such as those of batch normalization, are "
-        "not trained by gradients, and Backstay cannot update them yet: use layer or group normalization. Constants "
-        "belong into `loss`, not into what `init` returns."
+        "not trained by gradients: make them model state (has_state=True; `init` then returns (params, state), and "
+        "`loss` returns the new state). Constants belong into `loss`, not into what `init` returns."
     )
 
 

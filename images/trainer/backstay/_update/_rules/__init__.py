@@ -10,7 +10,7 @@ mistakes it can make cost balance, never exactness.
 from __future__ import annotations
 
 from ._advice import called
-from ._rule import ElementwiseProgram, Group, Program, Rule, WholeProgram, analyse
+from ._rule import ElementwiseProgram, Group, Program, Rule, StateProgram, WholeProgram, analyse
 from ._trace import StateSpec, key_impl
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Group",
     "Program",
     "Rule",
+    "StateProgram",
     "StateSpec",
     "WholeProgram",
     "analyse",

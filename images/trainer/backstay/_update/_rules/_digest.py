@@ -44,11 +44,14 @@ class ProgramDigest:
 
 
 def structure_digest(tree: TreeSpec, states: Sequence[StateSpec]) -> bytes:
-    """SHA-256 of the names, shapes and dtypes of the parameters and of the optimizer's state, whatever their order."""
+    """SHA-256 of the names, shapes and dtypes of the model's and the optimizer's arrays, whatever their order."""
     document = {
-        "parameters": sorted([leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves),
+        "parameters": sorted([leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves if leaf.trained),
         "states": sorted([state.path, list(state.shape), _dtype(state.dtype)] for state in states),
     }
+    if tree.has_state:
+        untrained = [leaf for leaf in tree.leaves if not leaf.trained]
+        document["model_state"] = sorted([leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in untrained)
     return _sha256(document)
 
 

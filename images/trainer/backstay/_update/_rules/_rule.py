@@ -96,7 +96,17 @@ class WholeProgram:
         return results[: self.leaves], results[self.leaves :]
 
 
-Program = ElementwiseProgram | WholeProgram
+@dataclass(frozen=True)
+class StateProgram:
+    """The update of the model state: any stretch of it becomes the weighted mean of the contributions.
+
+    Integers and booleans have no mean: they become those of the lowest contributing rank.
+    """
+
+    uniform: tuple[int, ...] = ()
+
+
+Program = ElementwiseProgram | WholeProgram | StateProgram
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +114,10 @@ class Rule:
     """What `analyse` found out about an optimizer on a tree.
 
     Attributes:
-        tree: the parameters.
+        tree: the model: parameters, and perhaps model state.
         states: the leaves of the optimizer's state.
         treedef: how they make the state.
-        groups: every parameter leaf in exactly one, ordered by their first leaf.
+        groups: every leaf of the model in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
         programs: what updates groups; groups of equal program are updated alike.
         cache: for what its users compile and want to keep as long as the rule.
@@ -143,6 +153,8 @@ class Rule:
             [[program.leaves, [list(each) for each in program.inputs]] for program in whole],
             [list(self.shared), list(self._advance_inputs)],
         ]
+        if any(isinstance(program, StateProgram) for program in self.programs):
+            layout.append([[isinstance(program, StateProgram) for program in self.programs]])
         flats = [init, self._advance, *(program.flat for program in whole)]
         return program_digest(flats, [program.expressions.nodes(program.outputs) for program in blocks], layout)
 
@@ -159,7 +171,7 @@ class Rule:
         """
         if shards == 1:
             return
-        filled = {index for index, leaf in enumerate(self.tree.leaves) if leaf.size}
+        filled = {index for index, leaf in enumerate(self.tree.leaves) if leaf.trained and leaf.size}
         for group in self.groups:
             if len(group.leaves) > 1 and filled <= set(group.leaves):
                 raise OptimizerError(self._refusal(group, shards))
@@ -198,15 +210,15 @@ def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
     """Find out what an optimizer does to each leaf, by tracing one update over the whole tree's shapes.
 
     Args:
-        optimizer: any `optax.GradientTransformation` whose update needs gradients, state and parameters only.
-        tree: the parameters.
+        optimizer: any `optax.GradientTransformation` whose update needs gradients, its state and parameters only.
+        tree: the model; the optimizer gets its parameters only.
 
     Raises:
         OptimizerError: it cannot be computed on servers at all. Whether it can be on several is `Rule.check`.
     """
-    traced = trace(optimizer, tree)
+    traced = trace(optimizer, tree.parameters)
     parts = split(traced)
-    return _Analysis(traced, parts, factories(optimizer)).rule()
+    return _Analysis(traced, parts, factories(optimizer)).rule(tree)
 
 
 class _Analysis:
@@ -219,12 +231,14 @@ class _Analysis:
         self.programs: list[Program] = []
         self.numbers: dict[Any, int] = {}
 
-    def rule(self) -> Rule:
+    def rule(self, tree: TreeSpec) -> Rule:
         leaves = len(self.trace.tree.leaves)
         groups = [self._group(members, states) for members, states in self.parts.groups]
+        untrained = range(leaves, len(tree.leaves))
+        groups += [Group((leaf,), (), True, self._number("model state", StateProgram())) for leaf in untrained]
         advance, used = self.slicer.select([leaves + index for index in self.parts.shared])
         return Rule(
-            tree=self.trace.tree,
+            tree=tree,
             states=self.trace.states,
             treedef=self.trace.treedef,
             groups=tuple(groups),
