@@ -117,6 +117,7 @@ def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalar
         same = value == values[0]
         equal = same if equal is None else equal & same
     assert result is not None
+    assert equal is not None
     return jnp.where(equal, values[0], (result / total.astype(wide)).astype(dtype))
 
 

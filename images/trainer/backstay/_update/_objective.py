@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Outcome:
 class Objective:
     """A user's ``loss``, as a function of flat lists of leaves."""
 
-    def __init__(self, loss: Callable[..., Any], tree: TreeSpec, *, has_rng: bool = False, seed: int = 0) -> None:
+    def __init__(self, loss: Any, tree: TreeSpec, *, has_rng: bool = False, seed: int = 0) -> None:
         """
         Args:
             loss: ``(params, [state,] batch, [key])`` to ``scalar`` or ``(scalar, {name: scalar})``; with state to
