@@ -1,7 +1,7 @@
 """The one place where gRPC channels and servers of Backstay are configured: options, limits, and who may call.
 
-Control messages travel on grpcio, tensors on Arrow Flight, which is gRPC with a core of its own. Both are plaintext
-today; TLS later changes the functions below and nothing else.
+Control messages travel on grpcio, and tensors on Arrow Flight, which has its own copy of gRPC. Neither is encrypted
+now. TLS will change the functions below and nothing else.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ REFUSAL: Final = "backstay-refusal"
 program at the same address, or from gRPC itself (a proxy's HTTP status 401 reads as UNAUTHENTICATED)."""
 
 _COMMON: Final[Options] = [
-    # Callers retry themselves, with a pause and an end. gRPC's own retries have neither where a call never left the
-    # client (docs/decisions/0019, tests/runtime/test_going_away.py).
+    # Callers retry with a pause and an end. gRPC's own retries of a call that never left the client have neither:
+    # docs/decisions/0019, tests/runtime/test_going_away.py.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -96,17 +96,17 @@ _SERVER: Final[Options] = [
 
 @dataclass(frozen=True)
 class Credentials:
-    """What proves that a call belongs to this job.
+    """The proof that a call belongs to this job.
 
     Attributes:
-        token: the job's secret. An empty one admits nobody.
+        token: the job's secret. With an empty one, every call is refused.
     """
 
     token: str
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a caller adds to a gRPC call."""
+        """The metadata that a caller adds to a gRPC call."""
         return bearer(self.token)
 
     def admits(self, given: Iterable[str | bytes]) -> bool:
@@ -188,7 +188,7 @@ def flight_client_options() -> Options:
 
 
 def flight_headers(credentials: Credentials) -> list[tuple[bytes, bytes]]:
-    """What a caller adds to a Flight call."""
+    """The headers that a caller adds to a Flight call."""
     return [(key.encode(), value.encode()) for key, value in credentials.metadata]
 
 

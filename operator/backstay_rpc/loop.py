@@ -1,7 +1,7 @@
-"""One event loop, in a thread of its own, for all asynchronous gRPC of a process that has no loop of its own.
+"""One event loop, in its own thread, for all asynchronous gRPC of a process that has no other loop.
 
 gRPC's asynchronous core delivers its events through one queue for each process. Several loops in one process would
-wake each other up for nothing, so all servers of a process share this one.
+wake each other up without need, so all servers of a process share this one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _running: tuple[int, asyncio.AbstractEventLoop, threading.Thread] | None = None
 
 
 def rpc_loop() -> asyncio.AbstractEventLoop:
-    """The loop; the first call starts its thread. A forked child gets a loop of its own."""
+    """The loop; the first call starts its thread. A forked child gets its own loop."""
     global _running  # noqa: PLW0603  # there is one for each process
     with _LOCK:
         if _running is None or _running[0] != os.getpid():

@@ -1,19 +1,19 @@
-"""What the planner asks of the cluster, as data; the operator carries it out, tests look at it.
+"""The actions that the planner returns, as data. The operator carries them out, and tests compare them.
 
 How to carry out a `Plan`, in this order:
 
 1. Write `status` if it is not None, all of it, with the resourceVersion that was planned from. If that fails, do
    nothing else and plan again: incarnations and counters must be on record before what they number exists (O2).
 2. Count `deaths`.
-3. Do `actions` in order. One that fails does not stop the others, with one exception: when a `CreatePod` is refused, no
-   pod of a later `stage` is created; record a refusal with the reason `HELD` under its name. Meanwhile, send `events`:
-   no action waits for them.
-4. If there were any, plan again with what the API server answered laid over the index.
+3. Do `actions` in order. A failed action does not stop the others, with one exception. When a `CreatePod` is refused,
+   do not create pods of a later `stage`, and record a refusal with the reason `HELD` under their names. Send `events`
+   at the same time: no action waits for them.
+4. If there were any, plan again with the answers of the API server laid over the index.
 5. Plan again `requeue_after` from now, if given, also when nothing happens.
 
-A create that is answered 409 for an object of this job's uid has succeeded; for another's, and for every other refusal
-(4xx), record an `observed.Refusal` under the object's name. A delete that is answered 404 or 409 (another uid) has
-succeeded. A patch whose test fails is planned anew.
+A create that is answered 409 for an object of this job's uid has succeeded. For an object of another uid, and for every
+other refusal (4xx), record an `observed.Refusal` under the object's name. A delete that is answered 404 or 409 (another
+uid) has succeeded. If the test of a patch fails, plan again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DeletePod:
 
     Attributes:
         name, uid: the pod.
-        grace_seconds: overrides the pod's own grace period; None: as the pod says.
+        grace_seconds: overrides the pod's own grace period; None: the pod's own.
         reason: one CamelCase word, for logs.
     """
 
@@ -124,8 +124,8 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class LookUpPod:
-    """GET a recorded pod that the index does not hold: lay it over the index if it is there, else add it to
-    `observed.missing`; then plan again."""
+    """GET a recorded pod that the index does not hold, then plan again. Lay a pod that exists over the index, and add
+    the name of another one to `observed.missing`."""
 
     name: str
 
@@ -174,14 +174,14 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now; see the module's docstring for how.
+    """The actions for now. The module's docstring describes how to carry them out.
 
     Attributes:
-        status: the whole new status as JSON, or None when it is as it should be.
-        actions: what to do to the cluster, in order.
-        events: what to tell people; only ever with a status.
-        deaths: what to count; only ever with a status.
-        requeue_after: when to plan again at the latest though nothing happens; None: no need.
+        status: the whole new status as JSON; None: it does not change.
+        actions: changes of the cluster, in order.
+        events: events to send; only together with a status.
+        deaths: deaths to count; only together with a status.
+        requeue_after: latest time of the next plan, if nothing happens before; None: none is needed.
     """
 
     status: dict[str, Any] | None = None

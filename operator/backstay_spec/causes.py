@@ -1,7 +1,7 @@
 """Why a pod died, or why it cannot start, read from its status alone (O4).
 
-The table is whole and pure, so what is charged to a budget, what is replaced for nothing and what fails the job at once
-is decided in one place. Sources: the pod lifecycle and the pod disruption conditions of Kubernetes,
+The table is complete and pure. One place decides which deaths are charged to a budget, which are replaced without
+charge, and which fail the job at once. Sources: the pod lifecycle and the pod disruption conditions of Kubernetes,
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions, and the kubelet's reasons.
 """
 
@@ -82,7 +82,7 @@ class Blocked(StrEnum):
 
     @property
     def permanent(self) -> bool:
-        """Whether trying again cannot mend it."""
+        """Whether another attempt would fail too."""
         return self in (Blocked.IMAGE_INVALID, Blocked.POD_INVALID)
 
 
@@ -100,7 +100,7 @@ _WAITING: Final = {
     "PreStartHookError": Blocked.CONFIG,
     "PostStartHookError": Blocked.CONFIG,
 }
-#: What is above it is 128 + the signal that ended the process, by a shell's convention and a container runtime's.
+#: Exit codes above it are 128 + the signal that ended the process: the convention of shells and container runtimes.
 SIGNALLED: Final = 128
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
@@ -132,15 +132,15 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a pod left as its termination message.
+    """The termination message of a pod.
 
     Attributes:
-        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of any pod that the servers
-            will not have: its parameters are not theirs; ``Trained``, of a worker in which `train` has returned, and
-            ``AfterTrainingFailed``, of one whose script raised an exception later.
-        reason, message: why it failed; ``StoppedEarly`` where training ended before its last step.
-        step, term, checkpoint: what it reached, None or empty where it did not say.
-        loss: of the last update, None where it did not say.
+        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of a pod that the servers
+            refused, because its parameters differ; ``Trained``, of a worker in which `train` has returned, and
+            ``AfterTrainingFailed``, of a worker whose script raised an exception later.
+        reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step.
+        step, term, checkpoint: the state that it reached; None or empty where the message has none.
+        loss: loss of the last update; None where the message has none.
         metrics: of the last evaluation, finite values only.
         returned: of shard 0, the incarnation of rank 0 that has the result; 0: none; None: not known.
         traceback: of the exception; empty where there is none.
@@ -178,9 +178,9 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def outcome_of(pod: Manifest) -> Outcome | None:
-    """The outcome that a pod tells, or None: it has not ended, or its message is not one of ours.
+    """The outcome in a pod's termination message. None: the pod has not ended, or the message is not from the trainer.
 
-    ``Succeeded`` counts only with exit code 0: without it the message may be a log's last lines.
+    ``Succeeded`` counts only with exit code 0: otherwise the message may be the last lines of a log.
     """
     state = terminated_state(pod)
     if state is None:
@@ -224,8 +224,8 @@ def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
 def verdict_of(pod: Manifest) -> Verdict:
     """Why this pod, which is dead, died.
 
-    A disruption is believed before an exit code: an evicted or deleted container ends with whatever code its
-    program makes of SIGTERM.
+    A disruption takes precedence over an exit code: the exit code of an evicted or deleted container depends on how
+    its program handles SIGTERM.
     """
     status: Mapping[str, Any] = pod.get("status") or {}
     disruption = _condition(status, "DisruptionTarget")
@@ -260,12 +260,12 @@ def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, re
     text = exit_text(code if isinstance(code, int) else -1)
     if named not in ("", "Error"):
         text = f"{text}, {named}"
-    words = _last_words(state.get("message") or "", code if isinstance(code, int) else -1)
+    words = _final_message(state.get("message") or "", code if isinstance(code, int) else -1)
     return Verdict(Cause.CRASHED, text + words)
 
 
 def exit_text(code: int) -> str:
-    """An exit code for people, with the signal's name where a shell's convention tells one."""
+    """An exit code for people, with the name of the signal that it stands for."""
     if code > SIGNALLED:
         try:
             return f"exit code {code} ({signal.Signals(code - SIGNALLED).name})"
@@ -295,10 +295,10 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
         if scheduled.get("reason") == Blocked.GATED:
             return Obstacle(Blocked.GATED, _joined(Blocked.GATED, why))
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
-    # A volume that cannot be mounted, the code's ConfigMap among them, is told in the pod's events and nowhere else.
+    # Kubernetes reports a volume that cannot be mounted, such as the code's ConfigMap, only in the pod's events.
     metadata = pod.get("metadata") or {}
     ask = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
-    why = f"`{ask}` tells why: an image that is being pulled, or a ConfigMap, Secret or volume that is not there"
+    why = f"`{ask}` shows the reason: an image that is being pulled, or a ConfigMap, Secret or volume that is missing"
     return Obstacle(Blocked.NOT_STARTED, f"its containers have not started; {why}")
 
 
@@ -326,7 +326,7 @@ def _deleted_before_it_ended(pod: Manifest, state: Mapping[str, Any] | None) -> 
     ended = parse_time(state.get("finishedAt")) if state is not None else None
     if ended is None:
         return (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
-    # deletionTimestamp is when the grace period is over, not when the deletion was asked for.
+    # deletionTimestamp is the end of the grace period, not the time of the request.
     asked = deadline - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
     return ended >= asked
 
@@ -347,8 +347,8 @@ def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:
 _PROGRESS = re.compile(r"step \d+/\d+  loss |^[^:]*  [\d.]+ examples/s$")
 
 
-def _last_words(message: str, code: int) -> str:
-    """What a termination message adds to an exit code: our JSON's `message`, or the last lines of a log.
+def _final_message(message: str, code: int) -> str:
+    """The text that a termination message adds to an exit code: its JSON's `message`, or the last lines of a log.
 
     A process that a signal ended printed nothing about its end. The last lines of its log may be old, and the lines
     with its progress do not explain the end.

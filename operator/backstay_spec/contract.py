@@ -29,7 +29,7 @@ ROLE_EVALUATOR: Final = "evaluator"
 
 CONTAINER: Final = "trainer"
 
-# Ports inside a pod. A pod has an address of its own, so they are the same in every pod.
+# Ports inside a pod. Each pod has its own address, so they are the same in every pod.
 PORT_CONTROL: Final = 7077  # gRPC, the control service of backstay_rpc
 PORT_DATA: Final = 7078  # Arrow Flight (gRPC), tensors
 PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz

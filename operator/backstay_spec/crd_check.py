@@ -1,8 +1,8 @@
-"""Holds JSON against a structural schema as the API server would, but finds every mistake and says what would be right.
+"""Validates JSON against a structural schema like the API server, but reports every mistake with a valid alternative.
 
-Like the API server it drops nulls, fills in defaults, and keeps what is under
-``x-kubernetes-preserve-unknown-fields``; unlike it, it treats unknown fields as mistakes and looks for the field
-that was meant.
+Like the API server, it drops nulls, fills in defaults, and keeps values under
+``x-kubernetes-preserve-unknown-fields``. Unlike the API server, it treats unknown fields as mistakes, and suggests the
+field with the most similar name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_DEPTH: Final = 64
 """Deepest nesting of what is passed on to Kubernetes; no pod comes near it, and a bomb must not exhaust the stack."""
 
 _SHOWN: Final = 60
-_RIGHT: Final = {bound.path: bound.right for bound in BOUNDS if bound.right}
+_VALID: Final = {bound.path: bound.valid for bound in BOUNDS if bound.valid}
 _TYPES: Final = {
     "integer": "a whole number",
     "number": "a number",
@@ -52,7 +52,7 @@ def display(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in words."""
+    """The type of a value, in words."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -158,7 +158,7 @@ class Check:
             return self._free(value, path)
         if kind in {"integer", "number"}:
             value = _whole(value) if kind == "integer" else value
-        right = {
+        valid = {
             "integer": isinstance(value, int) and not isinstance(value, bool),
             "number": _is_number(value) and math.isfinite(value),
             "boolean": isinstance(value, bool),
@@ -166,7 +166,7 @@ class Check:
             "object": isinstance(value, Mapping),
             "array": isinstance(value, list | tuple),
         }[kind]
-        if not right:
+        if not valid:
             self.refuse(path, self._wrong_type(value, kind))
             return None
         if kind == "object":
@@ -229,7 +229,7 @@ class Check:
 
     @staticmethod
     def _missing(schema: Schema, place: str) -> str:
-        return f"is missing: must be {_RIGHT.get(place) or _TYPES[schema['type']]}"
+        return f"is missing: must be {_VALID.get(place) or _TYPES[schema['type']]}"
 
     def _int_or_string(self, value: Any, schema: Schema, path: str, place: str) -> Any:
         value = _whole(value)
@@ -239,7 +239,7 @@ class Check:
             self._range(value, schema, path)
         else:
             hint = f"; write {display(str(value))} in quotes" if isinstance(value, float) else ""
-            self.refuse(path, f"is {display(value)}: must be {_RIGHT.get(place) or 'a whole number or a string'}{hint}")
+            self.refuse(path, f"is {display(value)}: must be {_VALID.get(place) or 'a whole number or a string'}{hint}")
         return value
 
     def _string(self, value: str, schema: Schema, path: str, place: str) -> None:
@@ -249,15 +249,15 @@ class Check:
             hint = f"; did you mean {near}?" if near else ""
             self.refuse(path, f"is {display(value)}: must be {' or '.join(choices)}{hint}")
             return
-        # To the API server a dollar sign is the very end, to Python also the place before a last line end.
+        # In the API server, a dollar sign matches the end only. In Python it also matches before a last line break.
         pattern = str(schema.get("pattern", "")).removesuffix("$")
         if len(value) < schema.get("minLength", 0):
-            self.refuse(path, f"is empty: must be {_RIGHT.get(place) or 'a string that is not empty'}")
+            self.refuse(path, f"is empty: must be {_VALID.get(place) or 'a string that is not empty'}")
         elif len(value) > schema.get("maxLength", len(value)):
             longest = f", of at most {schema['maxLength']} characters"
-            self.refuse(path, f"is {display(value)}: must be {_RIGHT.get(place) or 'a string'}{longest}")
+            self.refuse(path, f"is {display(value)}: must be {_VALID.get(place) or 'a string'}{longest}")
         elif pattern and re.search(rf"{pattern}\Z", value) is None:
-            self.refuse(path, f"is {display(value)}: must be {_RIGHT[place]}")
+            self.refuse(path, f"is {display(value)}: must be {_VALID[place]}")
 
     def _range(self, value: float, schema: Schema, path: str) -> None:
         low, high = schema.get("minimum"), schema.get("maximum")
@@ -276,12 +276,12 @@ class Check:
         noun = {"Items": "items", "Properties": "fields"}[keyword]
         low, high = schema.get(f"min{keyword}", 0), schema.get(f"max{keyword}", size)
         if size < low:
-            self.refuse(path, f"is empty: must be {_RIGHT[place]}")
+            self.refuse(path, f"is empty: must be {_VALID[place]}")
         elif size > high:
             self.refuse(path, f"has {size} {noun}: must have at most {high}")
 
     def _free(self, value: Any, path: str) -> Any:
-        """What is passed on as it is must still be JSON, and not nested without end. Does not recurse."""
+        """Check that a value without a schema is JSON with a bounded depth. Does not recurse."""
         waiting = [(path, value, 0)]
         while waiting:
             where, one, depth = waiting.pop()

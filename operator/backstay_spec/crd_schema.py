@@ -1,9 +1,8 @@
-"""From models and rules to a structural schema: what the API server is told about a TrainingJob.
+"""From models and rules to a structural schema: the schema of a TrainingJob in the API server.
 
-A structural schema
-(https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/) has a type at
-every level and neither references nor unions, so it is built from the models directly rather than from JSON Schema.
-`crd_check` applies the same schema to what a person wrote.
+A structural schema has a type at every level, and neither references nor unions. It is therefore built from the models
+and not from JSON Schema. `crd_check` applies the same schema to the input of a person. Source:
+https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/
 """
 
 from __future__ import annotations
@@ -191,5 +190,5 @@ def status_schema() -> Schema:
 
 @cache
 def metadata_schema() -> Schema:
-    """What we need of metadata; the API server checks the rest of it."""
+    """The fields of metadata that Backstay uses; the API server checks the others."""
     return schema_of(ObjectMeta)

@@ -1,7 +1,7 @@
 """JSON values as YAML for people: block style, long text folded, nothing of YAML that needs a library to write.
 
-It exists because `backstay_spec` imports pydantic and the standard library only, and because the CRD that users
-read and review should not be one line of JSON. The same value always gives the same text.
+`backstay_spec` imports pydantic and the standard library only. Users read and review the CRD, so it is not one line of
+JSON. The same value always gives the same text.
 """
 
 from __future__ import annotations

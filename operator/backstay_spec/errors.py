@@ -1,4 +1,4 @@
-"""How a bad spec is refused: every mistake at once, each with its path, what is wrong and what would be right."""
+"""The errors of an invalid spec: all mistakes together, each with its path, the mistake and what would be valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SpecError:
     Attributes:
         path: the field as a person writes it, such as ``spec.workers.template.spec.containers[0].env[2].name``; empty
             for the object itself.
-        message: what is wrong with it and what would be right, to be read after the path.
+        message: the mistake and what would be valid, to be read after the path.
     """
 
     path: str
@@ -26,7 +26,7 @@ class SpecError:
 
 
 class SpecErrors(ValueError):  # noqa: N818  # it holds errors, in the plural
-    """A TrainingJob that is refused; `errors` has everything that is wrong with it: at least one, sorted by path."""
+    """A TrainingJob is invalid; `errors` has all mistakes: at least one, sorted by path."""
 
     def __init__(self, errors: Iterable[SpecError]) -> None:
         self.errors: tuple[SpecError, ...] = tuple(sorted(set(errors)))

@@ -1,6 +1,6 @@
 """The events of a job: what happened, once, for people (`kubectl describe`) and for tests.
 
-An event goes with a change of status and with nothing else, so a plan that is run again says nothing again.
+An event is sent only together with a change of status, so a repeated plan sends no event again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def normal(reason: str, message: str) -> Event:
 
 
 def warning(reason: str, message: str, slot: str = "") -> Event:
-    """An event about something that somebody may have to mend.
+    """An event about something that a person may have to repair.
 
     Args:
         slot: the slot whose pod died, such as ``worker-3``.
@@ -68,7 +68,7 @@ def one_line(text: str, limit: int = MAX_EVENT) -> str:
 def shortened(text: str, limit: int = MAX_NOTE) -> str:
     """`text` in at most `limit` characters, its end kept: the last line of a traceback is the one that says why.
 
-    Without control characters: what a script printed must not move the cursor of whoever reads a job's status.
+    Without control characters: the output of a script must not move the cursor of a terminal.
     """
     text = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]

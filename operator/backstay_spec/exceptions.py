@@ -26,7 +26,7 @@ _TRANSIENT: Final = re.compile(
     r"RateLimit|IncompleteRead|ClientError|EndpointError|RpcError|MemoryError|StorageError|PeerLost|WaitedTooLong|"
     r"Superseded|KeyboardInterrupt|^(?:OSError|IOError|BlockingIOError|InterruptedError)$"
 )
-# What an accelerator's runtime, or a library that calls a service, says of a failure that may pass.
+# In messages of an accelerator's runtime, or of a library that calls a service: the failure may be temporary.
 _TRANSIENT_TEXT: Final = re.compile(r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|out of memory", re.IGNORECASE)
 # Exit codes above it are 128 + a signal's number; 128 itself is a container that could not be started.
 _LAST_CODE: Final = 128

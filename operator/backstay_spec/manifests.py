@@ -52,7 +52,7 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
         job: the owner.
         shard: the shard.
         incarnation: of the server that is to be reached; at least 1.
-        cluster_ip: the address to ask for, when pods that live were told it; None: any.
+        cluster_ip: the address to request, when running pods have it; None: any.
     """
     slot = names.Slot(contract.ROLE_SERVER, shard)
     manifest: dict[str, Any] = {
@@ -61,7 +61,7 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
         "metadata": object_meta(job, names.service_name(job.name, job.uid, shard), contract.ROLE_SERVER),
         "spec": {
             "type": "ClusterIP",
-            # Servers talk to each other to become ready, so they must be reachable before they are.
+            # Servers exchange messages before they are ready, so they must be reachable before.
             "publishNotReadyAddresses": True,
             "selector": names.slot_labels(job.name, job.uid, slot, incarnation),
             "ports": [
@@ -81,8 +81,11 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
 
 
 def network_policy(job: ObjectMeta, settings: PlanSettings) -> dict[str, Any]:
-    """Who may reach the job's pods (O7): each other on both RPC ports, the operator on the control port, and anybody
-    on the metrics port, which answers health and metrics and nothing else."""
+    """The connections that the job's pods accept (O7).
+
+    Pods of the job reach both RPC ports, and the operator reaches the control port. Everyone reaches the metrics port,
+    which serves only health and metrics.
+    """
 
     def port(number: int) -> dict[str, Any]:
         return {"port": number, "protocol": "TCP"}

@@ -1,4 +1,4 @@
-"""The pod of one place in a job: what the contract with the trainer asks for, with the user's template over it."""
+"""The pod of one slot: what the contract with the trainer requires, with the user's template merged over it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NODE_TOLERANCE: Final = 5
 # A group for the files of a volume, so that a container that is not root may write there.
 FILES_GROUP: Final = 65532
 
-# glibc gives every large buffer back to the kernel and takes it again, page fault by page fault, in every step; keeping
-# it is worth 40 % of the wire's rate. `0` keeps large blocks on the heap, the others keep the heap.
+# By default, glibc returns every large buffer to the kernel and allocates it again in every step, with page faults.
+# Keeping the buffers makes the wire 40 % faster. `0` keeps large blocks on the heap; the others keep the heap.
 ALLOCATOR: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
@@ -32,7 +32,7 @@ _SERVES: Final = (contract.ROLE_SERVER, contract.ROLE_EVALUATOR)
 
 
 def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeConfig:
-    """What a job's pods are told of its spec."""
+    """The part of the spec that the job's pods get."""
     return RuntimeConfig(
         shards=spec.parameter_servers.replicas,
         workers=spec.workers.replicas,
@@ -125,9 +125,8 @@ def pod(
 
 
 def _apart(selector: dict[str, str]) -> dict[str, Any]:
-    """Rather on another node than the pods of the selector: a lost node must not take a server and its standby.
-
-    A wish only, so that one node is enough.
+    """Prefer another node than that of the selector's pods, so that the loss of a node does not stop a server and its
+    standby. This is a preference: one node is enough.
     """
     term = {"labelSelector": {"matchLabels": selector}, "topologyKey": "kubernetes.io/hostname"}
     return {
@@ -196,8 +195,8 @@ def _pod_spec(
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # Else the script is process 1 of a namespace, which the kernel gives no signal that it has no handler for: the
-        # SIGTERM that comes while it is still importing would be lost, and the SIGKILL and SIGSTOP of a fault script.
+        # Otherwise the script is process 1 of a namespace. The kernel does not deliver signals without a handler to
+        # process 1: SIGTERM during imports would be lost, and the SIGKILL and SIGSTOP of a fault script.
         "shareProcessNamespace": True,
         "terminationGracePeriodSeconds": SERVER_GRACE if role == contract.ROLE_SERVER else WORKER_GRACE,
         "securityContext": {

@@ -1,15 +1,16 @@
 """Merging a user's pod template over the pod that the operator builds.
 
-It is Kubernetes' strategic merge patch, as `kubectl patch` does it, with the merge keys of core/v1's PodSpec
-(https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/ and the patchMergeKey
-tags of the API's types): maps are merged, null deletes, ``$patch: replace`` and ``$patch: delete`` are heeded, a list
-with a merge key is merged item by item, any other list is replaced whole. Two things differ, each because the real
-rule would break what it is used for here:
+This is Kubernetes' strategic merge patch, as in `kubectl patch`, with the merge keys of core/v1's PodSpec. Maps are
+merged, null deletes, and ``$patch: replace`` and ``$patch: delete`` are applied. A list with a merge key is merged item
+by item, and any other list is replaced. Two rules differ from Kubernetes:
 
-- an environment variable and a volume have one source, so a template's replaces ours of that name instead of mixing
-  two sources into one that the API server refuses;
-- tolerations are replaced whole by Kubernetes; here they are added (one for the same key and effect replaces ours), or
-  asking for a GPU node would lose the 5 s after which a pod leaves an unreachable one (O2).
+- An environment variable and a volume have one source. The template's source replaces ours of that name; a mixture of
+  two sources would be refused by the API server.
+- Tolerations are added, and one for the same key and effect replaces ours. Kubernetes replaces the whole list. A
+  template for GPU nodes would then lose the 5 s after which a pod leaves an unreachable node (O2).
+
+Sources: the patchMergeKey tags of the API's types, and
+https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _by(*fields: str, **defaults: str) -> Callable[[Mapping[str, Any]], tuple[An
     return key
 
 
-# The field's name tells the list's kind: no two lists of a PodSpec share a name and differ in their key.
+# The field's name determines the list's key: no two lists of a PodSpec share a name and differ in their key.
 _MERGED: Final[dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = {
     "containers": _by("name"),
     "initContainers": _by("name"),

@@ -1,7 +1,7 @@
 """The names and labels of everything that a job owns: pure functions of the job, so that two operators agree on them.
 
-A name holds the job's name for people and five characters of its uid hashed, so that a job that was deleted and made
-again under its old name never meets the old one's leftovers. Job names have at most 40 characters; the longest name
+A name contains the job's name and five characters of the hash of its uid. A job that is created again under the same
+name therefore never uses objects of the deleted job. Job names have at most 40 characters; the longest name
 here adds 23 to that, and a DNS-1035 label may have 63.
 """
 
@@ -41,7 +41,7 @@ _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """The position that a pod fills: a role and an index. Its pods come and go; the slot stays.
+    """The position that a pod fills: a role and an index. A slot has many pods, one after the other.
 
     Attributes:
         role: value of the role label (`contract.ROLE_WORKER`, ...).

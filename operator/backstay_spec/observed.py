@@ -1,8 +1,8 @@
-"""What the planner is shown of the world, so that `plan` needs no clock, no cluster and no memory of its own.
+"""The planner's input: what the operator has observed, so that `plan` needs no clock, no cluster and no memory.
 
-The operator fills one `Observed` a job from its indices, overlaid with its own writes (an object that a create
-returned is in it before the watch reports it; a pod that it deleted has its deletionTimestamp), and from the answers
-of the job's servers (O8). Raw manifests are passed as they are; the planner reads the few fields it needs.
+The operator fills one `Observed` for each job from its indices and from the answers of the job's servers (O8). Its own
+writes are laid over the indices. A created object is in it before the watch reports it. A deleted pod has its
+deletionTimestamp. Raw manifests are passed unchanged; the planner reads the few fields that it needs.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class TermStart:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a job's servers answered last on the control channel (O8), put together from one round of calls.
+    """The newest answers of a job's servers on the control channel (O8), combined from one round of calls.
 
     Attributes:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
-        in_sync: shard -> the incarnation of the standby that holds all that its server does, as that server said last.
-        term, step, loss, examples_per_second, metrics: of the coordinator; None where it did not say.
+        in_sync: shard -> the incarnation of the standby that is in sync, by the last answer of its server.
+        term, step, loss, examples_per_second, metrics: of the coordinator; None where its answer has none.
         goal_steps: the updates that training ends with.
-        updates_per_second: lately; None: not known yet.
+        updates_per_second: the recent rate; None: not known yet.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
@@ -67,7 +67,7 @@ class Progress:
         world: ranks in force; None while the coordinator has not been reached.
         stalled: hung workers.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
-        beating: rank -> the incarnation whose heartbeats a server hears.
+        beating: rank -> the incarnation whose heartbeats a server receives.
         checkpoint_step, checkpoint_uri: the newest whole checkpoint.
         checkpoint_error: why the newest attempt at one failed; empty when it did not.
         done: the last step's checkpoint is whole, and the pods are leaving.
@@ -106,7 +106,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """When the job's step last changed, as this operator saw it.
+    """The time at which this operator last observed a change of the job's step.
 
     Attributes:
         step: the newest step.
@@ -131,8 +131,8 @@ class Updates:
 class Silence:
     """A server's pod that did not answer the newest calls of this operator.
 
-    A call counts only if it proves something: the operator held the Lease, sent the call in time, and was itself not
-    paused or late while it waited for the answer. An answer ends the silence; so does a long pause of the operator.
+    A call counts only if the operator held the Lease, sent the call in time, and was neither paused nor late during the
+    call. An answer ends the silence, and so does a long pause of the operator.
 
     Attributes:
         since: when the pod answered last; of one that never did, when it was called first.
@@ -174,7 +174,7 @@ class Refusal:
 
     Attributes:
         reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
-            by an object of another owner). ``Invalid`` and ``BadRequest`` cannot be mended by trying again.
+            by an object of another owner). After ``Invalid`` and ``BadRequest``, another attempt would fail too.
         message: its `message`.
         at: when; the planner tries again `planner.creating.REFUSED_RETRY` later.
         since: when it was refused for that reason first, each try since then included; None: at `at`.
@@ -186,7 +186,7 @@ class Refusal:
     since: datetime | None = None
 
     def after(self, before: Refusal | None) -> Refusal:
-        """This refusal, known to go on from `before` where that was for the same reason."""
+        """This refusal, as the continuation of `before` if both have the same reason."""
         if before is None or before.reason != self.reason:
             return self
         return replace(self, since=before.since or before.at)
@@ -197,8 +197,8 @@ class Observed:
     """All that is known of one job's objects.
 
     Attributes:
-        pods, services, network_policies: raw manifests of every object in the job's namespace that carries the label
-            ``backstay.dev/job=<its name>``, other owners' included; the planner leaves those alone.
+        pods, services, network_policies: raw manifests of every object in the job's namespace with the label
+            ``backstay.dev/job=<its name>``. The planner ignores those of other owners.
         secret_ensured: this operator process created the job's Secret, or the API server answered 409. Secrets are
             never read (O7).
         secret_at: when it last did so.
@@ -232,7 +232,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What of the operator's own settings the planner needs.
+    """The operator's settings that the planner needs.
 
     Attributes:
         operator_namespace: where the operator runs; its calls pass each job's NetworkPolicy.

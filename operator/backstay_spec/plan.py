@@ -1,7 +1,7 @@
 """`plan`: what to do about one job, as a pure function of the job, what is observed, and the time (O1).
 
-It is called whenever something may have changed, looks at everything, and returns what is still missing. It keeps no
-memory but the job's status, so it may be called twice, late, or by another process. `backstay_spec.observed` is its
+The operator calls it when something may have changed. It reads everything, and returns what is still missing. Its only
+memory is the job's status, so it may be called twice, late, or by another process. `backstay_spec.observed` is its
 input, `backstay_spec.actions` its output and how to carry it out. The rules are in `backstay_spec.planner`, one module
 per policy; this module calls them in order and adds up their verdicts.
 
@@ -75,7 +75,7 @@ class _Outline:
 
 
 def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSettings) -> Plan:
-    """What to do about `job` now.
+    """The plan for `job` at this time.
 
     Args:
         job: as the API server has it, with the status that was last written. Its spec is valid; one that is not goes to
@@ -228,7 +228,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
 
 
 def _running(facts: Facts, outline: _Outline) -> _Outline:
-    """A job that shall train: first what every slot needs, then the objects that follow from it."""
+    """A job that must train: first what every slot needs, then the objects that follow from it."""
     outline = replace(outline, said=outline.said + tuple(conditions.resumed(facts)))
     if facts.old.start_time is None:
         outline = replace(outline, fields={"start_time": status.whole_seconds(facts.now)})

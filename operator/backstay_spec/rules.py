@@ -1,12 +1,11 @@
-"""Every rule about a spec beyond its shape, once: what the API server enforces and what `backstay validate` says.
+"""Every rule about a spec beyond its shape, in one place: for the API server and for `backstay validate`.
 
 Three tables:
 
 - `BOUNDS`: one field alone (range, length, pattern). Becomes OpenAPI keywords in the CRD; `crd_check` applies the
   same keywords.
-- `RULES`: fields against each other, and what a template may not hold. Each has a CEL expression for the API server
-  and a
-  Python predicate for us, over the same JSON with defaults filled in; a test holds that their verdicts agree.
+- `RULES`: fields against each other, and what a template may not contain. Each has a CEL expression for the API server
+  and a Python predicate, over the same JSON with defaults filled in. A test checks that their verdicts agree.
 - `CHANGES`: what may change while a job runs. From one path come both the CEL transition rule and the Python predicate.
 
 Paths are as in `errors.SpecError`; ``[]`` stands for every item of a list, ``{}`` for every value of a map.
@@ -42,11 +41,11 @@ _CONTAINER = f"the name of a container: {CONTAINER} for the one that trains, or 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one field alone must be; `None` where there is no such bound.
+    """The bounds of one field alone; `None` where there is no such bound.
 
     Attributes:
         path: the field.
-        right: what would be right, to be read after "must be"; a pattern has one.
+        valid: what would be valid, to be read after "must be"; a pattern has one.
     """
 
     path: str
@@ -59,7 +58,7 @@ class Bound:
     max_items: int | None = None
     min_properties: int | None = None
     max_properties: int | None = None
-    right: str = ""
+    valid: str = ""
 
     def keywords(self) -> dict[str, int | str]:
         """The bound as OpenAPI v3 keywords."""
@@ -81,8 +80,8 @@ def _count(path: str, minimum: int, maximum: int = INT32_MAX) -> Bound:
     return Bound(path, minimum=minimum, maximum=maximum)
 
 
-def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, right: str = _NAME) -> Bound:
-    return Bound(path, min_length=1, max_length=max_length, pattern=pattern, right=right)
+def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, valid: str = _NAME) -> Bound:
+    return Bound(path, min_length=1, max_length=max_length, pattern=pattern, valid=valid)
 
 
 TEMPLATES: Final = ("spec.parameterServers.template", "spec.workers.template", "spec.evaluator.template")
@@ -106,7 +105,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         min_length=1,
         max_length=1024,
         pattern=r"^[^ \t\r\n]+$",
-        right="an image reference without spaces, such as ghcr.io/me/train:1",
+        valid="an image reference without spaces, such as ghcr.io/me/train:1",
     ),
     Bound("spec.command", max_items=256),
     Bound("spec.args", max_items=1024),
@@ -127,7 +126,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         maximum=9_999,
         max_length=4,
         pattern=r"^(0|[1-9][0-9]?)%$",
-        right="a whole number of pods, or whole percents from '0%' to '99%'",
+        valid="a whole number of pods, or whole percents from '0%' to '99%'",
     ),
     _count("spec.update.maxNonFinite", 1),
     _count("spec.update.maxStaleness", 0),
@@ -136,12 +135,12 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         min_length=1,
         max_length=1024,
         pattern=r"^([A-Za-z][A-Za-z0-9+.:-]*://|/).+$",
-        right="a URI such as s3://bucket/folder, or an absolute path (only `backstay run` accepts a relative one)",
+        valid="a URI such as s3://bucket/folder, or an absolute path (only `backstay run` accepts a relative one)",
     ),
     Bound(
         "spec.checkpoint.volume",
         min_properties=1,
-        right="the source of a volume, such as persistentVolumeClaim: {claimName: ckpt}",
+        valid="the source of a volume, such as persistentVolumeClaim: {claimName: ckpt}",
     ),
     _count("spec.checkpoint.everySteps", 1),
     _count("spec.checkpoint.everySeconds", 0),
@@ -154,20 +153,20 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _named("spec.scheduling.schedulerName"),
     _named("spec.scheduling.queue", max_length=63),
     _named("spec.scheduling.gang.podGroup", max_length=63),
-    *(Bound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", right=_ENV_NAME) for env in _ENVS),
+    *(Bound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", valid=_ENV_NAME) for env in _ENVS),
     *(Bound(f"{template}.metadata.labels", max_properties=64) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers", max_items=16) for template in TEMPLATES),
-    *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, right=_CONTAINER) for template in TEMPLATES),
+    *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, valid=_CONTAINER) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].command", max_items=256) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].args", max_items=1024) for template in TEMPLATES),
     *(Bound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
     *(Bound(amount, max_properties=64) for amount in _AMOUNTS),
     *(
-        Bound(f"{amount}{{}}", min_length=1, max_length=64, pattern=QUANTITY, right="an amount such as 500m, 2 or 4Gi")
+        Bound(f"{amount}{{}}", min_length=1, max_length=64, pattern=QUANTITY, valid="an amount such as 500m, 2 or 4Gi")
         for amount in _AMOUNTS
     ),
     *(
-        Bound(f"{env}[].value", max_length=MAX_STRING, right="a string that Linux can pass to a program")
+        Bound(f"{env}[].value", max_length=MAX_STRING, valid="a string that Linux can pass to a program")
         for env in _ENVS
     ),
 )
@@ -180,11 +179,11 @@ class Rule:
     Attributes:
         at: path of the value that carries the rule, `self` in `cel`; empty for the object itself.
         field: the field that is reported, relative to `at`; empty for `at` itself.
-        reads: fields that the rule looks at, relative to `at`; it is not judged where one of them is malformed.
+        reads: fields that the rule reads, relative to `at`. The rule is skipped where one of them is malformed.
         cel: the rule for the API server; None where its limits on the cost of rules do not allow it. Then
             `backstay validate` refuses the job, and the operator fails it before it creates a pod.
         holds: the same for us: takes the JSON value at `at`, with defaults filled in.
-        message: what must be, and what would be right.
+        message: the requirement, and what would be valid.
     """
 
     at: str
@@ -210,7 +209,7 @@ def _bytes(text: str) -> int:
 
 
 def _short_value(env: Any) -> bool:
-    # An unresolved reference such as $(OTHER) may become longer; the kernel finds that, and nobody before it.
+    # An unresolved reference such as $(OTHER) may become longer. Only the kernel can detect that.
     return "value" not in env or _bytes(env["name"]) + _bytes(env["value"]) <= MAX_STRING
 
 
@@ -235,8 +234,8 @@ RULES: Final[tuple[Rule, ...]] = (
         reads=("metadata.name",),
         cel=f"size(self.metadata.name) <= {MAX_NAME} && self.metadata.name.matches('{DNS_LABEL}')",
         holds=_good_name,
-        message=f"must be at most {MAX_NAME} lower-case letters, digits and '-', beginning with a letter and ending "
-        "with a letter or a digit, because pods and Services are named after the job",
+        message=f"must be at most {MAX_NAME} lower-case letters, digits and '-'. The first must be a letter, and the "
+        "last a letter or a digit, because pods and Services are named after the job",
     ),
     Rule(
         at="spec",
@@ -303,7 +302,7 @@ RULES: Final[tuple[Rule, ...]] = (
         reads=("emptyDir",),
         cel="!has(self.emptyDir)",
         holds=lambda volume: "emptyDir" not in volume,
-        message="must not be used: it is each pod's own and is deleted with the pod; use a volume that all servers "
+        message="must not be used, because it belongs to one pod and is deleted with it. Use a volume that all servers "
         "share, such as persistentVolumeClaim: {claimName: ckpt}",
     ),
     *(
@@ -359,8 +358,8 @@ RULES: Final[tuple[Rule, ...]] = (
             reads=("command", "args", "env"),
             cel=None,
             holds=lambda container: _strings_of(container) <= MAX_STRINGS,
-            message=f"must have a command, arguments and an environment of at most {MAX_STRINGS} bytes together, "
-            "because Linux limits what it passes to a program; mount files from a ConfigMap instead",
+            message=f"must have a command, arguments and an environment of at most {MAX_STRINGS} bytes together. "
+            "Linux limits what it passes to a program. Mount files from a ConfigMap instead",
         )
         for at in ("spec", *(f"{template}.spec.containers[]" for template in TEMPLATES))
     ),
@@ -410,10 +409,8 @@ class Change:
     """A field that may change only while the job is suspended.
 
     Attributes:
-        steps: the way from spec to the field; a name that ends in ``?`` may be absent, one that ends in ``[]`` is a
-        list that
-            may be absent and is then the same as an empty one; one that ends in ``!`` may be absent, and only
-            whether it is there counts.
+        steps: the path from spec to the field. A name that ends in ``?`` may be absent. A name that ends in ``[]`` is
+            a list, and an absent list equals an empty one. With ``!``, only the presence of the field is compared.
     """
 
     steps: tuple[str, ...]
@@ -425,7 +422,7 @@ class Change:
 
     @property
     def message(self) -> str:
-        """What would be right."""
+        """The advice for a person."""
         return "must not change while the job runs: set spec.runPolicy.suspend to true first, or start a new job"
 
     @property

@@ -1,7 +1,7 @@
-"""What a pod is told about its job: the part of a TrainingJob's spec that the training runtime needs.
+"""The configuration of a pod: the part of a TrainingJob's spec that the training runtime needs.
 
-The operator serialises one `RuntimeConfig` into `BACKSTAY_CONFIG` of every pod; what may change while a job runs is
-sent again on the control channel (O8), so a pod's environment is only where it starts from.
+The operator serialises one `RuntimeConfig` into `BACKSTAY_CONFIG` of every pod. Values that may change while a job runs
+are sent again on the control channel (O8). The environment has only their first values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CheckpointConfig(BaseModel):
 
 
 class RuntimeConfig(BaseModel):
-    """The job as the runtime sees it. Unknown fields are ignored, so an older trainer runs under a newer operator."""
+    """The job's settings for the runtime. Unknown fields are ignored: an older trainer runs under a newer operator."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -22,7 +22,7 @@ TRAINED: Final = "Trained"
 AFTER_TRAINING_COMPLETE: Final = "AfterTrainingComplete"
 STANDBYS_IN_SYNC: Final = "StandbysInSync"
 
-# Reasons of RUNNING=False that tell two phases apart.
+# Reasons of RUNNING=False that distinguish two phases.
 REASON_PENDING: Final = "PodsPending"
 REASON_STARTING: Final = "PodsStarting"
 REASON_SERVERS: Final = "ServersNotReady"
@@ -52,8 +52,8 @@ def conditioned(
     now: datetime,
     generation: int,
 ) -> Condition:
-    """The condition as it is now: the very object `before` when nothing in it changed; `lastTransitionTime` moves only
-    with `status`."""
+    """The condition now. The same object as `before` when nothing changed; `lastTransitionTime` changes only with
+    `status`."""
     message = shortened(message, _MAX_MESSAGE)
     if before is not None and (before.status, before.reason, before.message, before.observed_generation) == (
         status,

@@ -1,10 +1,9 @@
 """The parts of foreign Kubernetes objects that a TrainingJob carries and that we look into.
 
-A pod template, an environment variable and a volume belong to Kubernetes: the job passes them on as they are, and
-the API server checks them when a pod is made of them. Only what the operator relies on is declared here, so that
-the rules can reach it (CEL sees declared fields only) and so that common slips are found before a pod is. These
-models are never instantiated: the schema of the CustomResourceDefinition is read off them. ``extra="allow"`` says
-that other fields are kept.
+A pod template, an environment variable and a volume belong to Kubernetes. The job passes them on unchanged, and the API
+server checks them when a pod is created. This module declares only the fields that the operator uses. CEL rules can
+read declared fields only, and common mistakes in them are found early. These models are never instantiated: the schema
+of the CustomResourceDefinition is made from them. ``extra="allow"`` keeps other fields.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Volume(OpenModel):
 
 
 class Resources(OpenModel):
-    """What a container requests and may use at most (ResourceRequirements)."""
+    """Requests and limits of a container (ResourceRequirements)."""
 
     requests: dict[str, Quantity] | None = None
     """What a node must have free, such as `cpu: 500m` and `memory: 4Gi`."""
@@ -125,8 +124,8 @@ class PodSpec(OpenModel):
     containers: Annotated[list[Free] | None, Shape(Container)] = None
     """Merged by name over the containers that the operator builds."""
 
-    # Declared so that a change of one of them is seen: to CEL two objects that differ in the *name* of an undeclared
-    # field only are equal.
+    # Declared so that a change of one of them is detected: CEL treats two objects as equal if they differ only in the
+    # *name* of an undeclared field.
     init_containers: AnyValue = None
     """Containers that run before."""
 

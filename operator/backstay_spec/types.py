@@ -1,9 +1,8 @@
-"""What a TrainingJob says, as typed models: the shape and the defaults of its spec.
+"""The TrainingJob as typed models: names, types, defaults and meaning of the fields of its spec.
 
-These models say *shape* only: names, types, defaults, meaning. What makes a spec right or wrong beyond its
-shape is in `backstay_spec.rules`; the CustomResourceDefinition is generated from both by `backstay_spec.crd`,
-and `backstay_spec.validation` turns untrusted JSON into these models. Attributes are snake_case, their JSON
-names camelCase; the docstring under a field is its description in the CRD and in ``kubectl explain``.
+The other rules about a spec are in `backstay_spec.rules`. `backstay_spec.crd` generates the CustomResourceDefinition
+from both, and `backstay_spec.validation` turns untrusted JSON into these models. Attributes are snake_case, and their
+JSON names are camelCase. The docstring under a field is its description in the CRD and in ``kubectl explain``.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Workers(SpecModel):
 
 
 class Evaluator(SpecModel):
-    """One pod that runs `evaluate` on new parameters; `{}` asks for one with the defaults."""
+    """One pod that runs `evaluate` on new parameters; `{}` selects the defaults."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
@@ -227,7 +226,7 @@ class Scheduling(SpecModel):
 
 
 class TrainingJobSpec(SpecModel):
-    """What to train, with how many pods, and how."""
+    """The training, its pods, and how gradients become updates."""
 
     image: str
     """Container image of every role; a role's template may name another."""

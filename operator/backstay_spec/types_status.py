@@ -1,8 +1,8 @@
-"""What the operator reports about a job: the shape of `status`.
+"""The status of a job: what the operator reports about it.
 
-Every field is either for people (phase, step, loss), for other controllers (conditions, replicas, selector), or
-the operator's own memory (incarnations, backoff, world, term), kept here so that nothing is lost when the
-operator restarts.
+Every field is for people (phase, step, loss), for other controllers (conditions, replicas, selector), or for the
+operator itself (incarnations, backoff, world, term). The operator stores its memory here, so that a restart of the
+operator loses nothing.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class HistoryEntry(StatusModel):
 
 
 class TrainingJobStatus(StatusModel):
-    """What was last seen of the job."""
+    """The state of the job that was last observed."""
 
     phase: Phase | None = None
     """One word for people, derived from the conditions."""

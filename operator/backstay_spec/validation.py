@@ -1,7 +1,7 @@
-"""From what a person wrote to a TrainingJob, or to everything that is wrong with it at once.
+"""From the input of a person to a TrainingJob, or to the list of all its mistakes.
 
-The operator, `backstay run` and `backstay validate` all come through here. The same schema and the same rules are
-in the CRD, so what passes here passes there.
+The operator, `backstay run` and `backstay validate` use this module. The CRD has the same schema and the same rules, so
+the API server accepts a job that is valid here.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def parse_job(obj: object) -> TrainingJob:
         obj: any JSON value; not changed.
 
     Raises:
-        SpecErrors: it is no right TrainingJob; holds every mistake that was found, not only the first.
+        SpecErrors: the TrainingJob is invalid; it has every mistake that was found, not only the first.
     """
     if not isinstance(obj, Mapping):
         raise SpecErrors([SpecError("", f"this is {kind_of(obj)}: must be a mapping, a TrainingJob")])
     check = Check()
-    for name, right in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for name, valid in (("apiVersion", API_VERSION), ("kind", KIND)):
         if name not in obj:
-            check.refuse(name, f"is missing: must be {right}")
-        elif obj[name] != right:
-            check.refuse(name, f"is {display(obj[name])}: must be {right}")
+            check.refuse(name, f"is missing: must be {valid}")
+        elif obj[name] != valid:
+            check.refuse(name, f"is {display(obj[name])}: must be {valid}")
     fields = openapi_schema()["properties"]
     outer = {"type": "object", "properties": {name: {} for name in fields}}
     check.value({name: None for name in obj if name not in fields}, outer, "", "")
@@ -128,8 +128,8 @@ def _within(path: str, field: str) -> str:
 def check_update(old: TrainingJob, new: TrainingJob) -> None:
     """Whether a job may be edited from `old` to `new`.
 
-    While a job runs only its number of workers, its budgets, deadlines, checkpoint intervals and run policy may change;
-    while it is suspended (`old` is), everything may.
+    While a job runs, its number of workers, its budgets, deadlines, checkpoint intervals and run policy may change.
+    While it is suspended (`old` is), every field may change.
 
     Raises:
         SpecErrors: with every field that must not change.
