@@ -1,9 +1,10 @@
 # The operator's image:  docker build -t ghcr.io/backstay-dev/operator:0.1.0 .
 # BASE_IMAGE needs python3 3.11 or newer with venv (Debian: the packages python3 and python3-venv). Both stages use it, so the
 # virtual environment can move from one to the other.
-# Another package index:  --build-arg PIP_INDEX_URL=https://...  An index that needs a password, or a private certificate
-# authority, comes as secrets, which no layer keeps:  --secret id=pip.conf,src=...  and  --secret id=ca.crt,src=...  In
-# pip.conf write  cert = /run/secrets/ca.crt  for that authority.
+# Another package index:  --build-arg PIP_INDEX_URL=https://...
+# Pass an index with a password, or a private certificate authority, as secrets, which no layer keeps:
+#   --secret id=pip.conf,src=...  and  --secret id=ca.crt,src=...
+# In pip.conf write  cert = /run/secrets/ca.crt  for that authority.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build

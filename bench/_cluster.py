@@ -1,4 +1,4 @@
-"""What the benchmarks of whole jobs share: an embedded cluster, jobs of the witness, and hands to kill things with."""
+"""Shared code of the benchmarks of whole jobs: an embedded cluster, jobs of witness.py, and deaths of pods."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
 
 @dataclass
 class Update:
-    """One update, as the coordinator's log told it."""
+    """One update in the coordinator's log."""
 
     at: float
     step: int
@@ -102,7 +102,7 @@ class Update:
 
 
 class Job:
-    """A job of one of the scripts, the witness if not said otherwise."""
+    """A job of one of the scripts; the default is witness.py."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class Job:
         return self.status
 
     async def wait(self, what: str, holds: Callable[[], Any], seconds: float = 180) -> Any:
-        """Wait until `holds` gives something true."""
+        """Wait until `holds` returns a true value, and return that."""
         deadline = time.monotonic() + seconds
         while not (found := holds()):
             if (await self.look()).get("phase") == "Failed" or time.monotonic() > deadline:
-                raise SystemExit(f"{self.name}: waited in vain until {what}\n{self.describe()}")
+                raise SystemExit(f"{self.name}: failed, or timed out, before: {what}\n{self.describe()}")
             await asyncio.sleep(0.05)
         return found
 
@@ -182,7 +182,7 @@ class Job:
         return self.status
 
     def describe(self) -> str:
-        """What a person wants to see of a job that did not do what it should."""
+        """The status of a job, and the end of its pods' logs."""
         lines = [json.dumps(self.status, indent=1)]
         logs = sorted((self.cluster.folder / "pods" / NAMESPACE).glob(f"{self.name}-*/trainer.log"))
         lines += [f"--- {log.parent.name}\n{log.read_text(errors='replace')[-1200:]}" for log in logs]
@@ -196,19 +196,19 @@ class Job:
             await asyncio.sleep(0.1)
         raise SystemExit(f"{self.name} was deleted a minute ago, and its pods are still there")
 
-    def let_go(self) -> None:
-        """Go on where HOLD says to wait."""
+    def release(self) -> None:
+        """Let the script continue after HOLD."""
         (self.timeline / "go").touch()
 
     def marks(self, pod: str) -> list[tuple[float, str]]:
-        """What a pod told of itself."""
+        """The marks that a pod wrote: time and name."""
         path = self.timeline / pod
         lines = path.read_text().splitlines() if path.exists() else []
         # A killed process may leave half a line.
         return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
 
     def pods(self, place: str) -> list[str]:
-        """Those that ever ran at a place, such as ``worker-1``, in order of incarnation."""
+        """The pods that ran in a slot, such as ``worker-1``, in order of incarnation."""
         found = [path.name for path in self.timeline.iterdir() if f"-{place}-" in path.name]
         return sorted(found, key=lambda name: min(at for at, _ in self.marks(name)))
 

@@ -1,7 +1,7 @@
-"""What the benchmarks of the data plane share: roles as processes, told line by line what to do.
+"""Shared code of the benchmarks of the data plane: roles as processes that read commands line by line.
 
-A benchmark starts one server process and some worker processes, with the allocator settings that a pod has, and
-directs them through their standard input and output, so that everything in one table was measured in one run, in turns.
+A benchmark starts one server process and some worker processes, with the allocator settings of a pod. It controls them
+through their standard input and output. All rows of one table are therefore measured in one run, in turns.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ RAW_BYTES = 64 << 20
 
 
 def allocator_environment() -> dict[str, str]:
-    """What the operator sets in every pod of a job."""
+    """The variables that the operator sets in every pod of a job."""
     from backstay_spec.manifests_pod import ALLOCATOR
 
     return dict(ALLOCATOR)
 
 
 class Process:
-    """A role of a benchmark in a process of its own: one JSON object a line, both ways."""
+    """A role of a benchmark in its own process: one JSON object on each line, in both directions."""
 
     def __init__(self, script: str, role: str, *args: str) -> None:
         environment = {**os.environ, **allocator_environment(), "JAX_PLATFORMS": "cpu"}
@@ -73,7 +73,7 @@ class Process:
 
 @contextmanager
 def processes() -> Iterator[list[Process]]:
-    """Processes appended to the list are killed at the end, whatever happens."""
+    """Processes appended to the list are killed at the end, also after an exception."""
     running: list[Process] = []
     try:
         yield running

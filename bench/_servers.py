@@ -1,4 +1,4 @@
-"""Answers the operator's calls for the servers of all jobs of `jobs.py`, at one address: a process of its own."""
+"""Answers the operator's calls for the servers of all jobs of `jobs.py`, at one address, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parameters of the witness (bench/scripts/witness.py) say about which gradients were applied. Pure."""
+"""Counts the applied gradients in the parameters of bench/scripts/witness.py. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Heard:
-    """How many gradients are missing in the parameters, and how many are in them once too often."""
+class Applied:
+    """How many gradients are missing in the parameters, and how many were applied once too often."""
 
     lost: int
     twice: int
 
 
-def hear(count: np.ndarray, *, steps: int, quorum: int | None) -> Heard:
+def count_applied(count: np.ndarray, *, steps: int, quorum: int | None) -> Applied:
     """Judge the parameter `count` of a job's last checkpoint.
 
     Args:
@@ -24,7 +24,7 @@ def hear(count: np.ndarray, *, steps: int, quorum: int | None) -> Heard:
         quorum: of a synchronous job; None for an asynchronous one.
 
     Raises:
-        ValueError: a place holds no whole number: a gradient was applied in part (T1).
+        ValueError: an element is not a whole number: a gradient was applied in part (T1).
     """
     times = np.rint(count).astype(int)
     if np.abs(count - times).max(initial=0.0) > 1e-3 or times.min(initial=0) < 0:
@@ -32,10 +32,10 @@ def hear(count: np.ndarray, *, steps: int, quorum: int | None) -> Heard:
     again = int(np.maximum(times - 1, 0).sum())
     ranks = np.minimum(times, 1)
     if quorum is not None:
-        # T1: each update is made of exactly the quorum.
+        # T1: each update has exactly the quorum.
         short = quorum - ranks[:steps].sum(axis=1)
-        return Heard(int(np.maximum(short, 0).sum()), again + int(np.maximum(-short, 0).sum()))
-    # T3: of each rank all from its first to its last, and of all ranks as many as there were updates.
+        return Applied(int(np.maximum(short, 0).sum()), again + int(np.maximum(-short, 0).sum()))
+    # T3: each rank has all gradients up to its last one, and all ranks together have as many as there were updates.
     holes = sum(int(rows[-1]) + 1 - len(rows) for rows in map(np.flatnonzero, ranks.T) if len(rows))
     missing = steps - int(times.sum())
-    return Heard(max(holes, missing, 0), max(again, -missing, 0))
+    return Applied(max(holes, missing, 0), max(again, -missing, 0))

@@ -1,12 +1,11 @@
-"""A long seeded chaos on the embedded cluster, and what became of the training.
+"""Random faults by a seed on the embedded cluster, and the result of the training.
 
-A job of the witness (bench/scripts/witness.py) trains while about every 3 s something of it is killed, stopped, cut,
-deleted, evicted or filled, from outside and from inside; then the same job trains once more in peace. The last
-checkpoint says which gradients were applied how often, and the two must have the same bits. Sync first, then Async,
-which has no quiet twin to compare bits with: there the witness alone speaks.
+A job of bench/scripts/witness.py trains, and has a fault about every 3 s: a pod or process is killed, stopped, cut off,
+deleted or evicted, or its disk is full. Then the same job trains without faults. The last checkpoint shows how often
+each gradient was applied. In Sync mode, both checkpoints must have the same bits. Async mode compares no bits.
 
     python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async]
-    python bench/chaos.py --goodput [--seconds 60]     a worker killed every 5 s, a server every 20 s, nothing else
+    python bench/chaos.py --goodput [--seconds 60]     only a worker killed every 5 s, and a server every 20 s
 
 The exit status is 1 when an update was lost, a gradient applied twice, or the bits differ.
 """
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from _cluster import NAMESPACE, Cluster, Job, Update, cluster, gaps, median, row, seconds_per_step, stored
-from _witness import Heard, hear
+from _witness import Applied, count_applied
 
 STEP_SECONDS = 0.1
 EVERY_SECONDS = 3.0
@@ -37,7 +36,7 @@ _ORDER = ("Sync", "Async")
 
 
 @dataclass
-class Strike:
+class Fault:
     """A fault from outside."""
 
     at: float
@@ -46,14 +45,14 @@ class Strike:
 
 
 class Chaos:
-    """Does things to a job, as a seed says, and remembers what it did."""
+    """Causes faults in a job by a seed, and records them."""
 
     def __init__(self, on: Cluster, job: Job, seed: int, standbys: int) -> None:
         self.on, self.job = on, job
         self.rng = random.Random(seed)
-        self.strikes: list[Strike] = []
+        self.faults: list[Fault] = []
         self._later: set[asyncio.Task[None]] = set()
-        # What shall be rare is there once, what happens every day is there more often.
+        # Rare faults are in the list once, and frequent ones several times.
         self._kinds: list[Callable[[], Awaitable[str]]] = [
             *[self.kill_worker] * 5,
             *[self.stop_worker] * 2,
@@ -70,22 +69,22 @@ class Chaos:
         ]
 
     async def run(self, until: float, every: float) -> None:
-        """Strike about every so many seconds, until a time or the end of the job."""
+        """Cause a fault about every so many seconds, until a time or the end of the job."""
         while time.monotonic() < until:
             await asyncio.sleep(self.rng.uniform(0.5, 1.5) * every)
             if (await self.job.look()).get("phase") in {"Succeeded", "Failed"}:
                 break
-            await self.strike(self.rng.choice(self._kinds))
+            await self.cause(self.rng.choice(self._kinds))
         await asyncio.gather(*self._later)
 
-    async def strike(self, what: Callable[[], Awaitable[str]]) -> None:
+    async def cause(self, what: Callable[[], Awaitable[str]]) -> None:
         at = time.time()
         if target := await what():
-            self.strikes.append(Strike(at, what.__name__.replace("_", " "), target))
-            print(f"  {time.strftime('%H:%M:%S')}  {self.strikes[-1].kind}: {target}", file=sys.stderr, flush=True)
+            self.faults.append(Fault(at, what.__name__.replace("_", " "), target))
+            print(f"  {time.strftime('%H:%M:%S')}  {self.faults[-1].kind}: {target}", file=sys.stderr, flush=True)
 
     def _pick(self, role: str) -> str:
-        """A living pod of a role; empty when there is none."""
+        """A running pod of a role; empty when there is none."""
         return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
 
     def _signal(self, pod: str, number: signal.Signals) -> str:
@@ -176,12 +175,12 @@ class Chaos:
 def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
     """A script for the injector: moments that cannot be met from outside."""
     script = []
-    lives = 1 + standbys  # pods that a shard has at once, and so incarnations that it uses up
+    pods = 1 + standbys  # of a shard at the same time, so each replacement of both uses that many incarnations
     for _ in range(max(6, int(seconds / 8))):
         step = rng.randrange(5, max(6, steps))
-        # The incarnation that may just be there then, as things go: one that comes later is struck when it starts.
+        # An estimate of the incarnation that runs then. A later one has the fault when it starts.
         life = 1 + round(rng.uniform(0.4, 1.0) * seconds * step / steps / LIFE_SECONDS)
-        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life * lives}"
+        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life * pods}"
         only_with_standbys = [
             f"kill {server} @{step} norm",
             f"stop {server} @{step} norm {rng.uniform(0.5, 3):.1f}s",
@@ -211,17 +210,17 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys:
     return "; ".join(script)
 
 
-def witness_of(job: Job) -> Heard:
-    """What the job's last checkpoint says."""
+def witness_of(job: Job) -> Applied:
+    """The gradients in the job's last checkpoint."""
     step, params = stored(job)
     if step != job.steps:
         raise SystemExit(f"{job.name} ended, but its newest checkpoint is of step {step} instead of {job.steps}")
     quorum = max(1, job.workers - job.backups) if job.mode == "Sync" else None
-    return hear(params["count"], steps=job.steps, quorum=quorum)
+    return count_applied(params["count"], steps=job.steps, quorum=quorum)
 
 
 def injected(job: Job) -> Counter[str]:
-    """The faults from inside that struck, as the logs say."""
+    """The injected faults in the logs of the pods."""
     found: Counter[str] = Counter()
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-*/trainer.log*"):
         for action, role, point in re.findall(
@@ -233,9 +232,11 @@ def injected(job: Job) -> Counter[str]:
     return found
 
 
-def twice_struck(job: Job) -> int:
-    """How many times training went back to a checkpoint after two servers of one shard had died within a few seconds,
-    as the logs of the coordinators and the operator say: one standby cannot mend that."""
+def double_losses(job: Job) -> int:
+    """How many times two servers of one shard died within a few seconds, so that training went back to a checkpoint.
+
+    The source is the logs of the coordinators and of the operator. One standby cannot prevent such a rollback.
+    """
 
     def seconds(clock: str) -> int:
         hours, minutes, rest = (int(part) for part in clock.split(":"))
@@ -245,24 +246,24 @@ def twice_struck(job: Job) -> int:
     died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod \S+-ps-(\d+)-\d+-\w+ is dead", operator, re.M)
     found = 0
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-0-*/trainer.log*"):
-        # The coordinator says the one where another shard was lost, and the other where it is a new one itself.
+        # The first message is of a coordinator that lost another shard, and the second of a new coordinator.
         back = r"^([\d:]{8}) .*: (?:a shard was lost: back to step|continuing from the checkpoint)"
         for clock in re.findall(back, log.read_text(errors="replace"), re.M):
-            # The operator may be dead meanwhile: it counts what died when it is there again, and promotes then.
+            # A dead operator counts the deaths and promotes after its own restart.
             of_shard = Counter(shard for at, shard in died if -8 <= seconds(at) - seconds(clock) <= 2)
             found += max(of_shard.values(), default=0) > 1
     return found
 
 
-def tell_gaps(strikes: Sequence[Strike], updates: Sequence[Update]) -> None:
+def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
     """The table of faults by kind, and the time without an update around each."""
     print(f"\n{'faults by kind':<40}{'times':>8}{'without an update, median':>28}{'worst':>10}")
-    for kind in sorted({strike.kind for strike in strikes}):
-        of_kind = [strike for strike in strikes if strike.kind == kind]
+    for kind in sorted({fault.kind for fault in faults}):
+        of_kind = [fault for fault in faults if fault.kind == kind]
         around = []
-        for strike in of_kind:
-            later = [other.at for other in strikes if other.at > strike.at]
-            around.append(gaps(updates, strike.at, min([strike.at + 10.0, *later])))
+        for fault in of_kind:
+            later = [other.at for other in faults if other.at > fault.at]
+            around.append(gaps(updates, fault.at, min([fault.at + 10.0, *later])))
         print(f"{kind:<40}{len(of_kind):>8}{median(around):>26.2f} s{max(around):>8.2f} s")
 
 
@@ -314,7 +315,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     updates, noisy = await train(job, chaos, seconds, arguments.every)
     status = dict(job.status)
     heard = witness_of(job)
-    tell_gaps(chaos.strikes, updates)
+    print_gaps(chaos.faults, updates)
     for kind, times in sorted(injected(job).items()):
         print(f"{kind:<40}{times:>8}")
     print()
@@ -322,7 +323,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
     rollbacks = int(status.get("term") or 1) - 1
     row("times training went back to a checkpoint", str(rollbacks))
-    beyond = twice_struck(job)
+    beyond = double_losses(job)
     row("  of them after two servers of one shard died within seconds", str(beyond))
     row("  for any other reason", str(rollbacks - beyond), "0 with standbys")
     row("  updates redone after that", str(redone_of(updates)))
@@ -363,7 +364,7 @@ async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
             while (await job.look()).get("phase") == "Running":
                 await asyncio.sleep(every if noisy else 0.5)
                 if noisy and (await job.look()).get("phase") == "Running":
-                    await chaos.strike(chaos.kill_worker if what == "worker" else chaos.kill_active_server)
+                    await chaos.fault(chaos.kill_worker if what == "worker" else chaos.kill_active_server)
             await job.wait_for_end(180)
             found.append(seconds_per_step([update for update in job.updates() if update.at >= began]))
             heard = witness_of(job)
@@ -372,7 +373,7 @@ async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
         standby = "" if what == "worker" else ", with a standby" if arguments.standbys else ", WITHOUT a standby"
         row(f"goodput, a {what} killed every {every:.0f} s{standby}", f"{found[0] / found[1]:.1%}", goal)
         row("  seconds an update, quiet and under fire", f"{found[0]:.3f} {found[1]:.3f}")
-        row("  killed", str(len(chaos.strikes)))
+        row("  killed", str(len(chaos.faults)))
     return fine
 
 

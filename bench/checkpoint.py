@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: updates of 64 MB one after another, with and without a checkpoint being written.
+"""The cost of a checkpoint: updates of 64 MB one after another, with and without a checkpoint being written.
 
 The pause is what the update that comes with the snapshot, and those until the file is stored, take beyond the quiet
 median. How fast the file is written stands beside memcpy and a plain write with fsync of the same bytes in one run.
@@ -29,8 +29,8 @@ from backstay._update._rules import analyse
 from backstay._update._tree import describe
 
 
-class Heard:
-    """The coordinator, as far as a checkpoint is concerned."""
+class Reports:
+    """A coordinator that only receives the report of a checkpoint."""
 
     def __init__(self) -> None:
         self.stored = threading.Event()
@@ -83,7 +83,7 @@ def main() -> None:
         return (time.perf_counter() - start) * 1e3
 
     with tempfile.TemporaryDirectory(prefix="backstay-bench-", dir=options.folder) as scratch:
-        folder, heard = Path(scratch), Heard()
+        folder, heard = Path(scratch), Reports()
         writer = CheckpointWriter(
             CheckpointStore(str(folder / "checkpoints")),
             heard,  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """The operator and the API server at 200 jobs of 10 pods, with a fake kubelet that marks pods running at once.
 
-Prints, against the design's numbers: time until all pods are created, pod seen dead -> replacement created (1 job, and
-at 200 jobs), the operator's memory, and both processes' CPU time. ``--assets DIR`` uses a real kube-apiserver and etcd.
+Prints the time until all pods are created, and from a dead pod to its replacement (1 job, and at 200 jobs). It also
+prints the operator's memory and both processes' CPU time, beside the limits. ``--assets DIR`` uses a real
+kube-apiserver and etcd.
 
     python bench/jobs.py [--jobs 200] [--deaths 50] [--assets DIR]
 """
@@ -119,8 +120,8 @@ def cpu_of(process: psutil.Process) -> float:
 async def deaths(kubelet: FakeKubelet, operator: psutil.Process, count: int) -> list[Replacement]:
     """Kill workers one after another, and wait for each one's replacement.
 
-    Both ways are measured: the kubelet's PATCH, the watch that shows it to the operator, its plan, its writes, and
-    the watch that shows the replacement here.
+    The time includes the kubelet's PATCH, the operator's watch, its plan, its writes, and the watch that reports the
+    replacement here.
     """
     found = []
     for number in range(count):
@@ -192,7 +193,7 @@ async def measure(jobs: int, kills: int, assets: str | None) -> None:
                 stdout=log, stderr=log,
             )  # fmt: skip
             try:
-                await _tell(client, kubelet, psutil.Process(operator.pid), cluster.pid, jobs, kills)
+                await _report(client, kubelet, psutil.Process(operator.pid), cluster.pid, jobs, kills)
             finally:
                 operator.terminate()
                 await operator.wait()
@@ -203,7 +204,7 @@ async def measure(jobs: int, kills: int, assets: str | None) -> None:
                 await client.close()
 
 
-async def _tell(
+async def _report(
     client: ApiClient, kubelet: FakeKubelet, operator: psutil.Process, server_pid: int | None, jobs: int, kills: int
 ) -> None:
     await client.create(JOBS_PATH, job_of("single"))

@@ -1,8 +1,8 @@
-"""Deaths at chosen moments of a step, one small job each: what became of the witness's parameters.
+"""Deaths at chosen points of a step, one small job each, and the parameters of the witness afterwards.
 
-The chaos run strikes at any time; these are the moments that it seldom meets: between the decision of an update and
-its application, between a file's last byte and its name, while a standby is filled, with the last update, everybody at
-once. Each of them once without standbys, or with; in Sync the bits must be those of a run without faults.
+Random faults seldom happen at these points: between the decision of an update and its application, between a file's
+last byte and its name, while a standby is filled, with the last update, or in all pods at the same time. Each job runs
+without standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
     python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
         a SCRIPT as in docs/faults.md, in place of these
@@ -23,7 +23,7 @@ from chaos import injected, redone_of, witness_of
 
 STEPS, EVERY_STEPS, STALL_SECONDS, WORKERS = 60, 20, 8, 2
 HOLD = 20
-"""With standbys nothing is computed from this step on until they are in sync: so they are there when it matters."""
+"""With standbys, no gradient is computed from this step on until they are in sync."""
 
 SCRIPTS = (
     f"kill server/0 @{STEPS} applied",
@@ -95,7 +95,7 @@ class Moments:
         await job.submit()
         if standbys:
             await job.wait("its standbys are in sync", lambda: _in_sync(job) and len(job.updates()) >= HOLD)
-            job.let_go()
+            job.release()
         await job.wait_for_end(self._seconds)
         heard, struck, updates = witness_of(job), sum(injected(job).values()), job.updates()
         redone, bits = redone_of(updates), "-"
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     parser.add_argument("--seconds", type=float, default=120, help="within which each job must end")
-    parser.add_argument("--standbys", type=int, choices=(0, 1), help="only with so many; both if not said")
+    parser.add_argument("--standbys", type=int, choices=(0, 1), help="only with so many; default: both")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here
     standbys = (0, 1) if arguments.standbys is None else (arguments.standbys,)

@@ -1,9 +1,9 @@
-"""How long it takes to recover, on the embedded cluster with real processes, all in one run.
+"""Times of recovery, on the embedded cluster with real processes, all in one run.
 
 1. kill -9 of a worker -> its replacement's first applied gradient, by its parts, with JAX's persistent compilation
    cache shared between incarnations and without.
-2. Updates while workers are killed one after another, with a backup: the longest time without an update around each
-   death, beside that of the quiet time before it.
+2. Updates while workers are killed one after another, with a backup. The longest time without an update around each
+   death is compared with the time before the first death.
 3. kill -9 of a server -> next update, and updates redone; with ``--standbys 1`` also with a standby.
 
     python bench/recovery.py [--kills 5] [--standbys 0|1] [--only worker,backup,server]
@@ -139,7 +139,7 @@ async def server(on: Cluster, kills: int, standbys: int) -> None:
         )
         after = next(update for update in job.updates() if update.at > killed + 0.3)
         found[shard].append((after.at - killed, max(0, before + 1 - after.step)))
-        await job.wait("it goes on", lambda before=before: job.updates()[-1].step > before + 25)
+        await job.wait("training continues", lambda before=before: job.updates()[-1].step > before + 25)
         await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # a new standby is to be filled
     await job.delete()
     with_standby = "with a standby" if standbys else "without a standby, checkpoint every 20 updates"

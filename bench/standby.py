@@ -1,4 +1,4 @@
-"""What a hot standby costs: push, update and pull with 4 workers and 1 server, with and without one, in turns.
+"""The cost of a hot standby: push, update and pull with 4 workers and 1 server, with and without one, in turns.
 
 python bench/standby.py [--rounds 10] [--mib 64]
 """
@@ -83,7 +83,7 @@ class Replicated:
             layout.digest,
             incarnation=1,
             admitted=self._admit,
-            let_go=lambda when, closed: None,
+            release=lambda when, closed: None,
             coordinator=lambda state: True,
         )
         self.shard = ShardRuntime(

@@ -1,8 +1,7 @@
 """From `backstay run` to the first update, with pods forked from a process that has imported JAX, and without.
 
-Both are measured in turns. Besides the time on the clock, which depends on what else the machine does, it prints the
-processor time that the whole process tree took until then: divided by the number of cores it is a lower bound of the
-time on a quiet machine.
+Both are measured in turns. The benchmark also prints the processor time of the whole process tree. Divided by the
+number of cores, that is a lower bound of the time on a quiet machine.
 
     python bench/start.py [--runs 3] [--job examples/digits/job.yaml]
 """

@@ -1,7 +1,7 @@
-"""The empty step: a few parameters, 1 server, 1 worker; what is left is the runtime's own time.
+"""The empty step: a few parameters, 1 server and 1 worker, so that the time is that of the runtime itself.
 
-And many leaves: how long until the first update of a model of a thousand small arrays, and each after it, beside plain
-JAX in the same run.
+And many leaves: the time until the first update of a model of a thousand small arrays, and of each later update. Plain
+JAX is measured in the same run.
 
 python bench/step.py [--steps 2000] [--leaves 1000]
 """
@@ -61,7 +61,7 @@ def timed(step: Callable[[], None], began: float) -> None:
 
 
 def plain(leaves: int) -> None:
-    """What somebody writes who uses JAX alone: one jitted step."""
+    """A training step in JAX alone: one jitted function."""
     import jax
     import numpy as np
     import optax

@@ -1,7 +1,7 @@
 """Examples a second of the digits example as a job, against the same script in one process, in turns in one run.
 
-One process already uses all cores for one batch. A job of one worker computes the same batches, so its share is the
-price of push, update and pull; jobs of more workers on the same cores show what sharing them costs.
+One process already uses all cores for one batch. A job of one worker computes the same batches, so the difference is
+the cost of push, update and pull. Jobs of more workers on the same cores show the cost of sharing them.
 
     python bench/throughput.py [--rounds 2] [--seconds 6]
 """

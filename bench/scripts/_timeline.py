@@ -1,6 +1,6 @@
-"""What happened when in a pod: one line a mark, in the pod's own file of the folder that TIMELINE names.
+"""Marks with a time, one on each line, in the pod's own file of the folder that TIMELINE names.
 
-To be imported before anything that takes time: the start of the process and of Python are marked by the import.
+Import this module first: the import writes the marks for the start of the process and of Python.
 """
 
 import logging

@@ -1,12 +1,12 @@
-"""A training script that bears witness: its parameters say which gradients were applied, and how often.
+"""A training script whose parameters count the applied gradients, independent of the counters of the runtime.
 
-Besides a small regression there is a parameter `count` with a place for each (row, rank), the row being the step of
-the batch's key. A gradient adds exactly 1 to its own place and nothing elsewhere, so the last checkpoint tells, without
-trusting any counter of the runtime: 2 is a gradient that was applied twice, a row without its quorum an update that was
-lost. The rest is trained by Adam, whose state must survive too for the bits to be those of a quiet run.
+The parameter `count` has an element for each (row, rank), where the row is the step of the batch's key. A gradient adds
+exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was applied twice, and a row with fewer
+elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
+too, or the bits differ from those of a run without faults.
 
-The environment: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds a batch takes), TIMELINE (a folder for what happened when),
-HOLD (a step; its batch and those after it come when there is a file `go` in TIMELINE).
+Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), TIMELINE (a folder for marks), and
+HOLD (a step: its batch and the later ones wait for a file `go` in TIMELINE).
 """
 
 from _timeline import follow, mark  # isort: split
@@ -52,7 +52,7 @@ def loss(params, batch):
 
 @functools.cache
 def joined():
-    """The first batch is asked for when there are parameters."""
+    """Mark the first call of `batches`, when the parameters have arrived."""
     mark("joined")
 
 
