@@ -1,7 +1,7 @@
-"""What all tests share: tests that need an installed program say so with ``@pytest.mark.tool("helm")``.
+"""Shared by all tests: a test that needs an installed program has the mark ``@pytest.mark.tool("helm")``.
 
-Without the program such a test skips and says how to install it. Under ``BACKSTAY_REQUIRE_TOOLS=1``, as in CI, it fails
-instead: there, a skipped test would be a check that nobody runs.
+Without the program, such a test is skipped with a message. With ``BACKSTAY_REQUIRE_TOOLS=1``, as in CI, it fails:
+otherwise CI would never run that check.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART_NAMESPACE = "backstay-system"
 TOOLS = ROOT / ".tools" / "bin"  # where tests/tools.sh installs
 
-# No test asserts a time, and a busy machine is no reason to fail: neither for one example nor for making them.
+# No test asserts a time. A busy machine must not fail a test, neither in an example nor in generating examples.
 settings.register_profile("backstay", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("backstay")
 
@@ -51,7 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_default_loop() -> None:
-    """looptime's plug-in asks for the default event loop before each test, and would make one that nobody closes."""
+    """looptime's plug-in gets the default event loop before each test, and would make one that is never closed."""
     asyncio.set_event_loop(None)
 
 
@@ -71,7 +71,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
-# What takes longest is begun first, so that no process is alone with it at the end.
+# The longest tests begin first, so that at the end no process runs alone.
 FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/runtime/", "tests/operator/", "tests/trainer_math/")
 
 
@@ -115,7 +115,7 @@ def tool() -> ToolPath:
 
 
 class ToolPath:
-    """Finds programs; a test that asks for one that is not there has forgotten its mark."""
+    """Finds programs; a test that requests a missing one lacks its mark."""
 
     def __call__(self, name: str) -> str:
         path = find_tool(name)

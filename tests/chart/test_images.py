@@ -1,7 +1,7 @@
-"""What the Dockerfiles promise, as far as it can be seen without building them.
+"""The promises of the Dockerfiles, as far as a test can check them without building the images.
 
-Their sources exist and reach the builder, their stages and base images are named before they are used, they end as a
-numeric user that is not root, and all that they install is pinned by hash at the versions that the tests run with.
+Their sources exist and reach the builder. Stages and base images are named before they are used. The last user is
+numeric and not root. All packages are pinned by hash, at the versions that the tests run with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What helm makes of the chart: lint, snapshots, validity against Kubernetes' own types, the values schema, the rights.
+"""The rendered chart: lint, snapshots, validity against Kubernetes' own types, the values schema, the rights.
 
-The JSON schemas for kubeconform are derived here from the models of the `kubernetes` package, which are generated from
-the API server's own description; so nothing is fetched. `pytest tests/chart --update-snapshots` rewrites the snapshots.
+The JSON schemas for kubeconform are derived here from the models of the `kubernetes` package, so nothing is downloaded.
+These models are generated from the API server's own description. `pytest tests/chart --update-snapshots` rewrites the
+snapshots.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def schema_of(written: str, path: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": required}
 
 
-# The Prometheus Operator's API is not in that package: what the chart uses of it, from its documentation,
+# The Prometheus Operator's API is not in that package. These are the fields that the chart uses, from
 # https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PodMonitor
 DRAFT = "http://json-schema.org/draft-07/schema#"
 DURATION = {"type": "string", "pattern": "^(([0-9]+)(ms|s|m|h))+$"}
@@ -275,7 +276,7 @@ def test_every_value_is_in_the_schema_and_in_the_readme(chart: Path) -> None:
     assert set(schema["properties"]) - {"global"} == set(values)
 
 
-# What the operator may do, and how it is run.
+# The rights of the operator, and how it is run.
 
 
 def rights_of(rules: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], frozenset[str]]:
@@ -317,7 +318,7 @@ def test_o6_the_rights_are_those_that_the_operator_uses(helm: Any, watch: str) -
 
 
 def test_the_roles_for_people_are_each_enough_alone(helm: Any, root: Path) -> None:
-    """`kubectl apply` reads before it writes, and who looks at a job looks at its pods' logs; the docs name both."""
+    """`kubectl apply` reads before it writes, and a reader of jobs also reads their pods' logs. The docs name both."""
     roles = {
         o["metadata"]["name"]: rights_of(o["rules"])
         for o in helm.objects("--namespace=backstay-system")

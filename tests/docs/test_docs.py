@@ -1,35 +1,161 @@
-"""The documentation is true: generated pages are fresh, its YAML is valid, its Python runs, its commands exist."""
+"""The documentation is true: generated pages are fresh, links lead somewhere, and every block of code is run.
+
+Python runs in this process, page by page, from top to bottom. Shell blocks run in bash with programs that record their
+arguments. Each recorded command is then checked, and kubectl commands run against an API server. Every YAML block is
+validated. One job really runs: the job of docs/first-job.md, whose checkpoints other pages read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import logging
+import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+import backstay
 from backstay_cli.main import app
+from backstay_cluster.apiserver import ApiServer
 from backstay_spec.validation import parse_job
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-USER_PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "reference").glob("*.md"), ROOT / "README.md"])
-_BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Blocks of these kinds are not code: diagrams, output of programs, and names of tests.
+NOT_CODE = {"text", ""}
+_BLOCK = re.compile(r"^( *)```([\w-]*)([^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_SETUP = re.compile(r"<!-- test-setup\n(.*?)-->", re.DOTALL)
+# Programs that a page may name. A block runs with these alone, and each only records how it was called.
+PROGRAMS = (
+    "backstay",
+    "chown",
+    "docker",
+    "git",
+    "helm",
+    "kill",
+    "kubectl",
+    "make",
+    "openssl",
+    "pgrep",
+    "pip",
+    "python",
+    "python3",
+)
+_RECORDER = """#!/bin/sh
+{{ printf '%s\\000' "${{0##*/}}" "$@"; printf '\\n'; }} >> {log}
+"""
 
 
-def blocks(language: str) -> Iterator[tuple[str, str, str]]:
-    """(page, what follows the language, text) of each code block of a language on the users' pages."""
-    for page in USER_PAGES:
-        for found, rest, text in _BLOCK.findall(page.read_text()):
-            if found == language:
-                yield page.name, rest, text
+@dataclass(frozen=True)
+class Block:
+    """One block of code of a page.
+
+    Attributes:
+        page: path of the page from the repository's root.
+        language: the word after the fence.
+        rest: the remainder of that line, such as a title.
+        text: the code.
+        line: line of the page on which the block begins.
+    """
+
+    page: str
+    language: str
+    rest: str
+    text: str
+    line: int
+
+    @property
+    def title(self) -> str:
+        """The file name in `title="..."`; empty where there is none."""
+        found = re.search(r'title="([^"]+)"', self.rest)
+        return found.group(1) if found else ""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """Every page that a person reads, the README included."""
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "helm" / "backstay" / "README.md",
+        *sorted(DOCS.rglob("*.md")),
+    ]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Each block of code of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    for found in _BLOCK.finditer(text):
+        indent, language, rest, code = found.groups()
+        lines = (line.removeprefix(indent) for line in code.splitlines())
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(str(page.relative_to(ROOT)), language, rest, "\n".join(lines) + "\n", line)
+
+
+def setup(page: Path) -> str:
+    """Python that stands in a comment of the page: names that its blocks use without defining them."""
+    return "\n".join(_SETUP.findall(page.read_text(encoding="utf-8")))
+
+
+def recorded(block: Block, folder: Path) -> list[list[str]]:
+    """Run a block with bash, whose programs record their arguments; return the commands in order.
+
+    Raises:
+        AssertionError: bash refused the block, or the block names a program that is not in `PROGRAMS`.
+    """
+    programs, log = folder / "programs", folder / "commands"
+    programs.mkdir(exist_ok=True)
+    for name in PROGRAMS:
+        (programs / name).write_text(_RECORDER.format(log=log))
+        (programs / name).chmod(0o755)
+    log.write_text("")
+    work = folder / "work"
+    # The tutorials use a clone of the repository and its virtual environment.
+    for activate in (work / ".venv" / "bin" / "activate", work / "backstay" / ".venv" / "bin" / "activate"):
+        activate.parent.mkdir(parents=True, exist_ok=True)
+        activate.write_text("")
+    done = subprocess.run(
+        # `kill` is a builtin of bash, which the recorder must replace.
+        ["/bin/bash", "-e", "-c", "enable -n kill\n" + block.text],
+        cwd=work,
+        env={"PATH": f"{programs}", "HOME": str(folder), "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stderr}"
+    lines = os.fsdecode(log.read_bytes()).split("\x00\n")
+    return [line.split("\x00") for line in lines if line]
+
+
+PAGES = pages()
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+SHELL = [block for page in PAGES for block in blocks(page) if block.language == "sh"]
+YAML = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
+JOB = {
+    "apiVersion": "backstay.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {"name": "digits"},
+    "spec": {"image": "example.com/train:1"},
+}
 
 
 def generator() -> ModuleType:
@@ -41,57 +167,285 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["trainingjob.md", "command.md", "metrics.md"])
-def test_the_generated_pages_are_fresh(name: str) -> None:
-    """Run `make generate` after a change of fields, commands or metrics."""
-    assert (DOCS / "reference" / name).read_text() == generator().PAGES[name]()
+def test_the_generated_pages_are_fresh() -> None:
+    """Run `make generate` after a change of fields, commands, metrics, conditions, events or decisions."""
+    stale = [name for name, text in generator().PAGES.items() if (DOCS / name).read_text() != text()]
+    assert stale == []
 
 
-def test_every_trainingjob_of_the_docs_is_valid() -> None:
-    jobs = [
-        (page, document)
-        for page, _, text in blocks("yaml")
-        for document in yaml.safe_load_all(text)
-        if isinstance(document, dict) and document.get("kind") == "TrainingJob"
-    ]
-    assert len(jobs) >= 2
-    for _, job in jobs:
-        parse_job(job)
+def test_every_public_name_is_in_the_python_reference() -> None:
+    page = (DOCS / "reference" / "python.md").read_text()
+    public = [name for name in backstay.__all__ if not hasattr(backstay.errors, name)]
+    assert [name for name in public if f"::: backstay.{name}\n" not in page] == []
 
 
-def test_every_script_of_the_docs_runs(tmp_path: Path) -> None:
-    """Blocks with a title are whole scripts; they run in one process as a reader would run them."""
-    scripts = [(page, text) for page, rest, text in blocks("python") if "title=" in rest]
-    assert scripts
-    for number, (page, text) in enumerate(scripts):
-        script = tmp_path / f"script_{number}.py"
-        script.write_text(text)
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, f"{page}\n{done.stderr[-2000:]}"
+# Links
 
 
-def test_every_other_python_block_is_python() -> None:
-    for page, _, text in blocks("python"):
-        compile(text, page, "exec")
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Python-Markdown and GitHub make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        plain = (
+            re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")).strip().lower()
+        )
+        found |= {re.sub(r"[-\s]+", "-", plain), plain.replace(" ", "-")}
+    return found
 
 
-def backstay_commands() -> list[tuple[str, list[str]]]:
-    lines = [(page, line) for page, _, text in blocks("sh") for line in text.splitlines()]
-    return [(page, shlex.split(line, comments=True)[1:]) for page, line in lines if line.startswith("backstay ")]
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        if re.match(r"[a-z]+:", link):
+            assert link.startswith("https://"), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        if page.is_relative_to(DOCS):
+            assert target.is_relative_to(DOCS), f"{link} leaves the site: use the address on GitHub"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no such heading"
 
 
-@pytest.mark.parametrize(("page", "arguments"), backstay_commands())
-def test_every_command_of_the_docs_has_valid_options(
-    page: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    found = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == {name for name in found if not re.match(r"decisions/\d", name)}  # decisions/index.md lists these
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_has_a_language_that_a_test_runs(page: Path) -> None:
+    languages = {block.language for block in blocks(page)}
+    assert languages <= {"python", "sh", "yaml", "dockerfile", *NOT_CODE}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader has it after docs/first-job.md: scripts, job.yaml, the examples and the chart."""
+    folder = tmp_path_factory.mktemp("workshop")
+    work = folder / "work"
+    work.mkdir()
+    for page in PAGES:
+        for block in blocks(page):
+            if block.title:
+                (work / block.title).write_text(block.text)
+    shutil.copy(ROOT / "examples" / "digits" / "job.yaml", work)
+    for name in ("examples", "helm", "images", "Dockerfile", "bench", "tests"):
+        (work / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(workshop: Path, compiled: Path) -> Path:
+    """The job of docs/first-job.md has run, with checkpoints."""
+    work = workshop / "work"
+    command = [sys.executable, "-m", "backstay_cli.main", "run", "--servers", "2", "--workers", "2"]
+    done = subprocess.run(
+        [*command, "--checkpoint", "checkpoints", "--data-dir", str(workshop / "run"), "train.py"],
+        cwd=work,
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(compiled)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return work
+
+
+@pytest.fixture
+def quiet_logs() -> Iterator[None]:
+    """Restore the root logger, which `train` configures for its own process."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before[0], before[1]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("quiet_logs")
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=[str(page.relative_to(ROOT)) for page in WITH_PYTHON])
+def test_the_python_of_a_page_runs_from_top_to_bottom(
+    page: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`run` prints its job instead of running it; for `validate` the file is there; of others the help is asked."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "job.yaml").write_text((ROOT / "examples/digits/job.yaml").read_text())
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(trained)
+    names: dict[str, Any] = {"__name__": "__page__"}
+    exec(setup(page), names)
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        if block.title:
+            names |= runpy.run_path(block.title, run_name="__main__")
+            names["__name__"] = "__page__"
+        else:
+            # The name of the page and its line are in the traceback of a failure.
+            exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
+
+
+@pytest.mark.parametrize("block", YAML, ids=str)
+def test_every_yaml_block_is_valid(block: Block) -> None:
+    for document in yaml.safe_load_all(block.text):
+        kind = document.get("kind")
+        if kind in (None, "TrainingJob"):
+            merged = {**JOB, **document, "spec": {**JOB["spec"], **document["spec"]}}  # type: ignore[dict-item]
+            parse_job(merged)
+        else:
+            assert kind in ("PersistentVolumeClaim", "TFJob")
+            assert document["metadata"]["name"]
+            assert document["apiVersion"]
+
+
+def check_backstay(arguments: list[str]) -> None:
+    """`run` prints its job instead of running it; `validate` runs; of other commands the options are checked."""
     if arguments[0] == "run":
         arguments = ["run", "--print-job", *arguments[1:]]
     elif arguments[0] not in {"validate", "--version"}:
         arguments = [*arguments, "--help"]
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, f"{page}: backstay {shlex.join(arguments)}\n{result.output}"
+    assert result.exit_code == 0, f"backstay {shlex.join(arguments)}\n{result.output}"
+
+
+def check_python(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        assert arguments[1] in ("venv", "pip", "pytest"), arguments
+    else:
+        assert Path(arguments[0]).is_file(), f"{arguments[0]} does not exist"
+
+
+def check_pip(arguments: list[str]) -> None:
+    assert arguments[0] == "install"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for argument in arguments[1:]:
+        found = re.fullmatch(r"\.\[([\w,]+)\]", argument)
+        assert found is None or set(found.group(1).split(",")) <= set(extras), argument
+
+
+def check_docker(arguments: list[str]) -> None:
+    if arguments[0] != "build":
+        assert arguments[0] == "push", arguments
+        return
+    file = Path(arguments[arguments.index("-f") + 1] if "-f" in arguments else "Dockerfile")
+    text = file.read_text()
+    if "--target" in arguments:
+        assert f"AS {arguments[arguments.index('--target') + 1]}\n" in text
+    for number, argument in enumerate(arguments):
+        if argument == "--build-arg":
+            assert f"ARG {arguments[number + 1].partition('=')[0]}" in text
+
+
+def check_make(arguments: list[str]) -> None:
+    assert all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in arguments if "=" not in target)
+
+
+def check_git(arguments: list[str]) -> None:
+    assert arguments == ["clone", "https://github.com/backstay-dev/backstay"]
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "backstay": check_backstay,
+    "python": check_python,
+    "python3": check_python,
+    "pip": check_pip,
+    "docker": check_docker,
+    "make": check_make,
+    "git": check_git,
+    # Of these the recording shell checks that they can be typed like this.
+    "pgrep": lambda arguments: None,
+    "kill": lambda arguments: None,
+    "chown": lambda arguments: None,
+    "openssl": lambda arguments: None,
+}
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_every_shell_block_can_be_typed_as_it_is(block: Block, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = recorded(block, workshop)
+    assert commands
+    monkeypatch.chdir(workshop / "work")
+    for program, *arguments in commands:
+        if program not in ("kubectl", "helm"):
+            CHECKS[program](arguments)
+
+
+def test_each_program_is_checked() -> None:
+    assert set(PROGRAMS) == {*CHECKS, "kubectl", "helm"}
+
+
+@pytest.mark.tool("helm")
+@pytest.mark.parametrize("block", [block for block in SHELL if "helm " in block.text], ids=str)
+def test_the_helm_commands_have_values_of_the_chart(block: Block, workshop: Path, helm: Any) -> None:
+    """`helm install` and `helm upgrade` become `helm template`, which refuses values that the schema does not have."""
+    for program, *arguments in recorded(block, workshop):
+        if program != "helm" or arguments[0] not in ("install", "upgrade"):
+            continue
+        rest = [argument for argument in arguments[1:] if argument not in ("--create-namespace", "--reuse-values")]
+        done = helm.run("template", *[str(ROOT / one) if one == "helm/backstay" else one for one in rest])
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def kubeconfig(workshop: Path) -> Iterator[Path]:
+    """An API server with the TrainingJob `digits`, and no kubelet."""
+    loop, server = asyncio.new_event_loop(), ApiServer(token="a-token-of-the-docs")
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+
+    run(server.start())
+    path = workshop / "kubeconfig"
+    path.write_text(server.kubeconfig())
+    yield path
+    run(server.stop())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(60)
+    loop.close()
+
+
+@pytest.mark.tool("kubectl")
+@pytest.mark.timeout(200)
+def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, tool: Callable[[str], str]) -> None:
+    """Each page has its own namespace, with the job of examples/digits in it."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(workshop), "KUBECONFIG": str(kubeconfig)}
+
+    def kubectl(*arguments: str) -> None:
+        done = subprocess.run(
+            [tool("kubectl"), *arguments],
+            cwd=workshop / "work",
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"kubectl {shlex.join(arguments)}\n{done.stderr}"
+
+    kubectl("apply", "-f", str(ROOT / "crds"))
+    kubectl("wait", "--for=condition=Established", "crd/trainingjobs.backstay.dev", "--timeout=30s")
+    for namespace in ("backstay-system", "research"):
+        kubectl("create", "namespace", namespace)
+    seen = set()
+    for block in SHELL:
+        for program, *arguments in recorded(block, workshop):
+            # These wait for a cluster with nodes, or end at the reader's Ctrl-C.
+            wanted = [one for one in arguments if one not in ("--watch", "--follow")]
+            if program != "kubectl" or "rollout" in wanted or "crd" in wanted:
+                continue
+            namespace = re.sub(r"\W+", "-", block.page.lower())
+            if namespace not in seen:
+                seen.add(namespace)
+                kubectl("create", "namespace", namespace)
+                kubectl("--namespace", namespace, "apply", "-f", "job.yaml")
+            if "rolebinding" in wanted:
+                wanted += ["--dry-run=client"]  # the embedded API server reads only JSON of this kind
+            if "--namespace" not in wanted:
+                wanted = ["--namespace", namespace, *wanted]
+            kubectl(*wanted)
+    assert len(seen) >= 3

@@ -1,4 +1,4 @@
-"""What each fault does to a process, at the step that the script names and no other."""
+"""The effect of each fault on a process, at the step in the script and at no other."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_process_ends_at_its_step(script: str, status: int) -> None:
     assert f"fault injected at step 3: {script}" in err
 
 
-def test_a_stopped_process_is_stopped_whole_and_goes_on_by_itself() -> None:
-    """The kernel says that it stopped, and nobody but its own helper continues it."""
+def test_a_stopped_process_is_stopped_completely_and_continued_by_its_helper() -> None:
+    """The kernel reports that the process stopped, and only its own helper continues it."""
     process = child("stop worker/1 @2 0.2s", 4)
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)

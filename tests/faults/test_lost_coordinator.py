@@ -10,7 +10,7 @@ from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rul
 
 @given(st.integers(1, 5), st.integers(0, 50))
 def test_a_shard_of_an_unstored_history_is_taken_back_in_a_higher_term(term: int, version: int) -> None:
-    """The new coordinator starts in term 1, where, or above which, the shard already is: it would wait for ever."""
+    """The new coordinator starts in term 1. The shard is in that term or a higher one, and would wait forever."""
     rules = Rules(
         mode="Sync", shards=2, steps=100, backups=0, max_non_finite=3, max_staleness=None, staleness_damping=False,
         clip_norm=None, stores=True, evaluates=False,

@@ -38,7 +38,7 @@ def test_what_is_written_is_read_back(script: list[Fault], between: str) -> None
 
 @given(st.text(alphabet="abcdefkilstopwrverny/@#;.*0123456789 \n", max_size=60))
 def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
-    """What is accepted says the same again in its own words; nothing else is raised."""
+    """An accepted script is equal after printing and parsing it again; only ValueError is raised."""
     try:
         found = parse(text)
     except ValueError as error:

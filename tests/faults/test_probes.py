@@ -1,4 +1,4 @@
-"""A kubelet's probe gives up on a process that was stopped; when the process goes on, that is no error of its own."""
+"""A kubelet's probe of a stopped process times out. When the process continues, this is not an error of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `control.proto` says is what the committed Python code does, and the roles' names are one."""
+"""The committed Python code is generated from `control.proto`, and the names of the roles are the same everywhere."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from backstay_spec.validation import parse_job
 ROOT = Path(__file__).resolve().parents[2]
 CRD = ROOT / "crds" / "backstay.dev_trainingjobs.yaml"
 
-# What a structural schema may say (apiextensions.k8s.io/v1), as far as we say it.
+# The keywords of a structural schema (apiextensions.k8s.io/v1) that we use.
 KEYWORDS = {
     "description",
     "type",

@@ -1,4 +1,4 @@
-"""Promise: what `backstay validate` says is what the API server says. CEL and Python are two readings of one rule."""
+"""Promise: `backstay validate` and the API server have the same verdict. Each rule exists in CEL and in Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program(expression: str) -> celpy.Runner:
 
 
 def cel(expression: str, value: Any, old: Any = None) -> bool:
-    """What an API server makes of a rule."""
+    """The verdict of an API server."""
     known = {"self": to_cel(value, {})}
     if old is not None:
         known["oldSelf"] = to_cel(old, {})

@@ -24,7 +24,7 @@ def test_a_spec_does_not_change() -> None:
 
 
 def test_a_status_equals_itself_after_a_round_trip() -> None:
-    """What is written once is not written again (O1): times have the precision that is written, and UTC."""
+    """An unchanged status is not written again (O1): times are in UTC and have the precision that is written."""
     east = timezone(timedelta(hours=2))
     status = TrainingJobStatus(
         start_time=datetime(2026, 1, 1, 12, 0, 0, 123456, tzinfo=east),

@@ -1,4 +1,4 @@
-"""Promise: a bad spec is refused with the path, what is wrong and what would be right; every mistake at once."""
+"""Promise: an invalid spec is refused with every mistake: its path, and what would be valid."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ NAMED = (
     "digit"
 )
 JOB_NAME = (
-    "must be at most 40 lower-case letters, digits and '-', beginning with a letter and ending with a letter or "
-    "a digit, "
-    "because pods and Services are named after the job"
+    "must be at most 40 lower-case letters, digits and '-'. The first must be a letter, and the last a letter or a "
+    "digit, because pods and Services are named after the job"
 )
 BAD = [
     ("apiVersion", ..., "apiVersion: is missing: must be backstay.dev/v1alpha1"),
@@ -192,8 +191,8 @@ BAD = [
     (
         "spec/checkpoint/volume",
         {"emptyDir": {}},
-        "spec.checkpoint.volume.emptyDir: must not be used: it is each pod's own and is deleted with the pod; "
-        "use a volume that all servers share, such as persistentVolumeClaim: {claimName: ckpt}",
+        "spec.checkpoint.volume.emptyDir: must not be used, because it belongs to one pod and is deleted with "
+        "it. Use a volume that all servers share, such as persistentVolumeClaim: {claimName: ckpt}",
     ),
     (
         "spec/checkpoint/volume/name",

@@ -1,0 +1,384 @@
+"""Every condition, event and reason of a TrainingJob: its meaning, and what a person does about it.
+
+`docs/generate.py` makes the reference page from these tables. `tests/docs/test_reasons.py` compares them with the code
+that sends events and writes conditions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["CONDITIONS", "EVENTS", "FAILURES", "ConditionDoc", "EventDoc", "FailureDoc"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConditionDoc:
+    """The documentation of one condition.
+
+    Attributes:
+        type: type of the condition.
+        when_true: the state in which its status is True.
+        reasons: reason -> meaning, for each reason that the planner writes itself.
+        action: advice for a person.
+    """
+
+    type: str
+    when_true: str
+    reasons: dict[str, str]
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventDoc:
+    """The documentation of one event.
+
+    Attributes:
+        reason: reason of the event.
+        type: ``Normal`` or ``Warning``.
+        meaning: the occurrence that it reports.
+        action: advice for a person; ``None.`` where nothing has to be done.
+    """
+
+    reason: str
+    type: Literal["Normal", "Warning"]
+    meaning: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureDoc:
+    """The documentation of one reason of the condition Failed.
+
+    Attributes:
+        reason: reason of the condition.
+        meaning: the cause of the failure.
+        action: advice for a person.
+    """
+
+    reason: str
+    meaning: str
+    action: str
+
+
+_POD_START: Final = {
+    "InvalidImageName": "The name of an image is invalid. The job fails at once.",
+    "InvalidPod": "The API server refused a pod as invalid. The job fails at once.",
+    "ImagePullFailed": "The node cannot pull an image.",
+    "ContainerConfigFailed": "A ConfigMap, Secret or key that a container uses does not exist.",
+    "Unschedulable": "No node has room for a pod, or none that the pod may use.",
+    "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
+    "PodRefused": "A quota or an admission webhook refused a pod. The operator tries again.",
+    "NotStarted": "The kubelet has not started a container after 30 seconds.",
+    "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
+}
+_POD_START_ACTION: Final = (
+    "Remove the cause that the message names. The pod then starts, unless `runPolicy.pendingDeadlineSeconds` is over."
+)
+
+CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
+    ConditionDoc(
+        "PodsCreated",
+        "Every pod of the job has been created.",
+        {
+            "AllCreated": "Every pod has been created.",
+            "Creating": "The operator creates pods. The status is Unknown until it has observed all of them.",
+            "Preparing": "The operator creates the Secret and the Services.",
+            "PodRefused": "The API server refused a pod. The message has the reason.",
+            "InvalidPod": "The API server refused a pod as invalid. The job fails.",
+        },
+        "For `PodRefused`: raise the quota, or correct what the message names.",
+    ),
+    ConditionDoc(
+        "PodsReady",
+        "All pods of the job are ready, standbys included.",
+        {
+            "AllReady": "All pods are ready.",
+            "NotReady": "Some pods are starting.",
+            "BackingOff": "The operator waits before it creates the replacement of a pod that crashed.",
+            **_POD_START,
+            "Suspended": "The job is suspended.",
+            "Trained": "Training is complete, and the other pods are ending.",
+            "Finished": "The job has ended.",
+        },
+        _POD_START_ACTION,
+    ),
+    ConditionDoc(
+        "Running",
+        "All servers and at least one worker are ready, or were ready and updates continue.",
+        {
+            "Training": "All servers and at least one worker are ready.",
+            "AfterTraining": "Training is complete. The script of worker 0 still runs.",
+            "PodsPending": "No pod has started. The phase is Pending.",
+            "PodsStarting": "Pods are starting. The phase is Starting.",
+            "ServersNotReady": "A server is not ready, and no updates are applied.",
+            "WorkersNotReady": "No worker is ready, and no updates are applied.",
+            "Suspended": "The job is suspended.",
+            "Finished": "The job has ended.",
+        },
+        "For a job that stays in `PodsPending` or `PodsStarting`: see the condition PodsReady.",
+    ),
+    ConditionDoc(
+        "Training",
+        "Updates are applied.",
+        {
+            "Updating": "Updates are applied. The message has a step that was seen.",
+            "NotStarted": "No update has been applied yet.",
+            "ServersNotReady": "A server is not ready.",
+            "WorkersNotReady": "No worker is ready.",
+            "NoUpdate": "All pods are ready, but no update came for 30 seconds or for five usual updates.",
+            "Trained": "Training is complete.",
+            "Suspended": "The job is suspended.",
+            "Finished": "The job has ended.",
+        },
+        "For `NoUpdate`: look for a slow worker in the logs and in `backstay_straggler_delay_seconds`.",
+    ),
+    ConditionDoc(
+        "Checkpointing",
+        "Checkpoints are configured, and the newest one was stored.",
+        {
+            "Configured": "Checkpoints are written.",
+            "NotConfigured": "`spec.checkpoint` has neither `uri` nor `volume`.",
+            "WriteFailed": "The newest checkpoint could not be written. Training continues.",
+        },
+        "For `WriteFailed`: free space or correct the rights. The last checkpoint must succeed within 10 minutes.",
+    ),
+    ConditionDoc(
+        "StandbysInSync",
+        "The standby of each shard holds everything that its active server holds.",
+        {
+            "AllInSync": "Every standby is in sync.",
+            "Starting": "Not all servers have answered the operator yet.",
+            "Filling": "A standby is starting, or receives the state of its shard.",
+            "BudgetSpent": "No further standby is created, because `parameterServers.maxRestarts` is used up.",
+            **_POD_START,
+        },
+        "Only jobs with `standbys: 1` have this condition. While it is False, the loss of a named shard's server "
+        "causes a rollback.",
+    ),
+    ConditionDoc(
+        "Trained",
+        "The last update is stored, or applied where no checkpoints are configured.",
+        {
+            "Completed": "The job trained to its last step.",
+            "AlreadyComplete": "The checkpoint already had the last step. Nothing was trained.",
+            "Suspended": "The job was suspended, and training starts again from the checkpoint.",
+        },
+        "None.",
+    ),
+    ConditionDoc(
+        "AfterTrainingComplete",
+        "The script of worker 0 has ended with exit code 0.",
+        {
+            "Completed": "The script of worker 0 has ended with exit code 0.",
+            "ScriptRuns": "The script still runs. The status is Unknown.",
+            "PodLost": "The pod of worker 0 was evicted or lost. The job is Succeeded.",
+            "AfterTrainingFailed": "The script failed, or ran longer than `runPolicy.afterTrainingSeconds`.",
+            "Suspended": "The job is suspended.",
+        },
+        "For `PodLost`: check whether the export is complete. Apply the job again to run the code again.",
+    ),
+    ConditionDoc(
+        "Suspended",
+        "`runPolicy.suspend` is true, and the pods are deleted.",
+        {
+            "Suspended": "`runPolicy.suspend` is true.",
+            "Resumed": "`runPolicy.suspend` is false again.",
+        },
+        "Set `runPolicy.suspend` to false to continue.",
+    ),
+    ConditionDoc(
+        "Succeeded",
+        "Training is complete, and the script of worker 0 has ended.",
+        {
+            "Completed": "The job trained to its last step.",
+            "AlreadyComplete": "The checkpoint already had the last step. Nothing was trained.",
+        },
+        "None.",
+    ),
+    ConditionDoc(
+        "Failed",
+        "The job has ended with an error. The reasons are in the next table.",
+        {},
+        "See the reason.",
+    ),
+)
+
+_CHARGED: Final = "The death counts against `maxRestarts` of the role."
+_FREE: Final = "The death does not count against `maxRestarts`."
+
+EVENTS: Final[tuple[EventDoc, ...]] = (
+    EventDoc("Running", "Normal", "Training has begun, or has begun again after an interruption.", "None."),
+    EventDoc("Continued", "Normal", "Training continues from a checkpoint of an earlier run.", "None."),
+    EventDoc("Evaluated", "Normal", "`evaluate` returned the numbers in the message.", "None."),
+    EventDoc("Scaled", "Normal", "`workers.replicas` changed.", "None."),
+    EventDoc("Suspended", "Normal", "The operator deletes the pods of a suspended job.", "None."),
+    EventDoc("Resumed", "Normal", "The operator creates the pods of a resumed job.", "None."),
+    EventDoc("Superseded", "Normal", "A newer pod fills the slot of a pod, which is deleted.", "None."),
+    EventDoc("Trained", "Normal", "The last update is stored. The script of worker 0 may still run.", "None."),
+    EventDoc("Succeeded", "Normal", "The job has succeeded.", "None."),
+    EventDoc(
+        "Failed", "Warning", "The job has failed. The message begins with the reason.", "See *Reasons of failure*."
+    ),
+    EventDoc(
+        "NotConfigured",
+        "Warning",
+        "The job has no checkpoints.",
+        "Set `checkpoint.uri` or `checkpoint.volume`, if the job must survive the loss of a server.",
+    ),
+    EventDoc(
+        "CheckpointFailed",
+        "Warning",
+        "A checkpoint could not be written. Training continues.",
+        "Free space, or correct the rights of the folder.",
+    ),
+    EventDoc(
+        "RolledBack",
+        "Warning",
+        "All shards went back to a checkpoint. The message has the number of updates that are computed again.",
+        "If this is frequent, use `standbys: 1` or store checkpoints more often.",
+    ),
+    EventDoc(
+        "SettingsChanged",
+        "Warning",
+        "This run has other settings than the run that stored the checkpoint.",
+        "None, if you changed them on purpose.",
+    ),
+    EventDoc(
+        "EvaluationFailed",
+        "Warning",
+        "`evaluate` raised an exception. Training continues.",
+        "Correct `evaluate`. The message has the exception.",
+    ),
+    EventDoc(
+        "ZeroGradients",
+        "Warning",
+        "The gradient of the named parameters was exactly zero in the first updates of every worker.",
+        "Remove these parameters, or correct `loss`. Gradients do not train running statistics.",
+    ),
+    EventDoc(
+        "TrainingInterrupted",
+        "Warning",
+        "No updates are applied any more. The message names the pods that are not ready.",
+        "See the condition Training.",
+    ),
+    EventDoc(
+        "AfterTrainingLost",
+        "Warning",
+        "The pod of worker 0 was lost after training. Its script may be incomplete.",
+        "Check whether the export is complete.",
+    ),
+    EventDoc(
+        "BudgetSpent",
+        "Warning",
+        "No further standby is created. Training continues without.",
+        "Read the log of the standby, and raise `parameterServers.maxRestarts`.",
+    ),
+    EventDoc("Crashed", "Warning", f"A container ended with an error. {_CHARGED}", "Read the traceback and the log."),
+    EventDoc(
+        "OutOfMemory",
+        "Warning",
+        f"A container reached its memory limit. {_CHARGED}",
+        "Raise the limit in the role's template, or reduce `batch_size`.",
+    ),
+    EventDoc(
+        "ExitedEarly",
+        "Warning",
+        f"A script ended with exit code 0 before training was complete. {_CHARGED}",
+        "Check that the script calls `train` in every pod.",
+    ),
+    EventDoc(
+        "Stalled",
+        "Warning",
+        f"A pod sent no heartbeat for 10 seconds, or a worker no gradient for `stallSeconds`. {_CHARGED}",
+        "If the steps are that long, raise `workers.stallSeconds`.",
+    ),
+    EventDoc(
+        "Unresponsive",
+        "Warning",
+        f"All servers of the job were silent for five minutes. {_FREE}",
+        "Check the nodes and the network.",
+    ),
+    EventDoc("Evicted", "Warning", f"Kubernetes evicted a pod. {_FREE}", "None."),
+    EventDoc("Preempted", "Warning", f"A pod of higher priority took the place of a pod. {_FREE}", "None."),
+    EventDoc("NodeLost", "Warning", f"The node of a pod is lost. {_FREE}", "None."),
+    EventDoc("NodeShutdown", "Warning", f"The node of a pod stopped. {_FREE}", "None."),
+    EventDoc(
+        "NotAdmitted",
+        "Warning",
+        f"The kubelet of the chosen node refused a pod. {_FREE}",
+        "None. The scheduler chooses again for the replacement.",
+    ),
+    EventDoc("Deleted", "Warning", f"A person or another controller deleted a pod. {_FREE}", "None."),
+    EventDoc("Vanished", "Warning", f"A pod no longer exists, and no deletion was observed. {_FREE}", "None."),
+    *(EventDoc(reason, "Warning", meaning, _POD_START_ACTION) for reason, meaning in _POD_START.items()),
+)
+
+_SCRIPT: Final = "Correct the script. `python train.py` runs the same checks in one process."
+
+FAILURES: Final[tuple[FailureDoc, ...]] = (
+    FailureDoc("InvalidSpec", "The TrainingJob is invalid.", "Run `backstay validate`. It names each mistake."),
+    FailureDoc("ScriptFailed", "Most pods of a role raised the same exception before the first update.", _SCRIPT),
+    FailureDoc("CrashLoop", "A pod crashed six times in a row before the first update.", "Read the log of that pod."),
+    FailureDoc(
+        "MaxRestartsExceeded",
+        "A role crashed more often than its `maxRestarts`.",
+        "Read the events for the causes. Raise `maxRestarts` for a long job.",
+    ),
+    FailureDoc("DeadlineExceeded", "The job ran for `runPolicy.activeDeadlineSeconds`.", "Raise the limit."),
+    FailureDoc(
+        "AfterTrainingFailed",
+        "Code after `train` failed in worker 0, or took longer than `runPolicy.afterTrainingSeconds`.",
+        "Correct the code, and apply the job again: it runs only this code.",
+    ),
+    FailureDoc(
+        "Refused",
+        "The servers refused a pod whose parameters or settings differ.",
+        "Use one image and one script for all pods. The message names the difference.",
+    ),
+    FailureDoc("TrainingFailed", "A server reported a failure without a reason.", "Read the server's log."),
+    FailureDoc(
+        "NonFiniteGradients",
+        "`update.maxNonFinite` updates in a row had a gradient with NaN or infinity.",
+        "Lower the learning rate, or set `clip_norm`. The message names step and rank.",
+    ),
+    FailureDoc(
+        "CheckpointFailed",
+        "The checkpoint of the last update could not be stored for 10 minutes.",
+        "Free space or correct the rights, and apply the job again. It continues from the newest checkpoint.",
+    ),
+    FailureDoc("ShardFailed", "A server could not apply an update.", "Read the log of that server."),
+    FailureDoc("ConfigurationError", "An argument of `train` or a function of the script is invalid.", _SCRIPT),
+    FailureDoc("TreeError", "The parameters are not a pytree of arrays.", _SCRIPT),
+    FailureDoc("OptimizerError", "The servers cannot compute the optimizer on their shards.", _SCRIPT),
+    FailureDoc(
+        "CheckpointInUse",
+        "Another run writes into the checkpoint folder.",
+        "Wait until it ends, or use another folder.",
+    ),
+    FailureDoc(
+        "CheckpointOfAnotherJob",
+        "The checkpoints in the folder belong to another job or seed.",
+        "Use another folder, or set `checkpoint.continueFrom: Any`.",
+    ),
+    FailureDoc(
+        "CheckpointFolderUnusable",
+        "A server cannot write or read the checkpoint folder.",
+        "Make the user of the containers the owner of the folder.",
+    ),
+    FailureDoc(
+        "CheckpointError",
+        "The newest checkpoint has another structure or format, or the last one could not be stored.",
+        "Use another folder, or the script that wrote the checkpoint.",
+    ),
+    FailureDoc("StorageError", "The checkpoint storage did not answer for 10 minutes.", "Check the storage."),
+    *(
+        FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` is over.", _POD_START_ACTION)
+        for reason, meaning in _POD_START.items()
+        if reason not in ("InvalidImageName", "InvalidPod", "SchedulingGated")
+    ),
+    FailureDoc("InvalidImageName", "The name of an image is invalid.", "Correct `image`."),
+    FailureDoc(
+        "InvalidPod", "The API server refused a pod as invalid.", "Correct the template that the message names."
+    ),
+)
