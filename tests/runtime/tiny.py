@@ -60,7 +60,9 @@ def evaluate(params):
     return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
 
 
-SAMPLES = backstay.from_dataset(np.arange(int(os.environ.get("SAMPLES", "2"))), batch_size=2)
+# Two threads may wait for a batch that is held, and the third one prepares what is asked for after a rollback.
+ROWS = np.arange(int(os.environ.get("SAMPLES", "2")))
+SAMPLES = backstay.from_dataset(ROWS, batch_size=2, workers=3, ahead=3)
 
 
 class Held(type(SAMPLES)):
