@@ -28,6 +28,10 @@ def make_origin(history: str = HISTORY, name: str = "a", *, uid: str = "1", seed
     return Origin(history=history, job=Job(namespace="default", name=name, uid=uid), seed=seed, **more)
 
 
+def leaves_of(named: list[tuple[str, Any]]) -> tuple[ManifestLeaf, ...]:
+    return tuple(ManifestLeaf(path=path, shape=array.shape, dtype=array.dtype.name) for path, array in named)
+
+
 def write_checkpoint(
     store: CheckpointStore,
     params: Any,
@@ -39,18 +43,30 @@ def write_checkpoint(
     incarnation: int = 0,
     origin: Origin | None = None,
     dotted: bool = False,
+    state: Any = None,
     **more: Any,
 ) -> Manifest:
-    """One whole checkpoint of `params`, in equal parts; `dotted`: with the names that servers give to leaves."""
+    """One whole checkpoint of `params`, and of a model state, in equal parts.
+
+    Args:
+        dotted: with the names that servers give to leaves.
+    """
     origin = origin or make_origin()
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".") if dotted else jax.tree_util.keystr
-    named = [(name_of(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+
+    def named_of(tree: Any) -> list[tuple[str, Any]]:
+        return [(name_of(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+    named, of_state = named_of(params), named_of(state)
+    keys = [(f"params/{path}", array) for path, array in named] + [(f"state/{path}", array) for path, array in of_state]
+    if state is not None:
+        more |= {"state_structure": describe_structure(state), "state_leaves": leaves_of(of_state)}
     files = []
     for shard in range(shards):
         entries = []
-        for path, array in named:
+        for key, array in keys:
             first, last = shard * array.size // shards, (shard + 1) * array.size // shards
-            entries.append(Entry(f"params/{path}", first, last, array.reshape(-1)[first:last]))
+            entries.append(Entry(key, first, last, array.reshape(-1)[first:last]))
         files.append(
             store.write_shard(
                 entries,
@@ -69,7 +85,7 @@ def write_checkpoint(
         term=term,
         incarnation=incarnation,
         shards=shards,
-        leaves=tuple(ManifestLeaf(path=path, shape=array.shape, dtype=array.dtype.name) for path, array in named),
+        leaves=leaves_of(named),
         structure=describe_structure(params),
         files=tuple(files),
         state=CoordinatorState(term=term, version=version, world=1, history=origin.history).to_json(),

@@ -106,6 +106,55 @@ def test_what_does_not_fit_is_listed_in_full(tmp_path: Path) -> None:
     assert "StartFrom(uri, mapping=...)" in str(caught.value)
 
 
+STATE = {"norm": {"mean": np.arange(3, dtype=np.float32), "count": np.asarray(5, np.int32)}}
+
+
+def with_state(start: StartFrom | str) -> Any:
+    """The parameters and the model state that training begins with."""
+    result = backstay.train(
+        init=lambda key: (init(key), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), STATE)),
+        loss=lambda params, state, batch: (0.0, state),
+        batches=lambda key: np.zeros(1),
+        optimizer=optax.sgd(1.0),
+        steps=0,
+        has_state=True,
+        start_from=start,
+    )
+    return result.params, result.state
+
+
+@pytest.mark.parametrize("kind", ["ours", "safetensors", "orbax", "batch_stats"])
+def test_a_model_state_comes_along(tmp_path: Path, write_named: Write, kind: str) -> None:
+    store = CheckpointStore(f"{tmp_path}/ours")
+    write_named(store, TREE, state=STATE, version=5, shards=2)
+    place = f"{tmp_path}/place"
+    match kind:
+        case "ours":
+            place = store.uri
+        case "batch_stats":
+            store_orbax(Path(place), {"params": TREE, "batch_stats": STATE, "opt_state": np.zeros(3)})
+        case _:
+            backstay.export(store.uri, place, kind)  # type: ignore[arg-type]
+    params, state = with_state(place)
+    equal(params, TREE)
+    equal(state, STATE)
+
+
+def test_a_model_state_that_is_not_there_begins_as_init_returns_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"{tmp_path}/model.safetensors"
+    safetensors.numpy.save_file(NAMED, place)
+    params, state = with_state(place)
+    equal(params, TREE)
+    assert not np.any(state["norm"]["mean"])
+    said = "of the model state, which begins as init returns it (2): state/norm.count, state/norm.mean"
+    assert said in capsys.readouterr().err
+    safetensors.numpy.save_file(NAMED | {"state/norm.mean": STATE["norm"]["mean"]}, place)
+    with pytest.raises(CheckpointError, match=r"missing \(1\): state/norm.count"):
+        with_state(place)
+
+
 def test_a_part_is_taken_only_when_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"{tmp_path}/model.safetensors"
     safetensors.numpy.save_file({"dense.kernel": NAMED["dense.kernel"], "head": np.zeros(1)}, place)

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from .._update._tree import MODEL_STATE
 from ..errors import CheckpointError, StorageError
 from ._files import PosixFolder, open_folder
 from ._manifest import Origin
@@ -24,11 +26,15 @@ from ._orbax import is_orbax, read_orbax
 from ._reader import Reader
 from ._store import CheckpointStore, Contents
 
-__all__ = ["Arrays", "fix", "open_arrays"]
+__all__ = ["Arrays", "MissingArray", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file that tell it from another one of its size."""
+
+
+class MissingArray(KeyError):  # noqa: N818
+    """There is no array of this name."""
 
 
 class Arrays(Mapping[str, NDArray[np.generic]]):
@@ -45,6 +51,8 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
         self._readers = dict(readers)
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
+        if name not in self._readers:
+            raise MissingArray(name)
         array = self._readers[name]()
         self.asked.add(name)
         return array
@@ -94,7 +102,8 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
 def open_arrays(fixed: str) -> Iterator[Arrays]:
     """The arrays of what `fix` returned; they can be read until the context ends.
 
-    Names are the keys on the way to an array, joined by dots; in safetensors files, the names of the tensors.
+    Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
+    with ``state/``. In safetensors files they are the names of the tensors.
 
     Raises:
         CheckpointError: it is not there any more, is damaged, or has another content.
@@ -105,7 +114,9 @@ def open_arrays(fixed: str) -> Iterator[Arrays]:
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
         reader = Reader(store, manifest, cache=len(manifest.files))
-        yield Arrays(fixed, {leaf.path: _reads(reader, index) for index, leaf in enumerate(manifest.leaves)})
+        readers = {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
+        of_state = enumerate(manifest.state_leaves)
+        yield Arrays(fixed, readers | {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state})
         return
     uri, _, expected = fixed.rpartition("#")
     if (found := _fingerprint(uri)) != expected:
@@ -118,10 +129,6 @@ def open_arrays(fixed: str) -> Iterator[Arrays]:
         return
     with contextlib.ExitStack() as opened:
         yield Arrays(uri, _tensors(uri, opened))
-
-
-def _reads(reader: Reader, index: int) -> Callable[[], NDArray[np.generic]]:
-    return lambda: reader.parameter(index)
 
 
 def _constant(array: NDArray[np.generic]) -> Callable[[], NDArray[np.generic]]:

@@ -11,6 +11,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from .._update._tree import MODEL_STATE
 from ..errors import CheckpointError, ConfigurationError
 from ._arrays import fix, open_arrays
 from ._files import open_folder
@@ -53,7 +54,7 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
             ``.safetensors``, else a folder with ``model.safetensors`` (several files and
             ``model.safetensors.index.json`` above 5 GB). For ``orbax`` a folder.
         format: ``safetensors``: tensors have the names of the parameters, such as ``layers.0.kernel``; those of the
-            model state begin with ``state.``. ``orbax``: the tree of parameters, or ``{"params": ..., "state": ...}``
+            model state begin with ``state/``. ``orbax``: the tree of parameters, or ``{"params": ..., "state": ...}``
             for a model with state; nodes other than dicts, lists and tuples become dicts.
 
     Raises:
@@ -80,8 +81,16 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
 
 def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:
     """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make."""
+    params = _rebuilt(manifest.structure, {leaf.path: named[leaf.path] for leaf in manifest.leaves})
+    if manifest.state_structure is None:
+        return params
+    state = {leaf.path: named[MODEL_STATE + leaf.path] for leaf in manifest.state_leaves}
+    return {"params": params, "state": _rebuilt(manifest.state_structure, state)}
+
+
+def _rebuilt(structure: dict[str, Any], named: Mapping[str, NDArray[np.generic]]) -> Any:
     try:
-        return rebuild(manifest.structure, [named[leaf.path] for leaf in manifest.leaves])
+        return rebuild(structure, list(named.values()))
     except CheckpointError:
         return _nested(named)
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from .._update._tree import LeafSpec
+from .._update._tree import MODEL_STATE, LeafSpec
 from ..errors import CheckpointError, ConfigurationError
-from ._arrays import Arrays, open_arrays
+from ._arrays import Arrays, MissingArray, open_arrays
 
 __all__ = ["Mapped", "StartFrom", "read_start"]
 
@@ -24,6 +24,8 @@ Mapped = str | Any | None
 _Array = NDArray[np.generic]
 _SHOWN: Final = 20
 _COLLECTION: Final = "params."
+_STATES: Final = (MODEL_STATE, "state.", "batch_stats.")
+"""What the names of a model state begin with, in the order of preference."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,13 @@ class StartFrom:
             safetensors file, a folder of safetensors files, or an Orbax checkpoint (also the folder of a
             ``CheckpointManager``, of which the newest step is taken). A path or any fsspec URI.
         mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
-            ``layers.0.kernel``. `arrays` is a mapping of names to NumPy arrays, each of which is read when it is asked
-            for. It returns an array of the parameter's shape, or the name of an array, or None where there is none.
-            Without it, arrays have the names of the parameters; a ``params`` around all of them is left away.
-        missing: what a parameter without a value means: an ``error``, or the value that `init` returns (``init``).
+            ``layers.0.kernel``; the names of a model state begin with ``state/``. `arrays` is a mapping of names to
+            NumPy arrays, each of which is read when it is asked for. The mapping returns an array of the parameter's
+            shape, or the name of an array, or None where there is none.
+            Without it, arrays have the names of the parameters; a ``params`` around all of them is left away, and a
+            ``state`` or ``batch_stats`` beside it is the model state.
+        missing: what a parameter without a value means: an ``error``, or the value that `init` returns (``init``). A
+            model state of which there is nothing at all begins as `init` returns it.
         unexpected: what an array that no parameter took means: an ``error``, or nothing (``ignore``).
     """
 
@@ -69,6 +74,7 @@ class _Report:
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
+    stateless: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """The lists that are not empty, a line each."""
@@ -77,6 +83,7 @@ class _Report:
             "unexpected": self.unexpected,
             "of another shape or kind": self.misfits,
             "converted": self.converted,
+            "of the model state, which begins as init returns it": self.stateless,
         }
         return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
 
@@ -98,12 +105,16 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
         for leaf in leaves:
             found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
             if isinstance(found, str):
-                report.missing.append(found)
+                (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
                 continue
             values.append(_fitted(found, leaf, report))
-        report.unexpected = sorted(name for name in arrays if name not in arrays.asked and name.startswith(begin))
+        of_model = (begin, *_STATES) if any(not leaf.trained for leaf in leaves) else (begin,)
+        report.unexpected = sorted(name for name in arrays if name not in arrays.asked and name.startswith(of_model))
         where = arrays.where
+    if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
+        report.missing += report.stateless
+        report.stateless = []
     report.taken = sum(value is not None for value in values)
     refused = (
         report.misfits
@@ -123,7 +134,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
     """``params.`` where the parameters stand below it, beside an optimizer's state for example."""
-    wanted = [leaf.path for leaf in leaves]
+    wanted = [leaf.path for leaf in leaves if leaf.trained]
     if any(name in arrays for name in wanted) or not any(f"{_COLLECTION}{name}" in arrays for name in wanted):
         return ""
     return _COLLECTION
@@ -134,37 +145,35 @@ def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
 
     Names that other libraries wrote have characters that a parameter's name has as ``%XX``, or slashes for dots.
     """
-    for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
-        if begin + name in arrays:
-            return arrays[begin + name]
-    return leaf.path
+    for before in (begin,) if leaf.trained else _STATES:
+        for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
+            if before + name in arrays:
+                return arrays[before + name]
+    return leaf.name
 
 
 def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arrays, leaf: LeafSpec) -> _Array | str:
-    wanted = leaf.path
     try:
-        found = mapping(leaf.path, arrays)
+        found = mapping(leaf.name, arrays)
         if isinstance(found, str):
-            wanted, found = f"{leaf.path} (mapped to {found})", arrays[found]
-    except KeyError as error:
-        if error.args and error.args[0] in arrays:
-            raise  # another dictionary's
-        return f"{leaf.path} (the mapping asked for {error.args[0] if error.args else '?'})"
-    return wanted if found is None else np.asarray(found)
+            found = arrays[found]
+    except MissingArray as error:
+        return f"{leaf.name} (the mapping asked for {error.args[0]})"
+    return leaf.name if found is None else np.asarray(found)
 
 
 def _fitted(array: _Array, leaf: LeafSpec, report: _Report) -> _Array | None:
     if tuple(array.shape) != tuple(leaf.shape):
-        report.misfits.append(f"{leaf.path} is {list(array.shape)} there and {list(leaf.shape)} in init")
+        report.misfits.append(f"{leaf.name} is {list(array.shape)} there and {list(leaf.shape)} in init")
         return None
     if array.dtype == leaf.dtype:
         return array
     kinds = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
     kind = next((kind for kind in kinds if jnp.issubdtype(leaf.dtype, kind)), None)
     if kind is None or not jnp.issubdtype(array.dtype, kind):
-        report.misfits.append(f"{leaf.path} is {array.dtype.name} there and {leaf.dtype.name} in init")
+        report.misfits.append(f"{leaf.name} is {array.dtype.name} there and {leaf.dtype.name} in init")
         return None
-    report.converted.append(f"{leaf.path} from {array.dtype.name} to {leaf.dtype.name}")
+    report.converted.append(f"{leaf.name} from {array.dtype.name} to {leaf.dtype.name}")
     return array.astype(leaf.dtype)
 
 

@@ -153,8 +153,7 @@ class Script:
 
         start, fixed = self.start_from, start_from or self.fixed_start()
         tree = describe(jax.eval_shape(self.from_seed), has_state=self.has_state)
-        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.parameters.leaves)))
-        values += [None] * (len(tree.leaves) - len(values))  # the model state begins as `init` returns it
+        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.leaves)))
         if any(value is None for value in values):
             own = jax.tree.leaves(self.from_seed())
             values = [one if value is None else value for value, one in zip(values, own, strict=True)]
