@@ -238,7 +238,8 @@ class Worker:
         )
         blocks = self._arrangement.gradient_blocks(self._gradient)
         slot = self._buffers.take()
-        pulled = self._client.exchange_all(Push(gradient, GradientInfo(finite=True), blocks), 0, slot.blocks)
+        push = Push(gradient, blocks, lambda: GradientInfo(finite=True))
+        pulled = self._client.exchange_all(push, 0, slot.blocks)
         self._params = slot.host()
         if pulled.version != self._version + 1:
             raise RuntimeError(f"version {pulled.version} came after {self._version}")

@@ -750,17 +750,25 @@ class ReplicaMean(_message.Message):
     infos: _containers.RepeatedCompositeFieldContainer[GradientInfo]
     def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., infos: _Optional[_Iterable[_Union[GradientInfo, _Mapping]]] = ...) -> None: ...
 
+class Part(_message.Message):
+    __slots__ = ("contribution", "member", "shard")
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    contribution: GradientId
+    member: int
+    shard: int
+    def __init__(self, contribution: _Optional[_Union[GradientId, _Mapping]] = ..., member: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
+
 class PushBegin(_message.Message):
-    __slots__ = ("id", "info", "bytes", "whole")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("bytes", "part", "whole")
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
-    id: GradientId
-    info: GradientInfo
     bytes: int
-    whole: bool
-    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ..., bytes: _Optional[int] = ..., whole: bool = ...) -> None: ...
+    part: Part
+    whole: End
+    def __init__(self, bytes: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., whole: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("block", "offset")
@@ -771,10 +779,12 @@ class Chunk(_message.Message):
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("bytes",)
+    __slots__ = ("bytes", "info")
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
     bytes: int
-    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+    info: GradientInfo
+    def __init__(self, bytes: _Optional[int] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("min_version",)

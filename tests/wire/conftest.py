@@ -25,6 +25,7 @@ from backstay_rpc.control_pb2 import (
     GradientInfo,
     Hello,
     Lost,
+    Part,
     Peer,
     RejectReason,
     ShardFailed,
@@ -194,10 +195,12 @@ class Shard:
 
     def fill(self, gradient: GradientId, value: float) -> Any:
         """Stages a gradient whose elements are all `value`, without a stream."""
-        incoming = self.runtime.begin(hello(gradient.rank, incarnation=gradient.incarnation), gradient, GradientInfo())
+        incoming = self.runtime.begin(
+            hello(gradient.rank, incarnation=gradient.incarnation), Part(contribution=gradient)
+        )
         for block, spec in zip(incoming.blocks, self.layout.blocks, strict=True):
             block.view(spec.dtype)[:] = value
-        self.runtime.complete(incoming)
+        self.runtime.complete(incoming, GradientInfo())
         return incoming
 
     def gradient(self, value: float) -> list[np.ndarray]:

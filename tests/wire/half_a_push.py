@@ -8,7 +8,7 @@ import numpy as np
 
 from backstay._wire import frames
 from backstay._wire.flight import ClientStream
-from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, PushBegin
+from backstay_rpc.control_pb2 import Frame, GradientId, Hello, Part, PushBegin
 
 address, token, hello_hex, gradient_hex, size = sys.argv[1:]
 nbytes = int(size)
@@ -24,7 +24,7 @@ while True:
     ):
         break
 gradient = GradientId.FromString(bytes.fromhex(gradient_hex))
-stream.write(Frame(push_begin=PushBegin(id=gradient, info=GradientInfo(finite=True), bytes=nbytes)))
+stream.write(Frame(push_begin=PushBegin(part=Part(contribution=gradient), bytes=nbytes)))
 data = np.ones(nbytes, np.uint8)
 for frame, (_, start, stop) in frames.first_chunks([nbytes], nbytes // 4)[:2]:
     stream.write(frame, data[start:stop])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from backstay._shard import ShardRuntime
 from backstay._timeouts import Timeouts
 from backstay._wire.seam import Refusal
-from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Reject, Save
+from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Part, Reject, Save
 
 Make = Callable[..., Any]
 ALIVE = lambda: True  # noqa: E731
@@ -70,7 +70,7 @@ def test_a_commit_of_what_is_not_here_fails_the_shard(kit: SimpleNamespace, make
     shard = make_shard((4,))
     shard.fill(kit.gid(1), 1.0)
     if held == "a part":
-        shard.runtime.begin(kit.hello(0), kit.gid(0), GradientInfo())
+        shard.runtime.begin(kit.hello(0), Part(contribution=kit.gid(0)))
     wanted = kit.gid(0, 0)
     if held == "another version":
         wanted = kit.gid(1, 0)
@@ -121,13 +121,13 @@ def test_outcomes_in_sync(kit: SimpleNamespace, make_shard: Make) -> None:
 def test_a_push_that_comes_after_its_version_is_lost_and_late(kit: SimpleNamespace, make_shard: Make) -> None:
     """T1, T2: it never counts, and is reported once."""
     shard = make_shard((4,))
-    slow = shard.runtime.begin(kit.hello(1), kit.gid(1), GradientInfo())
+    slow = shard.runtime.begin(kit.hello(1), Part(contribution=kit.gid(1)))
     assert not shard.runtime.moved_on(slow)
     shard.fill(kit.gid(0), 1.0)
     shard.runtime.deliver(kit.commit(0, [kit.gid(0)]))
     shard.coordination.wait_for("applied")
     assert shard.runtime.moved_on(slow)
-    shard.runtime.complete(slow)
+    shard.runtime.complete(slow, GradientInfo())
     shard.runtime.lose(slow)
     assert shard.coordination.of("lost") == [kit.gid(1)]
     assert shard.coordination.of("staged") == [kit.gid(0)]
@@ -245,7 +245,7 @@ def test_an_older_incarnation_is_refused_once_a_newer_was_seen(kit: SimpleNamesp
     shard.runtime.admit(kit.hello(0, incarnation=2))
     for act in (
         lambda: shard.runtime.admit(kit.hello(0, incarnation=1)),
-        lambda: shard.runtime.begin(kit.hello(0, incarnation=1), kit.gid(0), GradientInfo()),
+        lambda: shard.runtime.begin(kit.hello(0, incarnation=1), Part(contribution=kit.gid(0))),
     ):
         with pytest.raises(Refusal, match="replaced by incarnation 2") as refusal:
             act()
@@ -269,7 +269,7 @@ def test_gradients_that_are_not_the_callers(
 ) -> None:
     shard = make_shard((4,))
     with pytest.raises(Refusal, match=why):
-        shard.runtime.begin(kit.hello(0), kit.gid(**gradient), GradientInfo())
+        shard.runtime.begin(kit.hello(0), Part(contribution=kit.gid(**gradient)))
 
 
 def test_a_new_term_drops_everything_of_the_old(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
@@ -374,13 +374,13 @@ def test_each_gradient_is_reported_exactly_once(kit: SimpleNamespace, steps: lis
             if what == "begin" and rank not in open_:
                 gradient = kit.gid(rank, runtime.version, attempt=attempt)
                 try:
-                    open_[rank] = runtime.begin(kit.hello(rank), gradient, GradientInfo())
+                    open_[rank] = runtime.begin(kit.hello(rank), Part(contribution=gradient))
                 except Refusal:
                     continue
                 begun.append(gradient)
             elif what == "complete" and rank in open_:
                 incoming = open_.pop(rank)
-                runtime.complete(incoming)
+                runtime.complete(incoming, GradientInfo())
                 runtime.lose(incoming)
                 if incoming.complete:
                     complete.append(incoming.id)

@@ -32,6 +32,7 @@ from backstay_rpc.control_pb2 import (
     Frame,
     GradientInfo,
     ParamsBegin,
+    Part,
     PushBegin,
     Reject,
 )
@@ -47,7 +48,14 @@ def commit_alone(kit: SimpleNamespace, shard: Any) -> Callable[[int, Any], None]
 
 
 def push_of(kit: SimpleNamespace, shard: Any, value: float, **more: Any) -> Push:
-    return Push(kit.gid(**more), GradientInfo(finite=True, examples=3), [shard.gradient(value)])
+    return Push(kit.gid(**more), [shard.gradient(value)], lambda: GradientInfo(finite=True, examples=3))
+
+
+def pulled(client: Any, shard: Any) -> Any:
+    """The client once it has pulled, as a worker does before it pushes. The guard of the port closes a connection that
+    sends much before the server has looked at the call."""
+    client.exchange_all(None, 0, [shard.buffers()])
+    return client
 
 
 def values(shard: Any, buffers: Any) -> list[float]:
@@ -84,7 +92,7 @@ def test_what_was_received_does_not_change_with_the_next_update(
 ) -> None:
     shard = make_shard((BIG,), serve=True)
     shard.coordination.decide = commit_alone(kit, shard)
-    client, first, second = dial(shard), shard.buffers(), shard.buffers()
+    client, first, second = pulled(dial(shard), shard), shard.buffers(), shard.buffers()
     client.exchange_all(push_of(kit, shard, 1.0), 0, [first])
     client.exchange_all(push_of(kit, shard, 1.0, version=1), 0, [second])
     assert (values(shard, first), values(shard, second)) == ([1.0], [2.0])
@@ -158,7 +166,7 @@ def test_a_server_without_a_token_does_not_start(make_shard: Make) -> None:
 def test_a_refusal_arrives_with_its_words(make_shard: Make, dial: Make, change: Any, code: str) -> None:
     """Also when the refused peer writes a large push meanwhile."""
     shard = make_shard((BIG,), serve=True)
-    for push in (None, Push(gid_of(0), GradientInfo(), [shard.gradient(1.0)])):
+    for push in (None, Push(gid_of(0), [shard.gradient(1.0)], GradientInfo)):
         with pytest.raises(Refused, match="shard 0: ") as refused:
             dial(shard, **change).exchange_all(push, 0, [shard.buffers()])
         assert refused.value.code == code
@@ -233,8 +241,8 @@ def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard:
         process.kill()
         process.communicate()
     into = shard.buffers()
-    push = push_of(kit, shard, 5.0, incarnation=2)
-    assert dial(shard, incarnation=2).exchange_all(push, 0, [into]).version == 1
+    replacement = pulled(dial(shard, incarnation=2), shard)
+    assert replacement.exchange_all(push_of(kit, shard, 5.0, incarnation=2), 0, [into]).version == 1
     assert values(shard, into) == [5.0]
     assert shard.engine.applied == [[5.0]]
 
@@ -259,7 +267,10 @@ def test_a_stream_that_ends_without_the_mark_counts_for_nothing(
     begun, begin = threading.Event(), shard.runtime.begin
     monkeypatch.setattr(shard.runtime, "begin", lambda *a: (begin(*a), begun.set())[0])
     end = stream(shard)
-    end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=shard.layout.nbytes)))
+    end.write(frames.pull(0))
+    while frames.kind_of(end.read()[0]) != "end":
+        pass
+    end.write(Frame(push_begin=PushBegin(part=Part(contribution=kit.gid(0)), bytes=shard.layout.nbytes)))
     data = np.zeros(shard.layout.nbytes, np.uint8)
     for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
         end.write(frame, data[start:stop])
@@ -273,60 +284,98 @@ def ones(nbytes: int) -> np.ndarray:
     return np.ones(nbytes, np.uint8)
 
 
-GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
-    "an end without a push": ([(Frame(end=End(bytes=0)), None)], "cannot come here"),
-    "a chunk without a push": ([(Frame(chunk=Chunk(block=0)), ones(4))], "outside a push has a body"),
-    "an answer": ([(Frame(params_begin=ParamsBegin(version=3)), None)], "cannot come here"),
-    "another size": ([(Frame(push_begin=PushBegin(id=gid_of(0), bytes=1 << 60)), None)], "are announced"),
-    "a push in a push": ([(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None)] * 2, "inside a push"),
-    "a block too many": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=7)), ones(4))],
-        "of block 7: this shard has 1 blocks",
-    ),
-    "beyond the end": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0)), ones(44))],
-        "which has 40 bytes",
-    ),
-    "far beyond the end": (
-        [
-            (Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None),
-            (Frame(chunk=Chunk(block=0, offset=(1 << 64) - 4)), ones(4)),
-        ],
-        "which has 40 bytes",
-    ),
-    "a gap": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0, offset=8)), ones(4))],
-        "byte 0 is next, and missing",
-    ),
-    "twice the same": (
-        [
-            (Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None),
-            (Frame(chunk=Chunk(block=0)), ones(8)),
-            (Frame(chunk=Chunk(block=0, offset=4)), ones(8)),
-        ],
-        "up to byte 8 came already",
-    ),
-    "an early end": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(end=End(bytes=40)), None)],
-        "40 of 40 bytes missing",
-    ),
-    "a whole that is too long": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40, whole=True)), ones(44))],
-        "has 44 bytes: must be 40",
-    ),
-    "a whole without a body": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40, whole=True)), None)],
-        "has 0 bytes: must be 40",
-    ),
-    "a body at the beginning": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), ones(40))],
-        "the beginning of a push has a body",
-    ),
-    "a chunk without a body": (
-        [(Frame(push_begin=PushBegin(id=gid_of(0), bytes=40)), None), (Frame(chunk=Chunk(block=0)), None)],
-        "cannot come inside a push",
-    ),
+def begin(nbytes: int, *, shard: int = 0, member: int = 0, **more: Any) -> Frame:
+    """A push of `nbytes` bytes begins."""
+    part = Part(contribution=gid_of(0), shard=shard, member=member)
+    return Frame(push_begin=PushBegin(part=part, bytes=nbytes, **more))
+
+
+def chunk(nbytes: int, block: int = 0, offset: int = 0) -> tuple[Frame, np.ndarray]:
+    return Frame(chunk=Chunk(block=block, offset=offset)), ones(nbytes)
+
+
+END = Frame(end=End(bytes=40))
+WHOLE = begin(40, whole=End(bytes=40))
+BEGIN = (begin(40), None)
+# They are refused before memory is allocated, so nothing is reported as lost.
+ADDRESSES: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
+    "another size": ([(begin(1 << 60), None)], "are announced"),
+    "another shard": ([(begin(40, shard=1), None)], "is addressed to shard 1: this is 0"),
+    "another member": ([(begin(40, member=1), None)], "comes from member 1: ranks of this job have one member, 0"),
 }
+GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
+    **ADDRESSES,
+    "an end without a push": ([(END, None)], "cannot come here"),
+    "a chunk without a push": ([chunk(4)], "outside a push has a body"),
+    "an answer": ([(Frame(params_begin=ParamsBegin(version=3)), None)], "cannot come here"),
+    "a push in a push": ([BEGIN, BEGIN], "inside a push"),
+    "a block too many": ([BEGIN, chunk(4, block=7)], "of block 7: this shard has 1 blocks"),
+    "beyond the end": ([BEGIN, chunk(44)], "which has 40 bytes"),
+    "far beyond the end": ([BEGIN, chunk(4, offset=(1 << 64) - 4)], "which has 40 bytes"),
+    "a gap": ([BEGIN, chunk(4, offset=8)], "byte 0 is next, and missing"),
+    "twice the same": ([BEGIN, chunk(8), chunk(8, offset=4)], "up to byte 8 came already"),
+    "an early end": ([BEGIN, (END, None)], "40 of 40 bytes missing"),
+    "a whole that is too long": ([(WHOLE, ones(44))], "has 44 bytes: must be 40"),
+    "a whole without a body": ([(WHOLE, None)], "has 0 bytes: must be 40"),
+    "a whole that counts otherwise": ([(begin(40, whole=End(bytes=36)), ones(40))], "the end mark counts 36 bytes"),
+    "a body at the beginning": ([(begin(40), ones(40))], "the beginning of a push has a body"),
+    "a chunk without a body": ([BEGIN, (Frame(chunk=Chunk(block=0)), None)], "cannot come inside a push"),
+}
+
+
+@pytest.mark.parametrize("elements", [SMALL, BIG])
+def test_what_is_known_at_the_end_travels_with_the_end_mark(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any, elements: int
+) -> None:
+    """T1: a push is sent before it is known what its end mark says, and is staged with it."""
+    shard = make_shard((elements,), serve=True)
+    staged: list[Any] = []
+
+    def decide(report: Any) -> None:
+        staged.append(report)
+        shard.runtime.deliver(kit.commit(0, [report.id]))
+
+    shard.coordination.decide = decide
+    sent, known = threading.Event(), threading.Event()
+
+    def info() -> GradientInfo:
+        sent.set()
+        assert known.wait(kit.wait)
+        return GradientInfo(finite=True, examples=7, loss=0.5, metrics={"accuracy": 0.25})
+
+    push = Push(kit.gid(0), [shard.gradient(1.0)], info)
+    client = pulled(dial(shard), shard)
+    pulling = background(lambda: client.exchange_all(push, 0, [shard.buffers()]))
+    assert sent.wait(kit.wait)
+    assert staged == []
+    known.set()
+    assert pulling.result(kit.wait).version == 1
+    assert [(r.info.finite, r.info.examples, r.info.loss, dict(r.info.metrics)) for r in staged] == [
+        (True, 7, 0.5, {"accuracy": 0.25})
+    ]
+
+
+@pytest.mark.parametrize("where", ["a block", "the end mark"])
+def test_a_computation_that_fails_while_it_is_sent_counts_for_nothing(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, where: str
+) -> None:
+    """T1: the worker gets its own error, and the server gets no end mark."""
+    shard = make_shard((BIG, BIG), serve=True)
+
+    class Blocks(list[np.ndarray]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 1 and where == "a block":
+                raise ZeroDivisionError
+            return super().__getitem__(index)
+
+    def info() -> GradientInfo:
+        raise ZeroDivisionError
+
+    client = pulled(dial(shard), shard)
+    with pytest.raises(ZeroDivisionError):
+        client.exchange_all(Push(kit.gid(0), [Blocks(shard.gradient(1.0))], info), 0, [shard.buffers()])
+    assert shard.coordination.wait_for("lost") == [kit.gid(0)]
+    assert shard.coordination.of("staged") == []
 
 
 @pytest.mark.parametrize("case", GARBAGE)
@@ -347,7 +396,9 @@ def test_garbage_costs_its_sender_the_stream_and_nobody_else(
     assert answer.refused.code == "INVALID_ARGUMENT"
     assert why in answer.refused.message
     assert shard.coordination.of("staged") == []
-    assert len(shard.coordination.of("lost")) == (sent[0][0].WhichOneof("kind") == "push_begin" and "size" not in case)
+    assert len(shard.coordination.of("lost")) == (
+        sent[0][0].WhichOneof("kind") == "push_begin" and case not in ADDRESSES
+    )
     assert good.exchange_all(push_of(kit, shard, 1.0, rank=1), 0, [into]).version == 1
 
 
@@ -458,7 +509,7 @@ def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_
     end = stream(shard)
     data = np.zeros(shard.layout.nbytes, np.uint8)
     spans = frames.first_chunks([data.nbytes], 1 << 18)
-    end.write(Frame(push_begin=PushBegin(id=kit.gid(0), bytes=data.nbytes)))
+    end.write(Frame(push_begin=PushBegin(part=Part(contribution=kit.gid(0)), bytes=data.nbytes)))
     end.write(spans[0][0], data[: 1 << 18])
     shard.fill(kit.gid(1), 3.0)
     shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backstay._wire.client import Push, ShardedClient
-from backstay._wire.seam import Bytes, GradientPush, Pulled
+from backstay._wire.seam import Bytes, PartPush, Pulled
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import GradientInfo, RejectReason
 
@@ -56,7 +56,7 @@ def worker(kit: SimpleNamespace, shards: Sequence[Any], client: ShardedClient, r
             return seen
         into = [shard.buffers() for shard in shards]
         push = Push(
-            kit.gid(rank, version, attempt=attempt), GradientInfo(), [shard.gradient(rank + 1.0) for shard in shards]
+            kit.gid(rank, version, attempt=attempt), [shard.gradient(rank + 1.0) for shard in shards], GradientInfo
         )
         pulled = client.exchange_all(push, 0, into)
         flat = np.concatenate([buffer.view(np.float32) for blocks in into for buffer in blocks])
@@ -111,7 +111,7 @@ class Scripted:
         self.cancelled: str | None = None
         self.closed = False
 
-    def exchange(self, push: GradientPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
         self.asked.append((push is not None, min_version))
         version = self.versions.pop(0)
         if isinstance(version, Exception):
@@ -129,7 +129,7 @@ class Scripted:
 
 
 def push(kit: SimpleNamespace, shards: int) -> Push:
-    return Push(kit.gid(), GradientInfo(), [[np.zeros(4, np.uint8)]] * shards)
+    return Push(kit.gid(), [[np.zeros(4, np.uint8)]] * shards, GradientInfo)
 
 
 def buffers(shards: int) -> list[list[np.ndarray]]:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     import optax
 
     from .._checkpoint import Origin, StartFrom
+    from .._compute._contribution import Computation, Layout
     from .._control import Agreement
     from .._update._partition import Partition
     from .._update._rules import Rule
+    from .._update._tree import TreeSpec
     from ._reports import OnUpdate, StopWhen
 
 __all__ = ["Plan", "Script", "evaluation_of"]
@@ -127,6 +129,27 @@ class Script:
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
         }
         return Plan(partition(tree, rule, shards), rule, arguments)
+
+    def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
+        """What a worker computes between a pull and a push.
+
+        Args:
+            tree: of the partition.
+            layout: of the partition's blocks in the worker's memory.
+            batch_of: returns the batch of a key.
+        """
+        from .._compute._contribution import GradientComputation
+        from .._compute._gradient import GradientFn
+
+        gradient_of = GradientFn(
+            self.loss,
+            tree,
+            deterministic=self.deterministic,
+            pack=layout.pack,
+            has_rng=self.has_rng,
+            seed=self.seed,
+        )
+        return GradientComputation(gradient_of, tree, layout, batch_of)
 
     def from_seed(self) -> Any:
         """What `init` returns."""

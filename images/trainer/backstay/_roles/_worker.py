@@ -1,4 +1,4 @@
-"""A worker's pod: pull, compute a gradient, push, until the job is done; reconnects to servers that were lost."""
+"""A worker's pod: pull, compute a contribution, push, until the job is done; reconnects to servers that were lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from .. import _instrument
-from .._compute._gradient import Gradient, GradientFn
+from .._compute._contribution import Contribution, Start, Summary
 from .._control import ControlClient, Heartbeats, News
 from .._coordination import Rate
 from .._data._batch_key import BatchKey
@@ -73,6 +74,21 @@ def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
         raise Stopped
 
 
+class _Once:
+    """A function of no arguments that is called once, by the first thread that needs its result."""
+
+    def __init__(self, function: Callable[[], GradientInfo]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._result: GradientInfo | None = None
+
+    def __call__(self) -> GradientInfo:
+        with self._lock:
+            if self._result is None:
+                self._result = self._function()
+            return self._result
+
+
 class Worker:
     """One rank."""
 
@@ -96,14 +112,7 @@ class Worker:
         )
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
-        self._gradient = GradientFn(
-            script.loss,
-            plan.partition.tree,
-            deterministic=script.deterministic,
-            pack=self._arrangement.pack,
-            has_rng=script.has_rng,
-            seed=script.seed,
-        )
+        self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(script.batches)
         self._reporter = Reporter(script.log_every, script.steps)
@@ -113,10 +122,9 @@ class Worker:
         self._term = 0
         self._version = 0  # of the newest parameters of this term
         self._bytes = plan.partition.tree.nbytes
-        self._last: Gradient | None = None
-        self._last_key: BatchKey | None = None
+        self._last: Summary | None = None  # of the newest contribution
         self._compiled = False
-        self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the gradient was compiled for
+        self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation asks for next
         self._moved = False  # a server that was joined is gone
         self._returns = False  # `run` returns a result: the pod goes on
         self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
@@ -142,7 +150,7 @@ class Worker:
             self._close()
 
     def _leave(self) -> None:
-        """SIGTERM: drop the gradient in hand, and go although the script may still be computing it."""
+        """SIGTERM: drop the contribution, and leave although the script may still be computing it."""
         self._silent(0, "this pod was told to stop")
         if not self._gone.wait(self._env.timeouts.stop):
             self._control.leave("told to stop")
@@ -157,9 +165,9 @@ class Worker:
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
-                gradient = self._compute(pulled, params)
+                contribution = self._compute(pulled, params)
                 del params  # its memory receives the next ones but one
-                pulled, params = self._exchange(pulled, gradient)
+                pulled, params = self._exchange(pulled, contribution)
             result = self._finish(pulled, params)
             if result is not None:
                 self._returns = True
@@ -168,33 +176,34 @@ class Worker:
 
     # ---- A step ----
 
-    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> Gradient:
+    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> Contribution:
         step = pulled.version if self._sync else self._key_step
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
         began = time.monotonic()
-        with _instrument.span("batch_wait", step):
-            batch = self._batch(key)
+        first = replace(key, step=step * self._computation.batches)
+        self._prepared = first, self._batch(first)
         with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
             if not self._compiled:
                 _instrument.reach("compute", step)
-            gradient = self._gradient(self._plan.partition.tree.unflatten(params), batch, (key.step, key.rank))
-            gradient.finite  # noqa: B018  # waits for the computation
+            contribution = self._computation.start(Start(params, key))
+            contribution.wait()
         if self._compiled:
             # Of both, because a rank is slow whichever of the two is.
             self._heart.step_seconds = time.monotonic() - began
         self._compiled = True
-        self._last, self._last_key = gradient, key
-        return gradient
+        return contribution
 
     def _batch(self, key: BatchKey) -> Any:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == key:
             return prepared[1]
-        return self._batches.get(key, self._script.steps - 1 if self._sync else None)
+        last = self._script.steps * self._computation.batches - 1 if self._sync else None
+        with _instrument.span("batch_wait", key.step):
+            return self._batches.get(key, last)
 
     def _compile(self) -> None:
-        """Compile the gradient while the servers prepare the parameters, for the batch of a job that begins.
+        """Compile the computation while the servers prepare the parameters, for the batch of a job that begins.
 
         What fails here fails again in the first step, which says what happened.
         """
@@ -202,27 +211,29 @@ class Worker:
         key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
         seconds = self._env.timeouts.compiling
         with contextlib.suppress(Exception):
-            batch = self._batches.get(key, self._script.steps - 1 if self._sync else None)
+            batch = self._batch(key)
             with one_compiles("gradient", self._plan.agreement.digest, seconds=seconds):
-                self._gradient.compile(batch)
+                self._computation.compile(batch)
             self._prepared = key, batch
 
-    def _exchange(self, at: Pulled, gradient: Gradient) -> tuple[Pulled, Sequence[Any]]:
-        """Push it until its fate is known; the newest parameters."""
-        self._heart.activity = WAITING
+    def _info(self, contribution: Contribution) -> GradientInfo:
+        """What travels with the end mark of a contribution; waits until it is computed."""
+        self._last = summary = contribution.summary
         info = GradientInfo(
-            finite=gradient.finite,
-            examples=gradient.examples,
-            loss=gradient.loss,
-            metrics=gradient.metrics,
+            finite=summary.finite, examples=summary.examples, loss=summary.loss, metrics=summary.metrics
         )
-        blocks = self._arrangement.gradient_blocks(gradient.leaves)
-        assert self._last_key is not None
-        key_step = self._last_key.step
-        zero = self._zero.examine(key_step, partial(parts_of_leaves, self._plan.partition, blocks))
+        parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
+        zero = self._zero.examine(contribution.key.step, parts)
         if zero is not None:
             info.zero.leaves.extend(zero)
             info.zero.SetInParent()
+        return info
+
+    def _exchange(self, at: Pulled, contribution: Contribution) -> tuple[Pulled, Sequence[Any]]:
+        """Push a contribution until it is known whether it was applied; returns the newest parameters."""
+        self._heart.activity = WAITING
+        info = _Once(partial(self._info, contribution))
+        key_step = contribution.key.step
         _instrument.reach("push", key_step)
         while True:
             self._attempt += 1
@@ -237,7 +248,7 @@ class Worker:
             began = time.monotonic()
             try:
                 with _instrument.span("exchange", key_step):
-                    pulled, params = self._pull(Push(identity, info, blocks), 0)
+                    pulled, params = self._pull(Push(identity, contribution.blocks, info), 0)
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -249,7 +260,7 @@ class Worker:
                 return pulled, params
             self._observe(pulled, identity, began, time.monotonic())
             self._learn(pulled, key_step)
-            self._count(pulled, info)
+            self._count(pulled, info())
             return pulled, params
 
     def _observe(self, pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
@@ -300,7 +311,7 @@ class Worker:
             raise PeerLost("not connected")
         slot = self._buffers.take()
         pulled = self._streams.exchange_all(push, min_version, slot.blocks)
-        return pulled, slot.host() if self._gradient.on_host else slot.params()
+        return pulled, slot.host() if self._computation.on_host else slot.params()
 
     def _start(self) -> tuple[Pulled, Sequence[Any]]:
         while True:
@@ -396,7 +407,7 @@ class Worker:
         model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
         params, state = model if self._script.has_state else (model, None)
         loss = None if self._last is None else self._last.loss
-        train_metrics = {} if self._last is None else self._last.metrics
+        train_metrics = {} if self._last is None else dict(self._last.metrics)
         metrics: dict[str, float] = {}
         if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
             metrics = self._evaluate(params, state, pulled.version)

@@ -24,11 +24,11 @@ import numpy as np
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
-    GradientId,
     GradientInfo,
     Hello,
     Lost,
     NormRequest,
+    Part,
     Reject,
     RejectReason,
     Rollback,
@@ -48,7 +48,7 @@ from ._applying import Applier, Term
 from ._orders import Order, Orders
 from ._prepared import Operand
 from ._published import Publisher
-from ._staging import Gradient, Gradients, describe
+from ._staging import Gradient, Gradients, check_address, describe
 from ._standbys import NoStandbys, Standbys
 
 __all__ = ["ShardRuntime"]
@@ -197,7 +197,8 @@ class ShardRuntime:
             self._check_term(hello.term)
             self._admission.admit(hello)
 
-    def begin(self, hello: Hello, push: GradientId, info: GradientInfo) -> Incoming:
+    def begin(self, hello: Hello, part: Part) -> Incoming:
+        push = part.contribution
         with self._changed:
             self._check_running()
             self._check_term(push.term)
@@ -208,12 +209,13 @@ class ShardRuntime:
                     "INVALID_ARGUMENT",
                     f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: only its own",
                 )
+            check_address(part, self._shard)
             if push.version > self.version:
                 raise Refusal(
                     "FAILED_PRECONDITION",
                     f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
                 )
-            return self._gradients.begin(push, info)
+            return self._gradients.begin(part)
 
     def moved_on(self, incoming: Incoming) -> bool:
         gradient = _gradient(incoming)
@@ -225,14 +227,15 @@ class ShardRuntime:
             or self._publisher.done is not None
         )
 
-    def complete(self, incoming: Incoming) -> None:
+    def complete(self, incoming: Incoming, info: GradientInfo) -> None:
         gradient = _gradient(incoming)
         with self._changed:
+            gradient.info = info
             usable = not self.moved_on(gradient)
             gradient.complete = usable
             gradient.finished = usable
         if usable:
-            self._coordination.report(Staged(id=gradient.id, info=gradient.info))
+            self._coordination.report(Staged(id=gradient.id, info=info))
         else:
             self.lose(gradient)
 

@@ -1,8 +1,8 @@
-"""The gradients that a shard holds and that no decision has used up yet.
+"""The gradients that a shard holds and that no decision has used yet.
 
-It exists to keep the books in one place: which memory belongs to which gradient, and at most two gradients a rank.
-Memory of a gradient on its way belongs to the stream that fills it, and is given back by nobody else; memory of a
-complete one belongs to the shard. Not thread-safe: `ShardRuntime` calls it under its own lock.
+One place records which memory belongs to which gradient, and limits each rank to two gradients. Memory of a gradient
+that is being received belongs to the stream that receives it, and only that stream returns it. Memory of a complete
+gradient belongs to the shard. Not thread-safe: `ShardRuntime` calls it under its own lock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
-from backstay_rpc.control_pb2 import GradientId, GradientInfo, RejectReason
+from backstay_rpc.control_pb2 import GradientId, GradientInfo, Part, RejectReason
 
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal
 
-__all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "describe", "key_of"]
+__all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "check_address", "describe", "key_of"]
 
 MAX_PER_RANK: Final = 2
 """One that is decided on, and one of the pod that replaces its sender."""
@@ -35,10 +35,28 @@ def describe(gradient: GradientId) -> str:
     )
 
 
+def check_address(part: Part, shard: int) -> None:
+    """Check the member and the shard that a part is addressed to.
+
+    Raises:
+        Refusal: `INVALID_ARGUMENT`, `shard` is not meant, or the member does not exist.
+    """
+    if part.shard != shard:
+        raise Refusal(
+            "INVALID_ARGUMENT", f"{describe(part.contribution)} is addressed to shard {part.shard}: this is {shard}"
+        )
+    if part.member != 0:
+        raise Refusal(
+            "INVALID_ARGUMENT",
+            f"{describe(part.contribution)} comes from member {part.member}: ranks of this job have one member, 0",
+        )
+
+
 class Gradient:
-    """One gradient in staging; `Incoming` for the stream that fills it.
+    """One gradient in staging memory; `Incoming` for the stream that receives it.
 
     Attributes:
+        info: what its end mark said; empty until the end mark arrives.
         complete: its end mark came while it could still be used, and it was reported as staged.
         finished: it was reported as staged or as lost.
         applied: the version that holds it, once an update has used it.
@@ -48,9 +66,9 @@ class Gradient:
 
     __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging")
 
-    def __init__(self, gradient: GradientId, info: GradientInfo, staging: Staging) -> None:
+    def __init__(self, gradient: GradientId, staging: Staging) -> None:
         self.id = gradient
-        self.info = info
+        self.info = GradientInfo()
         self.staging: Staging | None = staging
         self.complete = False
         self.finished = False
@@ -78,12 +96,13 @@ class Gradients:
     def __len__(self) -> int:
         return len(self._held)
 
-    def begin(self, gradient: GradientId, info: GradientInfo) -> Gradient:
-        """Takes memory for a gradient.
+    def begin(self, part: Part) -> Gradient:
+        """Allocates memory for a part of a gradient.
 
         Raises:
             Refusal: `ALREADY_EXISTS`, it is here already; `RESOURCE_EXHAUSTED`, two of its rank are.
         """
+        gradient = part.contribution
         key = key_of(gradient)
         if key in self._held:
             raise Refusal("ALREADY_EXISTS", f"{describe(gradient)} is here already: each attempt has its own number")
@@ -91,7 +110,7 @@ class Gradients:
             raise Refusal(
                 "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
             )
-        entry = self._held[key] = Gradient(gradient, info, self._pool.take())
+        entry = self._held[key] = Gradient(gradient, self._pool.take())
         return entry
 
     def find(self, gradient: GradientId) -> Gradient | None:

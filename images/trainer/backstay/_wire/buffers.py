@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import jax
 import jax.numpy as jnp
@@ -100,29 +100,30 @@ class Arrangement:
             result.append(jnp.concatenate(parts))
         return result
 
-    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[list[np.ndarray]]:
-        """The blocks of every shard, out of a gradient on the device; waits until it is computed.
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray]]:
+        """The blocks of every shard, out of a gradient on the device. The copy of every leaf to the host begins here.
 
         Args:
             packed_leaves: what `pack` made of the gradient.
 
         Returns:
-            ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive.
+            ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive. Reading a block
+            waits until it is computed and copied to the host.
         """
-        arrays = [np.asarray(array).reshape(-1) for array in packed_leaves]
-        host = dict(zip(sorted(self.direct), arrays, strict=False))
-        packed = arrays[len(host) :]
-        result: list[list[np.ndarray]] = []
+        for array in packed_leaves:
+            array.copy_to_host_async()
+        place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
+        result: list[Sequence[np.ndarray]] = []
         for s, layout in enumerate(self.partition.shards):
-            views = []
+            spans = []
             for b, block in enumerate(layout.blocks):
                 if (piece := self._in_leaf.get((s, b))) is not None:
-                    views.append(host[piece.leaf][piece.start : piece.stop])
+                    spans.append((place[piece.leaf], piece.start, piece.stop))
                 else:
                     index = self._area_of[np.dtype(block.dtype)]
                     start = self.areas[index].starts[s, b]
-                    views.append(packed[index][start : start + block.size])
-            result.append(views)
+                    spans.append((len(place) + index, start, start + block.size))
+            result.append(_HostBlocks(packed_leaves, spans))
         return result
 
     def receive_views(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[list[Bytes]]:
@@ -172,6 +173,27 @@ class Arrangement:
             flat = jnp.concatenate(parts) if parts else jnp.zeros(0, spec.dtype)
             result.append(flat.reshape(spec.shape))
         return tuple(result)
+
+
+class _HostBlocks(Sequence[np.ndarray]):
+    """Blocks of arrays on the device; each is a view of the array's copy on the host, once it is read."""
+
+    def __init__(self, arrays: Sequence[jax.Array], spans: Sequence[tuple[int, int, int]]) -> None:
+        """`spans`: of each block: which array, and its first and last element but one there."""
+        self._arrays, self._spans = arrays, spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        array, start, stop = self._spans[index]
+        return np.asarray(self._arrays[array]).reshape(-1)[start:stop]
 
 
 class Slot:

@@ -1,4 +1,4 @@
-"""The worker's side of data streams: gradients out, parameters in, all shards at the same time. Knows no transport.
+"""The worker's side of data streams: contributions out, parameters in, all shards at the same time. No transport here.
 
 A stream is used by one thread, which writes a push and then reads the answer; on the way it reads, window by window,
 whether the rest is still wanted. Writing and reading at the same time would be simpler, and Arrow says that it may be
@@ -19,12 +19,12 @@ from typing import Protocol
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, PushBegin, RejectReason
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, PushBegin, RejectReason
 
 from ..errors import PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
-from .seam import Bytes, DataClient, FrameStream, GradientPush, LayoutLike, Mode, Pulled, Refusal, block_nbytes
+from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal, block_nbytes
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
 
@@ -77,13 +77,12 @@ class StreamClient:
         self._sizes = tuple(sizes)
         self._total = sum(sizes)
         self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
-        self._end = frames.end_of(self._total)
 
     @property
     def shard(self) -> int:
         return self._shard
 
-    def exchange(self, push: GradientPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
         """See `DataClient.exchange`."""
         if [block.nbytes for block in into] != list(self._sizes):
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
@@ -109,26 +108,42 @@ class StreamClient:
     def close(self) -> None:
         self._stream.close()
 
-    def _push(self, push: GradientPush) -> None:
-        data = [np.asarray(block).reshape(-1).view(np.uint8) for block in push.blocks]
-        if [block.nbytes for block in data] != list(self._sizes):
-            raise ValueError(f"shard {self._shard}: the gradient's blocks do not have the partition's sizes")
-        whole = self._total <= WHOLE_BYTES
-        begin = frames.push_begin(PushBegin(id=push.id, info=push.info, bytes=self._total, whole=whole))
-        if whole:
-            self._stream.write(begin, frames.joined(data))
+    def _push(self, push: PartPush) -> None:
+        if len(push.blocks) != len(self._sizes):
+            raise ValueError(
+                f"shard {self._shard}: a push has {len(push.blocks)} blocks: the partition has {len(self._sizes)}"
+            )
+        begin = PushBegin(part=push.part, bytes=self._total)
+        if self._total <= WHOLE_BYTES:
+            body = frames.joined([self._data(push, index) for index in range(len(self._sizes))])
+            begin.whole.CopyFrom(frames.end_of(self._total, push.info()).end)
+            self._stream.write(frames.push_begin(begin), body)
             return
-        self._stream.write(begin)
+        at, data = -1, None
         sent, told = 0, 0
         for frame, (block, start, stop) in self._chunks:
+            if block != at:
+                at, data = block, self._data(push, block)
+            if not sent:  # not before there is something to send: from the beginning on, the server holds memory
+                self._stream.write(frames.push_begin(begin))
             if sent + stop - start > told + 2 * WINDOW_BYTES:
                 told += WINDOW_BYTES
                 if not self._wanted():
                     self._stream.write(frames.ABANDON)
                     return
-            self._stream.write(frame, data[block][start:stop])
+            assert data is not None
+            self._stream.write(frame, data[start:stop])
             sent += stop - start
-        self._stream.write(self._end)
+        self._stream.write(frames.end_of(self._total, push.info()))
+
+    def _data(self, push: PartPush, index: int) -> Bytes:
+        """The bytes of a block; waits until it is computed."""
+        data = np.asarray(push.blocks[index]).reshape(-1).view(np.uint8)
+        if data.nbytes != self._sizes[index]:
+            raise ValueError(
+                f"shard {self._shard}: block {index} of a push has {data.nbytes} bytes: must be {self._sizes[index]}"
+            )
+        return data
 
     def _wanted(self) -> bool:
         """Whether the server wants the rest of the push; waits until it has received another window of it."""
@@ -201,11 +216,19 @@ class StreamClient:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A gradient, for all shards: ``blocks[s][b]`` is block `b` of shard `s` as in `GradientPush`."""
+    """What a worker gives to one update, for all shards.
+
+    Attributes:
+        id: of the contribution.
+        blocks: ``blocks[s][b]`` is block `b` of shard `s`, as in `PartPush`.
+        info: as in `PartPush`; called by several threads.
+        member: the index of this pod inside its rank.
+    """
 
     id: GradientId
-    info: GradientInfo
     blocks: Sequence[Sequence[np.ndarray]]
+    info: Callable[[], GradientInfo]
+    member: int = 0
 
 
 class ShardedClient:
@@ -226,10 +249,10 @@ class ShardedClient:
         self._closed = False
 
     def exchange_all(self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]]) -> Pulled:
-        """Push a gradient to every shard (or nothing) and wait for the newest parameters of all of them.
+        """Push a contribution to every shard (or nothing) and wait for the newest parameters of all of them.
 
         Args:
-            push: the gradient, or None to pull only.
+            push: the contribution, or None to pull only.
             min_version: without a push, the least version wanted.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
 
@@ -243,7 +266,12 @@ class ShardedClient:
             errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
         """
         every = range(len(self._clients))
-        pushes = None if push is None else [GradientPush(push.id, push.info, push.blocks[s]) for s in every]
+        pushes = None
+        if push is not None:
+            pushes = [
+                PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info)
+                for s in every
+            ]
         answers = dict(self._parallel(every, pushes, min_version, into))
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
@@ -288,7 +316,7 @@ class ShardedClient:
     def _parallel(
         self,
         shards: Sequence[int],
-        pushes: Sequence[GradientPush] | None,
+        pushes: Sequence[PartPush] | None,
         min_version: int,
         into: Sequence[Sequence[Bytes]],
     ) -> list[tuple[int, Pulled]]:

@@ -17,6 +17,7 @@ from backstay_rpc.control_pb2 import (
     Chunk,
     End,
     Frame,
+    GradientInfo,
     ParamsBegin,
     Pull,
     PushBegin,
@@ -198,8 +199,9 @@ def params_begin(begin: ParamsBegin) -> Frame:
     return Frame(params_begin=begin)
 
 
-def end_of(nbytes: int) -> Frame:
-    return Frame(end=End(bytes=nbytes))
+def end_of(nbytes: int, info: GradientInfo | None = None) -> Frame:
+    """The end mark of `nbytes` bytes. `info`: of a push."""
+    return Frame(end=End(bytes=nbytes, info=info))
 
 
 def pull(min_version: int) -> Frame:

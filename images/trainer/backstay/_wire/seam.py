@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, RejectReason
+from backstay_rpc.control_pb2 import Frame, GradientInfo, Hello, Part, RejectReason
 
 __all__ = [
     "Answer",
@@ -24,10 +24,10 @@ __all__ = [
     "DataClient",
     "Engine",
     "FrameStream",
-    "GradientPush",
     "Incoming",
     "LayoutLike",
     "Mode",
+    "PartPush",
     "Pulled",
     "Refusal",
     "ShardPort",
@@ -144,7 +144,7 @@ class FrameStream(Protocol):
 
 
 class Incoming(Protocol):
-    """A gradient on its way into staging."""
+    """A part of a contribution that is being received into staging memory."""
 
     @property
     def blocks(self) -> Sequence[Bytes]:
@@ -185,20 +185,20 @@ class ShardPort(Protocol):
         """Raises `Refusal` unless the caller means this shard, incarnation, term and partition."""
         ...
 
-    def begin(self, hello: Hello, push: GradientId, info: GradientInfo) -> Incoming:
-        """Takes memory for a gradient. Raises `Refusal`."""
+    def begin(self, hello: Hello, part: Part) -> Incoming:
+        """Allocates staging memory for a part of a contribution. Raises `Refusal`."""
         ...
 
     def moved_on(self, incoming: Incoming) -> bool:
-        """This gradient cannot become part of an update any more: answer now. Never blocks."""
+        """This part cannot be used in an update any more: answer now. Never blocks."""
         ...
 
-    def complete(self, incoming: Incoming) -> None:
-        """All of the gradient is here, end mark included."""
+    def complete(self, incoming: Incoming, info: GradientInfo) -> None:
+        """All of the part has arrived, and its end mark, which carries `info`."""
         ...
 
     def lose(self, incoming: Incoming) -> None:
-        """The rest of the gradient will not come. Nothing happens if it is complete already."""
+        """The rest of the part will not arrive. Does nothing if the part is complete."""
         ...
 
     def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
@@ -211,17 +211,20 @@ class ShardPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientPush:
-    """One shard's part of one gradient.
+class PartPush:
+    """What one shard gets of one contribution.
 
     Attributes:
-        blocks: one array per block of the shard, in order, C-contiguous, of the block's size and dtype. They are sent
-            as they are, without a copy: whoever owns the memory must not change it while they are referenced.
+        part: the address.
+        blocks: one array per block of the shard, in order, C-contiguous, of the block's size and dtype. Each is read
+            once, right before it is sent, so reading it may wait until it is computed. Blocks are sent without a
+            copy: the owner of the memory must not change it while they are referenced.
+        info: returns what is known of the contribution once it is computed; called after the last block was sent.
     """
 
-    id: GradientId
-    info: GradientInfo
+    part: Part
     blocks: Sequence[np.ndarray]
+    info: Callable[[], GradientInfo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +262,13 @@ class DataClient(Protocol):
     @property
     def shard(self) -> int: ...
 
-    def exchange(self, push: GradientPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
-        """Push a gradient (or nothing), and wait for the newest parameters.
+    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+        """Push a part of a contribution (or nothing), and wait for the newest parameters.
 
         Args:
-            push: this shard's part of a gradient, or None to pull only.
+            push: this shard's part, or None to pull only.
             min_version: used without a push: the least version wanted. With a push the server answers with a version
-                of at least `push.id.version + 1` (Sync), or with the one that holds the gradient (Async).
+                higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. What they hold is undefined when an
                 error is raised.
 

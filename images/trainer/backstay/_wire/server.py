@@ -65,12 +65,12 @@ class StreamServer:
             case "push_begin":
                 cover = Cover(self._sizes)
                 cover.announce(frame.push_begin.bytes)
-                incoming = self._shard.begin(hello, frame.push_begin.id, frame.push_begin.info)
+                incoming = self._shard.begin(hello, frame.push_begin.part)
                 try:
-                    whole = self._receive(stream, frame.push_begin, body, incoming, cover)
+                    complete = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
-                if whole is None or (not whole and not self._skip_rest(stream)):
+                if complete is None or (not complete and not self._skip_rest(stream)):
                     return False
                 answer = self._shard.answer(incoming, 0, stream.alive)
                 if answer is None:
@@ -89,11 +89,12 @@ class StreamServer:
     ) -> bool | None:
         """Takes a push. True: it is complete. False: the shard moved on meanwhile. None: the stream ended."""
         blocks = incoming.blocks
-        if begin.whole:
+        if begin.HasField("whole"):
             for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
                 assert body is not None
                 np.copyto(blocks[block], body[at : at + stop - start])
-            self._shard.complete(incoming)
+            cover.end(begin.whole.bytes)
+            self._shard.complete(incoming, begin.whole.info)
             return True
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
@@ -115,7 +116,7 @@ class StreamServer:
                     stream.write(frames.RECEIVED)
             elif kind == "end" and body is None:
                 cover.end(frame.end.bytes)
-                self._shard.complete(incoming)
+                self._shard.complete(incoming, frame.end.info)
                 return True
             elif kind == "abandon" and body is None:
                 raise Refusal("INVALID_ARGUMENT", "a push was abandoned that is still wanted")

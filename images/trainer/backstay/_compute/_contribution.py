@@ -1,0 +1,191 @@
+"""What a worker computes between a pull and a push, behind one interface.
+
+The worker's loop knows three things only: it starts a `Computation` from parameters and a `BatchKey`, it gets a
+`Contribution`, and it sends the contribution's blocks and summary. A gradient of one batch is one computation. Local
+steps, model state, random keys and groups of pods are other computations; the loop has no branch for any of them.
+
+To write another computation:
+
+1. Implement `Computation`. `start` gets the leaves of the partition's tree, in order, as the servers hold them: with
+   model state these are the parameters and the state. Derive random keys from ``start.key.key``.
+2. Return a `Contribution` that has one array for each leaf of the same tree: `PackedContribution` takes them from a
+   jitted function that ends with `Layout.pack`. What a leaf's array means (a gradient, a difference, a new state) is
+   the business of the rule that updates the leaf on the server, and of nothing between.
+3. Compute loss, metrics and `finite` in the same jitted function, so that all of it is ready together.
+4. Choose it in `backstay._roles._script.Script.computation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .._data._batch_key import BatchKey
+from .._update._tree import TreeSpec
+from ._gradient import Gradient, GradientFn
+
+__all__ = [
+    "Computation",
+    "Contribution",
+    "GradientComputation",
+    "Layout",
+    "PackedContribution",
+    "Start",
+    "Summary",
+]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a contribution is computed from.
+
+    Attributes:
+        params: the pulled leaves of the partition's tree, in order, on the host or the device. On the host they lie
+            in memory that receives the next parameters but one: a computation keeps no reference to them after its
+            contribution was computed.
+        key: of the contribution's first batch. `key.step` is the number of the contribution: the version in Sync mode,
+            this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws those of
+            steps ``n * key.step`` to ``n * key.step + n - 1``.
+    """
+
+    params: Sequence[Any]
+    key: BatchKey
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of a contribution once it is computed; it travels with the end mark.
+
+    Attributes:
+        finite: whether all that is contributed is finite. An update with a contribution that is not is skipped.
+        examples: how many examples it was computed from.
+        loss: before the update; of local steps, the mean of their losses.
+        metrics: what `loss` returned beside the loss.
+    """
+
+    finite: bool
+    examples: int
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class Contribution(Protocol):
+    """What one rank gives to one update, perhaps still being computed."""
+
+    @property
+    def key(self) -> BatchKey:
+        """As in `Start`."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until it is computed. Its blocks may still be on their way from the device to the host."""
+        ...
+
+    @property
+    def blocks(self) -> Sequence[Sequence[np.ndarray]]:
+        """``[s][b]``: block `b` of shard `s` in host memory, 1-D, of the block's size and dtype.
+
+        Reading one waits until it is there; the values never change, so that they can be sent again. Any thread.
+        """
+        ...
+
+    @property
+    def summary(self) -> Summary:
+        """Waits until it is computed. Any thread."""
+        ...
+
+
+class Computation(Protocol):
+    """Makes contributions. One thread at a time."""
+
+    @property
+    def batches(self) -> int:
+        """How many batches one contribution takes, at least 1."""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it takes parameters in host memory, where they lie, rather than on a device."""
+        ...
+
+    def compile(self, batch: Any) -> None:
+        """Compile for batches like this one before there are parameters."""
+        ...
+
+    def start(self, start: Start) -> Contribution:
+        """Dispatch the computation of one contribution and return.
+
+        Raises:
+            ConfigurationError: a function of the script returns something else than it should.
+            Whatever the script's functions raise.
+        """
+        ...
+
+
+class Layout(Protocol):
+    """How leaves lie in blocks (`backstay._wire.buffers.Arrangement`)."""
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """What travels, out of all leaves of the tree; to be traced."""
+        ...
+
+    def gradient_blocks(self, packed_leaves: Sequence[Any]) -> Sequence[Sequence[np.ndarray]]:
+        """``[s][b]``, out of what `pack` returned, on the host."""
+        ...
+
+
+class PackedContribution:
+    """A `Contribution` out of the results of a jitted function."""
+
+    def __init__(self, key: BatchKey, result: Gradient, layout: Layout) -> None:
+        """
+        Args:
+            key: as in `Start`.
+            result: its leaves are what `Layout.pack` returned.
+            layout: of the partition.
+        """
+        self.key = key
+        self._result = result
+        self.blocks: Sequence[Sequence[np.ndarray]] = layout.gradient_blocks(result.leaves)
+
+    def wait(self) -> None:
+        self._result.finite  # noqa: B018  # waits: all results of a jitted function are ready together
+
+    @property
+    def summary(self) -> Summary:
+        result = self._result
+        return Summary(result.finite, result.examples, result.loss, result.metrics)
+
+
+class GradientComputation:
+    """The gradient of `loss` for one batch: a `Computation`."""
+
+    batches = 1
+
+    def __init__(
+        self, gradient_of: GradientFn, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]
+    ) -> None:
+        """
+        Args:
+            gradient_of: made with `layout.pack`.
+            tree: of the parameters.
+            layout: of the partition.
+            batch_of: returns the batch of a key; may wait.
+        """
+        self._gradient_of, self._tree, self._layout, self._batch_of = gradient_of, tree, layout, batch_of
+
+    @property
+    def on_host(self) -> bool:
+        return self._gradient_of.on_host
+
+    def compile(self, batch: Any) -> None:
+        self._gradient_of.compile(batch)
+
+    def start(self, start: Start) -> PackedContribution:
+        batch = self._batch_of(start.key)
+        place = (start.key.step, start.key.rank)
+        gradient = self._gradient_of(self._tree.unflatten(start.params), batch, place)
+        return PackedContribution(start.key, gradient, self._layout)
