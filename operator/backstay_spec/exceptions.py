@@ -1,7 +1,8 @@
 """Which exception ended a pod, read from its termination message: the trainer's JSON, or the last lines of its log.
 
 The trainer's JSON names the exception and its place. A script that fails before it imports `backstay` leaves the end of
-its log (``FallbackToLogsOnError``), in which Python's traceback has the same facts.
+its log (``FallbackToLogsOnError``), in which Python's traceback has the same facts. A script that ends with exit code 0
+before it has called `backstay.train` raises nothing; it counts like an exception, because another attempt ends alike.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from backstay_spec.causes import Cause, terminated_state, verdict_of
+from backstay_spec.causes import Cause, outcome_of, terminated_state, verdict_of
 from backstay_spec.observed import Manifest
 
-__all__ = ["Raised", "raised_by"]
+__all__ = ["NOT_TRAINED", "Raised", "raised_by"]
+
+#: The type of a script's end without training.
+NOT_TRAINED: Final = "NotTrained"
+_NOT_TRAINED: Final = (
+    "the script ended with exit code 0 before training was over; the script of spec.command must call backstay.train, "
+    "and must wait for what it returns"
+)
 
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
@@ -37,7 +45,8 @@ class Raised:
     """The exception that ended a pod.
 
     Attributes:
-        type: such as ``KeyError``, without its module; ``python`` and ``StartError`` where no Python code ran.
+        type: such as ``KeyError``, without its module; ``python`` and ``StartError`` where no Python code ran;
+            `NOT_TRAINED` where the script ended without an exception.
         at: ``file:line`` of the innermost frame of the script; empty where none is known.
         text: the exception's message.
         traceback: for people, bounded; empty where there is none.
@@ -65,7 +74,10 @@ class Raised:
 def raised_by(pod: Manifest) -> Raised | None:
     """The exception that ended this pod; None where a signal or a disruption ended it, or nothing says why."""
     state = terminated_state(pod)
-    if state is None or verdict_of(pod).cause is not Cause.CRASHED:
+    cause = verdict_of(pod).cause if state is not None else None
+    if cause is Cause.EXITED_EARLY and outcome_of(pod) is None:
+        return Raised(NOT_TRAINED, "", _NOT_TRAINED)
+    if state is None or cause is not Cause.CRASHED:
         return None
     code = state.get("exitCode")
     if not isinstance(code, int) or not 0 < code <= _LAST_CODE:

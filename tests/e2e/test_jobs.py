@@ -134,7 +134,7 @@ def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
     ("behave", "says"),
     [
         ("raise", "boom at import"),
-        ("exit0", "ExitedEarly"),
+        ("exit0", "must call backstay.train"),
         ("binary", "exit code 3"),
     ],
 )

@@ -136,6 +136,28 @@ def test_a_command_that_does_not_exist_fails_the_job(make_cluster):
     assert '"pyton": executable file not found' in cluster.condition("Failed")["message"]
 
 
+def test_a_script_that_never_trains_fails_the_job(make_cluster):
+    """Exit code 0 without `train`: every attempt would end alike, and nothing says so in a log."""
+    cluster = started(make_cluster)
+    crash(cluster, SERVER, 0, "", 0)
+    assert cluster.status["phase"] != "Failed"
+    crash(cluster, SERVER, 1, "", 0)
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert "exit code 0 before training was over" in failed["message"]
+    assert "backstay.train" in failed["message"]
+    assert "2 of 2 parameter servers" in failed["message"]
+
+
+@pytest.mark.parametrize("result", ["Trained", "AlreadyComplete", "Succeeded"])
+def test_a_script_that_has_trained_is_not_one_that_never_trains(make_cluster, result):
+    cluster = started(make_cluster)
+    for rank in range(1, 4):
+        crash(cluster, WORKER, rank, json.dumps({"result": result}), 0)
+        assert raised_by(cluster.pods[cluster.named(WORKER, rank, 1)]) is None
+    assert cluster.status["phase"] != "Failed"
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [

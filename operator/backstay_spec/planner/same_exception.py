@@ -1,8 +1,9 @@
 """Policy: whether a job fails at once because its pods raise the same exception before the first update (O4).
 
 A retry cannot help where the pods of different slots, which run the same script, raise the same exception at the same
-place. One pod proves nothing: its node may be at fault. So most slots of a role, or of the job, have to agree; in a
-role with one slot two incarnations. Nothing is lost, as there has been no update yet.
+place, or all end with exit code 0 without training. One pod proves nothing: its node may be at fault. So most slots of
+a role, or of the job, have to agree; in a role with one slot two incarnations. Nothing is lost, as there has been no
+update yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from backstay_spec import contract
-from backstay_spec.exceptions import Raised, raised_by
+from backstay_spec.exceptions import NOT_TRAINED, Raised, raised_by
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import Failure
 from backstay_spec.planner.facts import Facts, desired_slots
@@ -31,7 +32,7 @@ _PODS = {
 def judge(facts: Facts) -> Failure | None:
     """The job's failure, if most of its pods, or of a role's, raise the same exception before the first update."""
     start = facts.old.start_time
-    if facts.trained or facts.spec.run_policy.suspend or start is None:
+    if facts.trained or facts.done or facts.spec.run_policy.suspend or start is None:
         return None
     slots = desired_slots(facts.job)
     last = {slot: found for slot in slots if (found := _last_raised(facts.pods.get(slot, ()), start))}
@@ -68,14 +69,16 @@ def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: 
     raised = next(last[slot][0] for slot in slots if slot in last and last[slot][0].key == key)
     if agreeing >= 2 and 2 * agreeing > len(slots):
         what = f"{_PODS[role]}s" if role else "pods"
-        return _failure(raised, f"raised by {agreeing} of {len(slots)} {what}")
+        return _failure(raised, f"{agreeing} of {len(slots)} {what}")
     if role and len(slots) == 1:
         again = last[slots[0]]
         if len(again) >= 2 and again[0].key == again[1].key:
-            return _failure(raised, f"raised by the only {_PODS[role]}, twice")
+            return _failure(raised, f"the only {_PODS[role]}, twice")
     return None
 
 
-def _failure(raised: Raised, by: str) -> Failure:
-    text = f"{raised.summary}: {by} before the first update, so another attempt would fail too"
+def _failure(raised: Raised, pods: str) -> Failure:
+    if raised.type == NOT_TRAINED:
+        return Failure(REASON, f"{raised.text} (seen in {pods})")
+    text = f"{raised.summary}: raised by {pods} before the first update, so another attempt would fail too"
     return Failure(REASON, text, raised.traceback)
