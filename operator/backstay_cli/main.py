@@ -30,6 +30,8 @@ from backstay_cli.jobfile import (
 )
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.words import shortened
+from backstay_spec.sidecars import misspelt_containers
+from backstay_spec.validation import parse_job
 
 BAD_INPUT = 2
 _NAME = "Script only: the job's name. [default: the script's name, or its folder's for train.py and main.py]"
@@ -220,6 +222,8 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
             invalid = True
             continue
         print(f"{file}: {job['metadata'].get('name', 'a TrainingJob')}: valid")
+        for text in misspelt_containers(parse_job(job).spec):
+            print(f"{file}: warning: {text}")
         if (uri := relative_checkpoint(raw)) is not None:
             print(
                 f"{file}: note: spec.checkpoint.uri is the relative path {uri!r}, which only `backstay run` accepts "

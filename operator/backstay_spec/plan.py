@@ -24,7 +24,7 @@ from typing import Any
 from backstay_spec import contract, manifests_pod, names, status
 from backstay_spec.actions import Action, CreatePod, DeletePod, Plan
 from backstay_spec.causes import Blocked
-from backstay_spec.events import Event, normal
+from backstay_spec.events import Event, normal, warning
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
 from backstay_spec.planner import (
@@ -46,6 +46,7 @@ from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.planner.report import NewStatus
 from backstay_spec.runtime import Trained
+from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.types import ObjectMeta, TrainingJob
 from backstay_spec.types_status import Role, TrainingJobStatus
 
@@ -230,11 +231,13 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
 def _running(facts: Facts, outline: _Outline) -> _Outline:
     """A job that must train: first what every slot needs, then the objects that follow from it."""
     outline = replace(outline, said=outline.said + tuple(conditions.resumed(facts)))
-    if facts.old.start_time is None:
-        outline = replace(outline, fields={"start_time": status.whole_seconds(facts.now)})
     slots = desired_slots(facts.job)
     decided = _judge_slots(facts, outline.record, slots)
     outline = replace(outline, record=decided.record, effects=decided.effects)
+    if facts.old.start_time is None:
+        advice = tuple(warning("UnusualContainerName", text) for text in misspelt_containers(facts.spec))
+        fields = {"start_time": status.whole_seconds(facts.now)}
+        outline = replace(outline, effects=outline.effects + Effects(events=advice), fields=fields)
     if decided.effects.failure is not None:
         return _ended(facts, outline, decided.effects.failure)
     news = history.judge(facts)
@@ -250,7 +253,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     ]
     outline = replace(
         outline,
-        effects=decided.effects
+        effects=outline.effects
         + objects
         + Effects(events=news.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
         fields={

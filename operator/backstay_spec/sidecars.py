@@ -1,0 +1,38 @@
+"""Warns of a container whose name looks like a misspelt `trainer`.
+
+A pod template may add containers, so a name of its own is valid, as in every pod template. Where the name is close to
+that of the container that trains, a slip is more likely than a side-car: the resources, volumes or variables that it
+sets would silently not reach the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, Final
+
+from backstay_spec.contract import CONTAINER
+from backstay_spec.types import TrainingJobSpec
+
+__all__ = ["misspelt_containers"]
+
+# "train", "trainr", "trainers" and "trainer-1" are as similar; "training", "tracer" and "container" are not.
+_SIMILAR: Final = 0.8
+
+
+def misspelt_containers(spec: TrainingJobSpec) -> Iterator[str]:
+    """A sentence for each container of a template that is probably meant to be the one that trains."""
+    templates: tuple[tuple[str, dict[str, Any] | None], ...] = (
+        ("parameterServers", spec.parameter_servers.template),
+        ("workers", spec.workers.template),
+        ("evaluator", spec.evaluator.template if spec.evaluator is not None else None),
+    )
+    for role, template in templates:
+        containers = ((template or {}).get("spec") or {}).get("containers") or []
+        for index, container in enumerate(containers):
+            name = container["name"]
+            if name != CONTAINER and get_close_matches(name, [CONTAINER], cutoff=_SIMILAR):
+                yield (
+                    f"spec.{role}.template.spec.containers[{index}].name is {name!r}: the pods get another container "
+                    f"of that name; to change the container that trains, call it {CONTAINER}"
+                )
