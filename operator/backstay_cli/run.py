@@ -149,11 +149,15 @@ class _Following:
         view = self.view or JobView(self.name, self.namespace)
         self.display.show(replace(view, stage=text))
 
-    async def look(self, api: Api) -> JobView:
-        """Look at the job, and show it with what worker 0's script has printed."""
+    async def look(self, api: Api, trouble: str = "") -> JobView:
+        """Look at the job, and show it with what worker 0's script has printed.
+
+        Args:
+            trouble: shown instead of what the job waits for.
+        """
         self.view = view = await look(api, self.namespace, self.name, self.view)
         self.display.print(self._output.news(view.pods, updated=bool(view.step)))
-        self.display.show(view)
+        self.display.show(replace(view, stage=trouble) if trouble and not view.ended else view)
         return view
 
     def end(self) -> None:
@@ -207,24 +211,24 @@ async def _follow(session: Session, following: _Following) -> JobView:
     deadline = time.monotonic() + _UNSEEN_SECONDS
     while True:
         try:
-            view = await following.look(session.api)
+            view = await following.look(session.api, session.trouble)
         except ApiError as error:
             if error.status == 404:  # somebody deleted the job, with kubectl say
                 raise SessionError(f"the job {following.name} was deleted while it ran") from None
             raise
         except (aiohttp.ClientError, TimeoutError, OSError):
             if session.died.done():
-                raise SessionError(
-                    f"the {session.died.result()} died, see {session.folder / session.died.result()}.log"
-                ) from None
+                raise session.death() from None
         else:
             if view.ended:
                 return view
             if not view.seen and time.monotonic() > deadline:
                 log = session.folder / "operator.log"
-                raise SessionError(f"the operator has not looked at the job for {_UNSEEN_SECONDS:.0f} s, see {log}")
+                ended = f" ({session.operator.said})" if session.operator.said else ""
+                text = f"the operator has not looked at the job for {_UNSEEN_SECONDS:.0f} s{ended}, see {log}"
+                raise SessionError(text)
         if session.died.done():
-            raise SessionError(f"the {session.died.result()} died, see {session.folder / session.died.result()}.log")
+            raise session.death()
         await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -239,8 +243,8 @@ def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> i
             say("  kubectl apply -f job.yaml")
             say("  kubectl get trainingjobs --watch\n")
             say(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
-            name = await session.died
-            raise SessionError(f"the {name} died, see {session.folder / name}.log")
+            await session.died
+            raise session.death()
 
     try:
         asyncio.run(_interruptible(serve()))

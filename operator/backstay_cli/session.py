@@ -24,10 +24,24 @@ STOP_SECONDS = 20.0
 RESTART_SECONDS = 1.0
 RESTARTS = 5
 """How often in a row `run` and `up` start the operator again; one that has lived for a minute begins a new row."""
+SHOWN_SECONDS = 10.0
 
 
 class SessionError(Exception):
     """The cluster or the operator did not start, or died; the message names its log."""
+
+
+@dataclass
+class Keeper:
+    """Knows how the operator, which is started again when it ends, has ended last.
+
+    Attributes:
+        said: the last end, for people; empty: it has not ended.
+        at: when, as the event loop counts.
+    """
+
+    said: str = ""
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,26 @@ class Session:
         kubeconfig: for kubectl and for `Api`.
         api: an open connection.
         died: completes, with the name of what died, when the cluster or the operator has ended by itself, for good.
+        operator: how the operator has ended last.
     """
 
     folder: Path
     kubeconfig: Path
     api: Api
     died: asyncio.Task[str]
+    operator: Keeper
+
+    @property
+    def trouble(self) -> str:
+        """How the operator ended a moment ago; empty where it runs, or has run for a while since."""
+        ended_lately = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
+        return self.operator.said if ended_lately else ""
+
+    def death(self) -> SessionError:
+        """What to raise once `died` is complete: who died, and the end of its log."""
+        name = self.died.result()
+        log = self.folder / f"{name}.log"
+        return SessionError(f"the {name} died, see {log}{_tail(log)}")
 
 
 @contextlib.asynccontextmanager
@@ -95,8 +123,10 @@ async def start_session(
         await _wait_until_served(api, cluster, folder / "cluster.log")
         say("starting the operator")
         arguments = ["--kubeconfig", str(kubeconfig), "--key-file", str(key), "--bind", "127.0.0.1"]
+        keeper = Keeper()
         operator = asyncio.create_task(
             _keep(
+                keeper,
                 "operator",
                 folder,
                 "backstay_operator",
@@ -112,7 +142,7 @@ async def start_session(
         await _apply_crd(api)  # the operator is importing meanwhile, and waits for it
         died = asyncio.create_task(_first_death({"cluster": asyncio.create_task(cluster.wait()), "operator": operator}))
         try:
-            yield Session(folder, kubeconfig, api, died)
+            yield Session(folder, kubeconfig, api, died, keeper)
         finally:
             await _end(died)
 
@@ -150,7 +180,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
         await asyncio.shield(_stop(process))
 
 
-async def _keep(name: str, folder: Path, module: str, *arguments: str, restarts: int) -> None:
+async def _keep(keeper: Keeper, name: str, folder: Path, module: str, *arguments: str, restarts: int) -> None:
     """Run it, and again when it dies; returns when that does not help."""
     loop = asyncio.get_running_loop()
     deaths = 0
@@ -159,8 +189,11 @@ async def _keep(name: str, folder: Path, module: str, *arguments: str, restarts:
             await asyncio.sleep(RESTART_SECONDS)
         started = loop.time()
         async with _process(name, folder, module, *arguments) as process:
-            await process.wait()
+            code = await process.wait()
         deaths = deaths + 1 if loop.time() - started < START_SECONDS else 1
+        last = _tail(folder / f"{name}.log", 1).removeprefix("\n  | ") or "it wrote no log"
+        again = f"; it starts again ({deaths} of {restarts})" if deaths <= restarts else ""
+        keeper.said, keeper.at = f"the {name} ended with exit status {code}: {last}{again}", loop.time()
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

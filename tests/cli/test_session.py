@@ -13,10 +13,11 @@ import pytest
 from backstay_cli import session
 
 SCRIPT = """
-import os, pathlib, time
+import os, pathlib, sys, time
 with pathlib.Path("lives").open("a") as file:
     print(os.getpid(), file=file, flush=True)
 time.sleep({seconds})
+sys.exit("kopf ended: no such thing")
 """
 
 
@@ -46,13 +47,31 @@ def lives(folder: Path) -> list[int]:
 
 
 def test_what_dies_again_and_again_is_given_up(module, tmp_path):
-    asyncio.run(session._keep("operator", tmp_path, module(0), restarts=2))
+    """And whoever waits for it reads why it ends: an operator that cannot start would else look like a slow one."""
+    keeper = session.Keeper()
+    asyncio.run(session._keep(keeper, "operator", tmp_path, module(0), restarts=2))
     assert len(lives(tmp_path)) == 3
+    assert keeper.said == "the operator ended with exit status 1: kopf ended: no such thing"
+
+
+def test_how_the_operator_ended_is_shown_until_it_has_run_for_a_while(tmp_path):
+    async def story() -> None:
+        now = asyncio.get_running_loop().time()
+        died = asyncio.get_running_loop().create_task(asyncio.sleep(0, "operator"))
+        kept = session.Session(tmp_path, tmp_path, None, died, session.Keeper("it ended", now))
+        assert kept.trouble == "it ended"
+        kept.operator.at = now - session.SHOWN_SECONDS
+        assert kept.trouble == ""
+        await died
+        (tmp_path / "operator.log").write_text("the reason\n")
+        assert str(kept.death()) == f"the operator died, see {tmp_path}/operator.log\n  | the reason"
+
+    asyncio.run(story())
 
 
 def test_what_dies_is_started_again_and_is_stopped_at_the_end(module, tmp_path):
     async def story() -> None:
-        keeping = asyncio.create_task(session._keep("operator", tmp_path, module(60), restarts=1))
+        keeping = asyncio.create_task(session._keep(session.Keeper(), "operator", tmp_path, module(60), restarts=1))
         for life in (1, 2):
             await until(lambda life=life: len(lives(tmp_path)) == life)
             if life == 1:
