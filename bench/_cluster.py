@@ -28,6 +28,7 @@ from backstay_spec import contract
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 NAMESPACE = "default"
+PLATFORM = {"JAX_PLATFORMS": "cpu"}
 _UNAVAILABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -79,7 +80,7 @@ async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
         folder = (
             Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
         )
-        async with start_session(folder, preload=preload()) as session:
+        async with start_session(folder, preload=preload(environ=PLATFORM)) as session:
             made = Cluster(folder, session.kubeconfig, session.api)
             try:
                 yield made
@@ -133,7 +134,7 @@ class Job:
             "MODE": mode,
             "PAUSE": str(pause),
             "TIMELINE": str(self.timeline),
-            "JAX_PLATFORMS": "cpu",
+            **PLATFORM,
             **(env or {}),
         }
         update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {})

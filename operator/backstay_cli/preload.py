@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
@@ -67,22 +67,34 @@ AFTER_FORK: Final = ("numpy.random:seed",)
 NEVER: Final = frozenset({"mpi4py", "horovod", "tensorflow", "torch_xla"})
 
 
-def preload(job: dict[str, Any] | None = None) -> str:
+def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> str:
     """The value of the cluster's option ``--preload``.
 
     Args:
-        job: a localised TrainingJob, whose script's imports are added; None for jobs to come.
+        job: a localised TrainingJob: the imports of its script are added, and those of its variables that take effect
+            at an import. None for jobs to come.
+        environ: variables that the pods of jobs to come will have.
     """
     learned = [] if job is None else list(_learned(job))
+    variables = _plain_variables(job) if job is not None else environ or {}
     return json.dumps(
         {
             "modules": list(dict.fromkeys([*TRAINER, *learned])),
-            "started_with": ALLOCATOR,
+            "started_with": {
+                **ALLOCATOR,
+                **{name: value for name, value in variables.items() if name.startswith(PREFIXES)},
+            },
             "environ": ENVIRON,
             "prefixes": PREFIXES,
             "after_fork": AFTER_FORK,
         }
     )
+
+
+def _plain_variables(job: dict[str, Any]) -> dict[str, str]:
+    """The variables of all pods whose values are in the job itself."""
+    found = {one["name"]: one.get("value") for one in job["spec"].get("env") or []}
+    return {name: value for name, value in found.items() if isinstance(value, str) and "$(" not in value}
 
 
 def _learned(job: dict[str, Any]) -> Iterator[str]:
