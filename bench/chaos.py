@@ -32,6 +32,7 @@ from _witness import Applied, count_applied
 STEP_SECONDS = 0.1
 EVERY_SECONDS = 3.0
 LIFE_SECONDS = 12.0  # of a pod, about
+AFTER_PAUSE_SECONDS = 10.0  # a pod that was stopped and continued for longer has lost nothing by it
 _ORDER = ("Sync", "Async")
 
 
@@ -232,27 +233,58 @@ def injected(job: Job) -> Counter[str]:
     return found
 
 
-def double_losses(job: Job) -> int:
-    """How many times two servers of one shard died within a few seconds, so that training went back to a checkpoint.
+def unprotected(
+    backs: Sequence[float], struck: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int]]
+) -> int:
+    """How many rollbacks one standby for each shard cannot prevent.
 
-    The source is the logs of the coordinators and of the operator. One standby cannot prevent such a rollback.
+    Since a shard's standby was last filled, two of the shard's pods were struck: the server and its standby, or the
+    server that took over and the standby that was not filled yet.
+
+    Args:
+        backs: when training went back to a checkpoint, in seconds.
+        struck: when each pod of a shard died, or was killed, stopped or deleted, and until when that may have an
+            effect: (seconds, seconds, shard, pod).
+        filled: when the standby of each shard held the whole state: (seconds, shard).
     """
+    found = 0
+    for back in backs:
+        for shard in {shard for _, _, shard, _ in struck}:
+            # Logs have whole seconds: what happened in the second of the rollback may have been the cause.
+            since = max((at for at, of in filled if of == shard and at < back), default=float("-inf"))
+            pods = {pod for at, until, of, pod in struck if of == shard and since <= at <= back + 1 and back <= until}
+            if len(pods) > 1:
+                found += 1
+                break
+    return found
 
-    def seconds(clock: str) -> int:
+
+def explained(job: Job, faults: Sequence[Fault]) -> int:
+    """How many of the job's rollbacks are beyond one standby, by the faults and by the logs."""
+
+    def seconds(clock: str) -> float:
         hours, minutes, rest = (int(part) for part in clock.split(":"))
         return hours * 3600 + minutes * 60 + rest
 
+    backs: list[float] = []
+    filled: list[tuple[float, int]] = []
+    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-*/trainer.log*"):
+        text = log.read_text(errors="replace")
+        shard = int(log.parent.name.rsplit("-", 3)[1])
+        # The coordinator reports the one where another shard was lost, and the other where it is new itself.
+        back = r"^([\d:]{8}) .*-0: (?:a shard was lost: back to step|continuing from the checkpoint)"
+        backs += [seconds(clock) for clock in re.findall(back, text, re.M)]
+        holds = r"^([\d:]{8}) .*: the standby \(incarnation \d+\) holds the same state"
+        filled += [(seconds(clock), shard) for clock in re.findall(holds, text, re.M)]
     operator = (job.cluster.folder / "operator.log").read_text(errors="replace")
-    died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod \S+-ps-(\d+)-\d+-\w+ is dead", operator, re.M)
-    found = 0
-    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-0-*/trainer.log*"):
-        # The first message is of a coordinator that lost another shard, and the second of a new coordinator.
-        back = r"^([\d:]{8}) .*: (?:a shard was lost: back to step|continuing from the checkpoint)"
-        for clock in re.findall(back, log.read_text(errors="replace"), re.M):
-            # A dead operator counts the deaths and promotes after its own restart.
-            of_shard = Counter(shard for at, shard in died if -8 <= seconds(at) - seconds(clock) <= 2)
-            found += max(of_shard.values(), default=0) > 1
-    return found
+    died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod (\S+-ps-(\d+)-\S+) is dead", operator, re.M)
+    struck = [(seconds(clock), float("inf"), int(shard), pod) for clock, pod, shard in died]
+    for fault in faults:
+        at = seconds(time.strftime("%H:%M:%S", time.localtime(fault.at))) + fault.at % 1
+        paused = re.search(r" for ([\d.]+) s$", fault.target)
+        until = at + float(paused[1]) + AFTER_PAUSE_SECONDS if paused else float("inf")
+        struck += [(at, until, int(shard), pod) for pod, shard in re.findall(r"(\S+-ps-(\d+)-\S+)", fault.target)]
+    return unprotected(backs, struck, filled)
 
 
 def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
@@ -323,8 +355,8 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
     rollbacks = int(status.get("term") or 1) - 1
     row("times training went back to a checkpoint", str(rollbacks))
-    beyond = double_losses(job)
-    row("  of them after two servers of one shard died within seconds", str(beyond))
+    beyond = explained(job, chaos.faults)
+    row("  of them after two servers of one shard were struck", str(beyond))
     row("  for any other reason", str(rollbacks - beyond), "0 with standbys")
     row("  updates redone after that", str(redone_of(updates)))
     pods = {role: f"{r.get('restarts', 0)} + {r.get('disruptions', 0)}" for role, r in status["roles"].items()}
