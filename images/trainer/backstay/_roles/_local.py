@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from .._compute._gradient import Gradient, GradientFn
+from .._compute._initial import initial
 from .._data._batch_key import BatchKey
 from .._result import Result
 from .._update._kernels import Mean, enable_x64, mean, state_mean
@@ -99,7 +100,7 @@ def train_local(
         JobFailed: ``NonFiniteGradients``.
     """
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
-    model = init(jax.random.key(seed))
+    model = initial(init, seed)
     tree = describe(model, has_state=has_state)
     model = jax.tree_util.tree_map(_copied, model, tree.shapes())
     params, model_state = model if has_state else (model, None)

@@ -153,9 +153,9 @@ class Script:
 
     def from_seed(self) -> Any:
         """What `init` returns."""
-        import jax
+        from .._compute._initial import initial
 
-        return self.init(jax.random.key(self.seed))
+        return initial(self.init, self.seed)
 
     def initial(self, start_from: str = "") -> Any:
         """The model of version 0: parameters, or ``(params, state)``.
@@ -175,7 +175,7 @@ class Script:
         from ._storing import patiently
 
         start, fixed = self.start_from, start_from or self.fixed_start()
-        tree = describe(jax.eval_shape(self.from_seed), has_state=self.has_state)
+        tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
         values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.leaves)))
         if any(value is None for value in values):
             own = jax.tree.leaves(self.from_seed())

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from backstay_rpc.control_pb2 import (
     EvaluatedRequest,
     HeartbeatReply,
@@ -105,8 +107,10 @@ class Standby:
 
     def _follow_forever(self) -> None:
         try:
-            # What an update runs is compiled before there is anybody to wait for it.
-            engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, self._script.from_seed())
+            # What an update runs is compiled before there is anybody to wait for it. That needs shapes and no values.
+            shapes = self._plan.partition.tree
+            zeros = shapes.unflatten([np.zeros(leaf.shape, leaf.dtype) for leaf in shapes.leaves])
+            engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, zeros)
             engine.compile((1,), clipped=self._script.clip_norm is not None)
             del engine
             while not self._wake.is_set():

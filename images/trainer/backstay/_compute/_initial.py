@@ -1,0 +1,43 @@
+"""Runs `init`: once in the life of a job, so its program is compiled quickly and not optimized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["initial"]
+
+# XLA takes seconds to optimize the random bits of each shape, and milliseconds to run them unoptimized.
+_UNOPTIMIZED: Final = {"xla_backend_optimization_level": 0}
+# Above it the unoptimized program may run for longer than the optimized one takes to compile.
+_MOST_ELEMENTS: Final = 1_000_000
+# Larger constants, such as weights that `init` reads from a file, would be compiled into the program.
+_MOST_CONSTANT_BYTES: Final = 1 << 20
+
+
+def initial(init: Callable[[Any], Any], seed: int) -> Any:
+    """What ``init(jax.random.key(seed))`` returns.
+
+    On a CPU a small `init` runs as one program. Its floats may differ from those of `init` run operation by operation
+    in the last bits; every pod, and a single process too, gets the same ones.
+
+    Args:
+        init: PRNG key -> parameters, a pytree of arrays.
+        seed: of the key.
+    """
+    import jax
+
+    key = jax.random.key(seed)
+    if jax.default_backend() != "cpu":
+        return init(key)
+    try:
+        traced = jax.jit(init).trace(key)
+        elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(traced.out_info))
+        constants = sum(getattr(value, "nbytes", 0) for value in traced.jaxpr.consts)
+        if elements > _MOST_ELEMENTS or constants > _MOST_CONSTANT_BYTES:
+            return init(key)
+        program = traced.lower().compile(compiler_options=_UNOPTIMIZED)
+    except Exception:  # noqa: BLE001  # without the program in between, the error is that of `init` itself
+        return init(key)
+    return program(key)
