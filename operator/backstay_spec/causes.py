@@ -357,6 +357,9 @@ def _final_message(message: str, code: int) -> str:
     if said is not None:
         reason, told = _text(said.get("reason")), _text(said.get("message"))
         words = shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
+        errors = shortened("\n".join(_text(said.get("stderr")).strip().splitlines()[-5:]), 400)
+        if errors and not words:
+            return f"; its standard error ends: {errors}"
         return f": {words}" if words else ""
     printed = message.strip().splitlines()
     if code > SIGNALLED:

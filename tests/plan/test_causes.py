@@ -40,6 +40,11 @@ def target(why, **more):
         ),
         (pod(ended(1, message="Traceback\n  line\nValueError: no")), "Crashed", "ValueError: no"),
         (pod(ended(1, message='{"reason": "ShapesDiffer", "message": "leaf w"}')), "Crashed", "ShapesDiffer: leaf w"),
+        (
+            pod(ended(1, message='{"result": "Trained", "step": 9, "stderr": "warming up\\nno place to export to"}')),
+            "Crashed",
+            "exit code 1; its standard error ends: warming up\nno place to export to",
+        ),
         (pod(ended(0, "Completed")), "ExitedEarly", "exit code 0"),
         (pod(ended(137, "OOMKilled")), "OutOfMemory", "OOMKilled"),
         (pod(ended(137, "ContainerStatusUnknown")), "NodeLost", "ContainerStatusUnknown"),

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import backstay
 from backstay._faults import ENV_FAULTS
 from backstay._process._exit import Stop, termination_message
-from backstay._process._failure import describe
+from backstay._process._failure import describe, printed
 from backstay._roles._farewell import Farewell
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, StorageError
@@ -66,14 +67,17 @@ def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) ->
 
 def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: Path) -> None:
     """T8: a script that exports is ended by SIGTERM as any program is, and by its own exit code."""
-    tiny = stored(job, tmp_path, 2)
+    tiny = stored(job, tmp_path, 3)
     tiny.server(0)
     waits, exits = tiny.worker(0, AFTER="wait"), tiny.worker(1, AFTER="exit")
+    says = tiny.worker(2, AFTER="says")
     assert exits.wait() == 3
+    assert says.wait() == 1
+    assert str(says.words()["stderr"]).endswith("no place to export to"), "no hook is called for SystemExit"
     tiny.wait_for(waits, "exporting")
     waits.process.send_signal(signal.SIGTERM)
     assert waits.wait() == -signal.SIGTERM
-    assert waits.words()["result"] == exits.words()["result"] == "Trained"
+    assert {pod.words()["result"] for pod in (waits, exits, says)} == {"Trained"}
 
 
 def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path) -> None:
@@ -184,6 +188,26 @@ def test_a_traceback_names_the_script_and_not_the_libraries() -> None:
     assert len(long) <= 1800
     assert long.startswith("Traceback (most recent call last):\n"), "the frames stay, and the text is cut"
     assert "RuntimeError: xxx" in long
+
+
+def test_the_log_has_the_frames_of_the_script_and_not_those_between_them() -> None:
+    calls: dict[str, Any] = {}
+    inside = str(Path(backstay.__file__).with_name("_roles") / "_worker.py")
+    exec(compile("def through(function):\n    return function()\n", inside, "exec"), calls)
+
+    def loss():
+        return {}["weight"]
+
+    with pytest.raises(KeyError) as raised:
+        calls["through"](loss)
+    text = printed(raised.value)
+    assert text.startswith("(the traceback is shown without the frames of Backstay and JAX: 1)\nTraceback (most recent")
+    assert text.endswith("KeyError: 'weight'\n")
+    assert "_worker.py" not in text
+    with pytest.raises(TypeError) as fault:
+        calls["through"](lambda: calls["through"](None))
+    fault.value.__traceback__ = fault.tb.tb_next.tb_next.tb_next  # type: ignore[union-attr]
+    assert "_worker.py" in printed(fault.value), "without a line of the script all frames stay"
 
 
 def test_the_last_message_fits_and_stays_json_whatever_the_script_said() -> None:

@@ -23,7 +23,7 @@ HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # there is no batch of thi
 LET = Path(os.environ.get("LET", "no-file"))  # as soon as this file is there, the step that it says takes its place
 OPTIMIZER = optax.adam(float(os.environ.get("LEARNING_RATE", "1e-2")))
 SEED = int(os.environ.get("SEED", "0"))
-AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise | exit | wait | twice
+AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise | exit | says | wait | twice
 
 
 def init(key):
@@ -120,6 +120,8 @@ def main() -> None:
         export(result.step)
     if AFTER == "exit":
         sys.exit(3)
+    if AFTER == "says":
+        raise SystemExit("no place to export to")
     if AFTER == "wait":
         print("exporting", flush=True)
         time.sleep(10**6)

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +18,7 @@ from ._data._batch_key import BatchKey
 from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
 from ._process._environment import Environment
 from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
-from ._process._failure import describe
+from ._process._failure import describe, printed
 from ._process._logs import Reporter, configure
 from ._process._title import show_role
 from ._result import Result
@@ -240,7 +239,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
-    show_role(environment)
+    show_role(environment, standby=environment.standby)
     if script.stop_when is not None and not environment.config.evaluator:
         raise ConfigurationError(
             "stop_when judges evaluations, and this job has no evaluator: set spec.evaluator, or use "
@@ -311,6 +310,7 @@ def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metric
         inherited = Standby(environment, script, plan, metrics, stop).run()
         if inherited is None:
             end_process(SIGTERM_EXIT)
+        show_role(environment)
     end_process(Server(environment, script, plan, metrics, stop, inherited).run())
 
 
@@ -322,7 +322,7 @@ def _fail(environment: Environment, error: Exception) -> NoReturn:
         fields.pop("traceback")
         print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
     else:
-        traceback.print_exception(error)
+        sys.stderr.write(printed(error))
     if isinstance(error, JobFailed):
         fields |= {"reason": error.reason, "message": error.message}
     elif _RETURNED.is_set():

@@ -1,13 +1,18 @@
-"""A worker's process after `train` has returned: its exit code, and the reason of a failure, are the job's."""
+"""A worker's process after `train` has returned: its exit code, and the reason of a failure, are the job's.
+
+An exception is written into the termination message. `SystemExit` is none to Python: it prints its text and calls no
+hook. So the end of what the script writes to `sys.stderr` goes into the message too, when the process ends in order.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from ._exit import Stop, write_termination
 from ._failure import describe
@@ -17,6 +22,7 @@ __all__ = ["AFTER_TRAINING_FAILED", "STOPPED_EARLY", "TRAINED", "hand_over"]
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
+_KEPT: Final = 1000
 
 
 def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
@@ -32,15 +38,56 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
     """
     stop.release()
     write_termination(path, {"result": TRAINED, **fields})
-    sys.excepthook = _hook(path, sys.excepthook, os.getpid())
+    if path is not None:
+        end = _End(path, fields)
+        end.previous, sys.excepthook = sys.excepthook, end.raised
+        atexit.register(end.ended)
 
 
-def _hook(
-    path: Path | None, previous: Callable[..., Any], owner: int
-) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == owner:  # a process that the script has forked is not the pod's
-            write_termination(path, {"result": AFTER_TRAINING_FAILED, **describe(error).fields()})
-        previous(kind, error, trace)
+class _End:
+    """Writes how the script ended.
 
-    return hook
+    Args:
+        path: the file of the termination message.
+        fields: of the message of a script that has not ended yet.
+    """
+
+    previous: Callable[..., Any]
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        self._path, self._fields = path, fields
+        self._owner = os.getpid()
+        self._raised = False
+        self._errors = _Tail(sys.stderr)
+
+    def raised(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """`sys.excepthook`."""
+        if os.getpid() == self._owner:  # a process that the script has forked is not the pod's
+            self._raised = True
+            write_termination(self._path, {"result": AFTER_TRAINING_FAILED, **describe(error).fields()})
+        self.previous(kind, error, trace)
+
+    def ended(self) -> None:
+        """`atexit`: Python has printed the text of a `SystemExit` by now."""
+        text = self._errors.text.strip()
+        if os.getpid() == self._owner and text and not self._raised:
+            write_termination(self._path, {"result": TRAINED, **self._fields, "stderr": text})
+
+
+class _Tail:
+    """Keeps the end of what is written to a stream.
+
+    Attributes:
+        text: the last characters, `_KEPT` at most.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.text = ""
+        if stream is not None:
+            self._write = stream.write
+            stream.write = self.write  # type: ignore[method-assign]  # the stream itself stays what it is
+
+    def write(self, text: str) -> int:
+        """In place of the stream's method."""
+        self.text = (self.text + text)[-_KEPT:]
+        return self._write(text)

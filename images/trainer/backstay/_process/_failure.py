@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..errors import PeerLost, StorageError
 
-__all__ = ["Failure", "describe"]
+__all__ = ["Failure", "describe", "printed"]
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _LIBRARIES: Final = (
@@ -71,6 +71,29 @@ def describe(error: BaseException) -> Failure:
     )
 
 
+def printed(error: BaseException) -> str:
+    """The traceback as Python prints it, without the frames of Backstay and JAX between those of the script.
+
+    An exception that no line of the script was running for keeps all its frames: the fault may be Backstay's.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    todo: list[traceback.TracebackException | None] = [found]
+    hidden = 0
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        todo += [each.__cause__, each.__context__, *(each.exceptions or ())]
+        if any(_is_script(frame.filename) for frame in each.stack):
+            kept = [frame for frame in each.stack if not _is_machinery(frame.filename)]
+            hidden += len(each.stack) - len(kept)
+            each.stack = traceback.StackSummary.from_list(kept)
+    note = f"(the traceback is shown without the frames of Backstay and JAX: {hidden})\n" if hidden else ""
+    return note + "".join(found.format())
+
+
 def _lines(error: BaseException) -> Iterator[str]:
     """As `traceback.format_exception`, without the frames of libraries, notes, and the exceptions before this one."""
     shown = [
@@ -97,6 +120,11 @@ def _is_script(filename: str) -> bool:
         return filename == "<string>"
     path = str(Path(filename).absolute())
     return not path.startswith(_LIBRARIES) and not any(part in path for part in _PACKAGES)
+
+
+def _is_machinery(filename: str) -> bool:
+    path = str(Path(filename).absolute())
+    return path.startswith(str(_PACKAGE) + os.sep) or any(f"{part}jax{os.sep}" in path for part in _PACKAGES)
 
 
 def _short(filename: str) -> str:

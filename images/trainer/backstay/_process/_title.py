@@ -19,20 +19,24 @@ _COMM: Final = Path("/proc/self/comm")
 _LONGEST: Final = 15
 
 
-def process_name(role: str, index: int) -> str:
-    """Such as ``worker-3``, ``server-0`` or ``evaluator-0``.
+def process_name(role: str, index: int, *, standby: bool = False) -> str:
+    """Such as ``worker-3``, ``server-0``, ``standby-0`` or ``evaluator-0``.
 
     Args:
         role: a value of the role label.
         index: shard, rank, or 0.
+        standby: whether the process is the standby of a shard.
     """
-    return f"{_SHORT.get(role, role)}-{index}"[:_LONGEST]
+    return f"{'standby' if standby else _SHORT.get(role, role)}-{index}"[:_LONGEST]
 
 
-def show_role(environment: Environment) -> None:
+def show_role(environment: Environment, *, standby: bool = False) -> None:
     """Give this process its name; where the system has no such file, the process keeps its own.
 
     The command line stays what it was, so that `pgrep -f train.py` still finds every pod of a script.
+
+    Args:
+        standby: whether the process is a standby now; one that is promoted is called again.
     """
     with contextlib.suppress(OSError):
-        _COMM.write_text(process_name(environment.role, environment.index))
+        _COMM.write_text(process_name(environment.role, environment.index, standby=standby))
