@@ -45,6 +45,19 @@ def test_what_differs_is_named(changed: dict[str, str], said: list[str]) -> None
     assert mine.digest != Agreement(LEAVES, SETTINGS | changed).digest
 
 
+def test_another_jax_explains_a_difference_and_is_none_itself() -> None:
+    """A changed version of JAX, or the x64 flag of one pod, shows as another program or another dtype."""
+    mine = Agreement(LEAVES, SETTINGS | {"software": "jax 0.10.2 with x64 off"})
+    other = SETTINGS | {"software": "jax 0.9.0 with x64 on"}
+    assert mine.difference(LEAVES, other, "worker 3", "shard 0") == ""
+    assert mine.digest == Agreement(LEAVES, other).digest
+    named = "and so must JAX: worker 3 has jax 0.9.0 with x64 on, shard 0 has jax 0.10.2 with x64 off."
+    assert named in mine.difference(LEAVES, other | {"optimizer": "bc"}, "worker 3", "shard 0")
+    wide = (Leaf(path="w", shape=[2], dtype="float64"),)
+    assert named in mine.difference(wide, other, "worker 3", "shard 0")
+    assert "JAX" not in mine.difference(wide, SETTINGS, "worker 3", "shard 0"), "an older trainer does not say"
+
+
 def test_who_agrees_is_not_refused() -> None:
     mine = Agreement(LEAVES, SETTINGS)
     backwards = dict(reversed(SETTINGS.items()))

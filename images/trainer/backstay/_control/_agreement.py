@@ -11,12 +11,13 @@ from typing import Final
 
 from backstay_rpc.control_pb2 import Leaf
 
-__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "STRUCTURE", "Agreement", "first_difference"]
+__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "SOFTWARE", "STRUCTURE", "Agreement", "first_difference"]
 
 STRUCTURE: Final = "optimizer_state"
 PROGRAM: Final = "optimizer"
 CONSTANTS: Final = "optimizer_constants"
 LAYOUT: Final = "layout"
+SOFTWARE: Final = "software"
 _SHOWN: Final = 6
 
 
@@ -26,7 +27,8 @@ class Agreement:
     Attributes:
         leaves: of the parameters.
         settings: by name, as text: the arguments of `train` under their own names, and digests in hex under
-            `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
+            `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks. `SOFTWARE`
+            names the version of JAX and its width of floats; it explains another difference, and is none itself.
     """
 
     leaves: tuple[Leaf, ...]
@@ -34,8 +36,9 @@ class Agreement:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the settings, for the data streams. `LAYOUT` covers the leaves."""
-        text = json.dumps(dict(self.settings), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the settings but `SOFTWARE`, for the data streams. `LAYOUT` covers the leaves."""
+        compared = {name: text for name, text in self.settings.items() if name != SOFTWARE}
+        text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
     def difference(self, leaves: Sequence[Leaf], settings: Mapping[str, str], peer: str, here: str) -> str:
@@ -49,8 +52,9 @@ class Agreement:
         if leaf:
             return (
                 f"the parameters of {peer} are not those of {here}: {leaf}; init must return the same tree in every pod"
+                f"{self._software(settings, peer, here)}"
             )
-        names = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS})
+        names = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS, SOFTWARE})
         names = [name for name in names if self.settings.get(name) != settings.get(name)]
         found = [self._words(name, settings.get(name), peer, here) for name in names if name in _ARGUMENTS]
         if PROGRAM in names or STRUCTURE in names:
@@ -59,7 +63,17 @@ class Agreement:
             found = [f"the number of shards, or the version of Backstay, is not the same ({', '.join(names)})"]
         if not found:
             return ""
-        return f"{peer} does not agree with {here}: {'; '.join(found)}. The script must be the same in every pod."
+        return (
+            f"{peer} does not agree with {here}: {'; '.join(found)}. The script must be the same in every pod"
+            f"{self._software(settings, peer, here) or '.'}"
+        )
+
+    def _software(self, settings: Mapping[str, str], peer: str, here: str) -> str:
+        """Another version of JAX, or another width of floats, computes another program from the same script."""
+        mine, theirs = self.settings.get(SOFTWARE), settings.get(SOFTWARE)
+        if not mine or not theirs or mine == theirs:
+            return ""
+        return f", and so must JAX: {peer} has {theirs}, {here} has {mine}."
 
     def _words(self, name: str, theirs: str | None, peer: str, here: str) -> str:
         mine = self.settings.get(name)

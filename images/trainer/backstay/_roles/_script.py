@@ -42,7 +42,9 @@ class Plan:
     @cached_property
     def agreement(self) -> Agreement:
         """For joining."""
-        from .._control._agreement import CONSTANTS, LAYOUT, PROGRAM, STRUCTURE, Agreement
+        import jax
+
+        from .._control._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement
 
         parts = self.partition
         settings = {
@@ -50,6 +52,7 @@ class Plan:
             STRUCTURE: parts.structure_digest.hex(),
             PROGRAM: parts.program_digest.hex(),
             CONSTANTS: " ".join(self.rule.program.constants),
+            SOFTWARE: f"jax {jax.__version__} with x64 {'on' if jax.config.values['jax_enable_x64'] else 'off'}",
             **self.arguments,
         }
         leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
