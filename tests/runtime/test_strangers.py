@@ -27,13 +27,17 @@ import pytest
 from backstay._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._guard import (
+    LATE_SECONDS,
+    MAX_LATE_LOOKS,
     MAX_REFUSED,
     MAX_UNPROVEN,
+    MAX_UNPROVEN_BYTES,
     SCAN_SECONDS,
     ConnectionGuard,
     Sockets,
     Warnings,
 )
+from backstay._process._sockets import peer_address, socket_address
 from backstay._timeouts import Timeouts
 from backstay._wire.flight import ClientStream, Listener
 from backstay_rpc import bearer
@@ -592,6 +596,44 @@ def test_o7_a_connection_that_is_seen_twice_is_still_closed(listener: socket.soc
     assert bad.closed()
     for each in (bad, end):
         each.close()
+
+
+def test_o7_what_a_peer_has_sent_counts_once_this_process_had_time_to_look(listener: socket.socket) -> None:
+    """T8: on a starved server gRPC reads a gradient before Python sees its call. A stranger is still closed."""
+    port, now = listener.getsockname()[1], 0.0
+    sockets, guard = Sockets(clock=lambda: now), ConnectionGuard(port, "the port", grace=3600.0)
+    good, bad = Connection(port, silent=True), Connection(port, silent=True)
+    ends = [listener.accept()[0] for _ in range(2)]
+    for connection, end in zip((good, bad), ends, strict=True):
+        sender = threading.Thread(target=connection.socket.sendall, args=(bytes(MAX_UNPROVEN_BYTES + 1),))
+        sender.start()
+        assert len(end.recv(MAX_UNPROVEN_BYTES + 1, socket.MSG_WAITALL)) == MAX_UNPROVEN_BYTES + 1
+        sender.join()
+    for _ in range(MAX_LATE_LOOKS):
+        now += LATE_SECONDS
+        sockets.scan([guard])
+    guard.prove(f"ipv4:127.0.0.1:{good.socket.getsockname()[1]}")
+    now += LATE_SECONDS
+    sockets.scan([guard])
+    assert bad.closed()
+    ends[0].sendall(b"x")
+    assert good.socket.recv(1) == b"x"
+    for each in (good, bad, *ends):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"),
+    [
+        ("ipv4:127.0.0.1:4242", ("127.0.0.1", 4242)),
+        ("ipv6:%5B::1%5D:4242", ("::1", 4242, 0, 0)),
+        ("ipv6:[::ffff:10.0.0.7]:4242", ("::ffff:10.0.0.7", 4242, 0, 0)),
+        ("ipv6:%5Bfe80::1%252%5D:4242", ("fe80::1%eth0", 4242, 0, 2)),
+    ],
+)
+def test_a_peer_of_grpc_is_the_address_that_the_socket_has(peer: str, name: tuple[Any, ...]) -> None:
+    """A link-local address has the number of its interface in gRPC, and the name of it in Python."""
+    assert peer_address(peer) == socket_address(name)
 
 
 def test_hosts_with_few_connections_do_not_pay_for_one_with_many(listener: socket.socket) -> None:

@@ -35,6 +35,12 @@ _LOG = logging.getLogger(__name__)
 SCAN_SECONDS: Final = 0.1
 """Between two looks at the sockets. What a stranger sends to the data port meanwhile, gRPC keeps in memory."""
 
+LATE_SECONDS: Final = 3 * SCAN_SECONDS
+"""Between two looks that show that this process gets no processor: it may not have seen a call that has come."""
+
+MAX_LATE_LOOKS: Final = 3
+"""So many late looks excuse a connection that has sent too much."""
+
 MAX_UNPROVEN: Final = 64
 """Connections of one host without a valid call. Above that, each one is closed that is older than `CROWDED_SECONDS`."""
 
@@ -86,16 +92,19 @@ class _Unproven:
     inode: int
     connection: Connection
     scans: int = 0
+    late_looks: int = 0  # that came late while it had sent too much
 
 
 class Sockets:
     """The sockets of this process, looked at every `SCAN_SECONDS` by one thread, for all guards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._guards: list[ConnectionGuard] = []
         self._known: dict[int, Connection | None] = {}  # by inode; None: not connected
         self._thread: threading.Thread | None = None
+        self._clock = clock
+        self._scanned = clock()
 
     def add(self, guard: ConnectionGuard) -> None:
         """From now on `guard` is told of connections to its port."""
@@ -116,6 +125,8 @@ class Sockets:
 
     def scan(self, guards: Sequence[ConnectionGuard]) -> None:
         """Look once, and tell these guards."""
+        now = self._clock()
+        late, self._scanned = now - self._scanned >= LATE_SECONDS, now
         # By inode: another thread may hold a duplicate of a descriptor for a moment, which is the same connection.
         numbers = {inode: number for number, inode in socket_descriptors()}
         ended = [self._known.pop(inode) for inode in self._known.keys() - numbers.keys()]
@@ -130,7 +141,7 @@ class Sockets:
             for inode, connection in begun.items():
                 if connection is not None and connection[0][1] == guard.port:
                     guard.begin(inode, connection)
-            guard.look(numbers)
+            guard.look(numbers, late=late)
 
     def _run(self) -> None:
         while True:
@@ -219,8 +230,14 @@ class ConnectionGuard:
             self._proven.pop(self._names.pop(address, ""), None)
             self._refused.pop(address, None)
 
-    def look(self, numbers: Mapping[int, int]) -> None:
-        """Close the connections that are due. `numbers` are the descriptors of this process's sockets, by inode."""
+    def look(self, numbers: Mapping[int, int], *, late: bool = False) -> None:
+        """Close the connections that are due.
+
+        Args:
+            numbers: the descriptors of this process's sockets, by inode.
+            late: this look comes late. What a connection has sent is no reason then: gRPC reads it before Python sees
+                the call that it begins with.
+        """
         for address in [address for address in self._unproven if address in self._names]:
             del self._unproven[address]
         per_host = Counter(address[0] for address in self._unproven)
@@ -229,17 +246,20 @@ class ConnectionGuard:
             number = numbers.get(found.inode)
             if number is None:
                 continue
-            why = self._why(found, number, per_host)
+            why = self._why(found, number, per_host, late)
             if why and address not in self._names and reset_one(number, found.connection):
                 del self._unproven[address]
                 self.warnings.add(address[0], f"a connection was closed: {why}")
 
-    def _why(self, found: _Unproven, number: int, per_host: Counter[str]) -> str:
+    def _why(self, found: _Unproven, number: int, per_host: Counter[str], late: bool) -> str:
         """Why this connection has to be closed; empty: it has not."""
         if found.scans >= self._grace_scans:
             return f"no call with this job's token came within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
             return f"its host has more than {MAX_UNPROVEN} without a call with this job's token"
         if received_bytes(number) > MAX_UNPROVEN_BYTES:
+            found.late_looks += late
+            if late and found.late_looks <= MAX_LATE_LOOKS:
+                return ""
             return f"more than {MAX_UNPROVEN_BYTES >> 10} KiB came before a call with this job's token"
         return ""

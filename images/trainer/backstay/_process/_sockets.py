@@ -18,7 +18,8 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
 __all__ = [
     "Address",
@@ -31,6 +32,7 @@ __all__ = [
     "reset",
     "reset_one",
     "shut_down",
+    "socket_address",
     "socket_descriptors",
 ]
 
@@ -121,14 +123,14 @@ def connection_of(number: int) -> Connection | None:
     """The TCP connection of a descriptor; None: it is not a connected TCP socket."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:  # a listening socket has no peer
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-            return _address(sock.getsockname()), _address(sock.getpeername())
+            return socket_address(sock.getsockname()), socket_address(sock.getpeername())
     return None
 
 
 def reset_one(number: int, connection: Connection) -> bool:
     """Shuts a connection down, if the descriptor is still that one's."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:
-        if (_address(sock.getsockname()), _address(sock.getpeername())) == connection:
+        if (socket_address(sock.getsockname()), socket_address(sock.getpeername())) == connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             sock.shutdown(socket.SHUT_RDWR)
             return True
@@ -148,9 +150,9 @@ def received_bytes(number: int) -> int:
 
 
 def peer_address(peer: str) -> Address:
-    """The address of ``ipv4:127.0.0.1:4242`` or ``ipv6:%5B::1%5D:4242``, as gRPC writes a peer."""
+    """The address of ``ipv4:127.0.0.1:4242`` or ``ipv6:%5Bfe80::1%252%5D:4242``, as gRPC writes a peer."""
     host, _, port = peer.partition(":")[2].rpartition(":")
-    host = host.replace("%5B", "").replace("%5D", "").strip("[]").removeprefix("::ffff:")
+    host = unquote(host).strip("[]").removeprefix("::ffff:")
     return (host, int(port)) if port.isdigit() else (peer, 0)
 
 
@@ -174,5 +176,11 @@ def _duplicate(number: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def _address(name: tuple[str, int]) -> Address:
-    return name[0].removeprefix("::ffff:"), name[1]
+def socket_address(name: tuple[Any, ...]) -> Address:
+    """The address that a socket has, with the number of its interface if it is link-local, as gRPC writes it.
+
+    Args:
+        name: what `getsockname` or `getpeername` returned.
+    """
+    host, port, scope = name[0].removeprefix("::ffff:"), name[1], name[3] if len(name) > 3 else 0
+    return (f"{host.partition('%')[0]}%{scope}" if scope else host), port
