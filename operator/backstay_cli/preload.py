@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from backstay_spec.manifests_pod import ALLOCATOR
+from backstay_spec.manifests_pod import ALLOCATOR, GRPC_LOG
 
 # In the order of their import. A name that is not installed is skipped.
 TRAINER: Final = (
@@ -82,6 +82,7 @@ def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | N
             "modules": list(dict.fromkeys([*TRAINER, *learned])),
             "started_with": {
                 **ALLOCATOR,
+                **GRPC_LOG,
                 **{name: value for name, value in variables.items() if name.startswith(PREFIXES)},
             },
             "environ": ENVIRON,
