@@ -18,7 +18,7 @@ import aiohttp
 import yaml
 from rich.console import Console
 
-from backstay_cli import report, stopping
+from backstay_cli import compiled, report, stopping
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import claims_of
 from backstay_cli.kube import JOBS, Api, ApiError
@@ -32,6 +32,7 @@ from backstay_spec import contract
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _POLL_SECONDS = 0.25
 _LOGS = "pods"
+_COMPILED = "compiled"  # where the cluster's pods have JAX's cache of compilations
 _UNSEEN_SECONDS = 60.0
 
 
@@ -170,6 +171,9 @@ class _Following:
 async def _run(
     job: dict[str, Any], folder: Path, following: _Following, user_environment: bool, modules: str | None
 ) -> JobView:
+    # Runs that have a folder each share what they compile through the folder that holds all of them.
+    store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
+    compiled.seed(store, folder / _COMPILED)
     with following.display:
         try:
             async with start_session(
@@ -177,7 +181,10 @@ async def _run(
             ) as session:
                 await _create(session, job)
                 try:
-                    return await _follow(session, following)
+                    view = await _follow(session, following)
+                    if view.phase == "Succeeded" and not view.restarts and not view.disruptions:
+                        compiled.keep(folder / _COMPILED, store)
+                    return view
                 except asyncio.CancelledError:
                     if stopping.stores(job) and following.view is not None and following.view.step:
                         following.stage("stopping: the servers store a checkpoint; Ctrl-C again stops them now")

@@ -1,0 +1,53 @@
+"""What one run compiled, the next one starts with; nothing that could be half an entry, or another processor's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from backstay_cli import compiled
+
+
+def entry(folder: Path, name: str, size: int = 10, age: float = 0.0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-cache"
+    path.write_bytes(bytes(size))
+    os.utime(path, (1_700_000_000 - age, 1_700_000_000 - age))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.removesuffix("-cache") for path in folder.glob("*-cache"))
+
+
+def test_entries_go_from_one_run_to_the_next(tmp_path: Path) -> None:
+    first, store, second = tmp_path / "first", tmp_path / "store", tmp_path / "second"
+    entry(first, "jit_loss")
+    (first / "init.lock").touch()
+    assert compiled.seed(store, first) == 0
+    assert compiled.keep(first, store) == 1
+    assert compiled.keep(first, store) == 0
+    assert compiled.seed(store, second) == 1
+    assert names(second) == ["jit_loss"]
+    assert compiled.keep(tmp_path / "no such run", store) == 0
+
+
+def test_the_store_is_bounded_and_loses_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_BYTES", 25)
+    for age, name in enumerate(("new", "middle", "old")):
+        entry(tmp_path / "run", name, age=age)
+    compiled.keep(tmp_path / "run", tmp_path / "store")
+    assert names(tmp_path / "store") == ["middle", "new"]
+    assert names(tmp_path / "run") == ["middle", "new", "old"], "a run that goes on keeps what it has"
+
+
+def test_another_processor_has_a_store_of_its_own(tmp_path: Path) -> None:
+    def info(text: str) -> Path:
+        (tmp_path / "cpuinfo").write_text(text)
+        return compiled.store_in(tmp_path, tmp_path / "cpuinfo")
+
+    one = info("processor : 0\nmodel name : A\nflags : avx avx2\ncpu MHz : 2000\n")
+    assert info("processor : 0\nmodel name : A\nflags : avx avx2\ncpu MHz : 2600\n") == one
+    assert info("processor : 0\nmodel name : A\nflags : avx\n") != one
+    assert compiled.store_in(tmp_path, tmp_path / "none") != one
