@@ -120,7 +120,7 @@ class Chaos:
 
     async def lose_worker(self) -> str:
         """Silent for so long that it is given up and replaced, and then there again."""
-        return self._pause(self._pick("worker"), 15)
+        return self._pause(self._pick("worker"), 25)
 
     async def delete_worker(self) -> str:
         return await self._delete(self._pick("worker"))

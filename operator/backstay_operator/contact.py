@@ -110,7 +110,13 @@ class Calls:
         """The pods that did not answer the newest call."""
         return {uid for uid, line in self._lines.items() if line.unanswered}
 
-    def contact(self, now: datetime, reachable: frozenset[int], unreachable: frozenset[int]) -> Contact:
+    def contact(
+        self,
+        now: datetime,
+        reachable: frozenset[int],
+        unreachable: frozenset[int],
+        hung_workers: frozenset[str] = frozenset(),
+    ) -> Contact:
         """The facts for the planner; `reachable` and `unreachable` are what workers report."""
         return Contact(
             taken=now,
@@ -122,4 +128,5 @@ class Calls:
             },
             reachable=reachable,
             unreachable=unreachable,
+            hung_workers=hung_workers,
         )

@@ -59,6 +59,7 @@ class Round:
         token: the job's.
         world, incarnations, checkpoint, stall_seconds: what is sent to the servers.
         workers: URLs of the health ports of some running workers, by uid of the pod.
+        worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: there is none.
     """
 
     servers: Sequence[Server]
@@ -68,6 +69,7 @@ class Round:
     checkpoint: control_pb2.CheckpointSettings
     stall_seconds: float
     workers: Mapping[str, str] = field(default_factory=dict)
+    worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
 
     def request(self, server: Server) -> control_pb2.ProgressRequest:
         """The request to one server."""
@@ -185,6 +187,8 @@ class Poll:
     lines: dict[str, _Line] = field(default_factory=dict)
     calls: Calls = field(default_factory=Calls)
     since: float = float("-inf")  # when its newest round began
+    asked: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
+    hung: set[str] = field(default_factory=set)  # those of them that left the request unanswered
 
 
 class Poller:
@@ -289,6 +293,8 @@ class Poller:
             self._polls.pop(key, None)
             for line in poll.lines.values():
                 await self._close(line)
+            for task in poll.asked.values():
+                await _cancel(task)
 
     async def round(self, key: JobKey, poll: Poll, todo: Round) -> None:
         """Call all servers of a job once; the lines to them are kept from round to round, by the uid of the pod."""
@@ -297,6 +303,7 @@ class Poller:
         poll.calls.keep(server.pod_uid for server in todo.servers)
         if self._attention.paused_since(poll.since):
             poll.calls.reset()
+            poll.hung.clear()
         began = poll.since = self._clock()
         suspects = {s.shard for s in todo.servers if s.serves and s.pod_uid in poll.calls.silent()}
         reports, answers = await asyncio.gather(
@@ -306,13 +313,15 @@ class Poller:
         reachable, unreachable = reported(reports, suspects)
         if self._attention.paused_since(began):
             poll.calls.reset()
+            poll.hung.clear()
             return  # it begins anew: what was not answered meanwhile proves nothing
         now = self._now()
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
-        self._contacted(key, poll.calls.contact(now, reachable, unreachable))
+        self._contacted(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung)))
         replies = {server.shard: reply for server, reply in answered if server.serves}
         combined = combine(replies, now)
         if combined is not None:
+            await self._ask_workers(poll, todo, combined.stalled)
             self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
 
     async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
@@ -343,6 +352,23 @@ class Poller:
         found: control_pb2.ProgressReply = reply
         return found
 
+    # A worker without heartbeats.
+
+    async def _ask_workers(self, poll: Poll, todo: Round, stalled: Sequence[Stalled]) -> None:
+        """Send a health request to each worker whose heartbeats have stopped; forget the others."""
+        silent = (s for s in stalled if s.reason.startswith(contract.NO_HEARTBEAT))
+        found = dict(pod for s in silent if (pod := todo.worker(s.rank, s.incarnation)) is not None)
+        for uid in poll.asked.keys() - found.keys():
+            await _cancel(poll.asked.pop(uid))
+        poll.hung &= found.keys()
+        for uid, url in found.items():
+            if uid not in poll.hung and (uid not in poll.asked or poll.asked[uid].done()):
+                poll.asked[uid] = asyncio.get_running_loop().create_task(self._ask_worker(poll, uid, url))
+
+    async def _ask_worker(self, poll: Poll, uid: str, url: str) -> None:
+        if await self._health(url) is False:
+            poll.hung.add(uid)
+
     # A server that does not answer.
 
     def _call_longer(self, poll: Poll, line: _Line, server: Server) -> None:
@@ -350,15 +376,21 @@ class Poller:
             line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, server))
 
     async def _long_call(self, poll: Poll, server: Server) -> None:
-        """One health request; a connection that is refused is tried again until the time is over."""
+        answered = await self._health(server.health)
+        if answered:
+            poll.calls.long_answered(server.pod_uid)
+        elif answered is False:
+            poll.calls.long_missed(server.pod_uid)
+
+    async def _health(self, url: str) -> bool | None:
+        """Whether a pod answers one health request; a connection that is refused is tried again until the time is over.
+        None: this process was late itself, so nothing is known."""
         began = self._clock()
         while (left := began + self._patience - self._clock()) > 0:
-            if await self._get(f"{server.health}/healthz", left) is not None:
-                poll.calls.long_answered(server.pod_uid)
-                return
+            if await self._get(f"{url}/healthz", left) is not None:
+                return True
             await asyncio.sleep(min(0.5, max(0.0, began + self._patience - self._clock())))
-        if self._attention.awake_since(began):
-            poll.calls.long_missed(server.pod_uid)
+        return False if self._attention.awake_since(began) else None
 
     async def _witness(self, url: str) -> str | None:
         """What a worker reports about the servers that it calls; None without an answer."""
@@ -376,9 +408,13 @@ class Poller:
     @staticmethod
     async def _close(line: _Line) -> None:
         if line.long_call is not None:
-            line.long_call.cancel()
-            await asyncio.gather(line.long_call, return_exceptions=True)
+            await _cancel(line.long_call)
         await line.channel.close(None)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:

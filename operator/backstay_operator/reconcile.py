@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -216,6 +217,7 @@ class Reconciler:
             ),
             stall_seconds=spec.workers.stall_seconds,
             workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
+            worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )
 
     def contacted(self, key: JobKey, contact: Contact) -> None:
@@ -224,7 +226,8 @@ class Reconciler:
         if memory is None:
             return
         before, memory.contact = memory.contact, contact
-        if contact.silent or before is None or before.silent:
+        changed = before is None or contact.hung_workers != before.hung_workers
+        if contact.silent or changed or (before is not None and before.silent):
             self.mark(key)
 
     def took_over(self) -> None:
@@ -376,7 +379,22 @@ def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -
 
 def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
     """Some running workers that can be asked whether the servers answer them: the URLs of their health ports."""
-    found: dict[str, str] = {}
+    return {
+        pod["metadata"]["uid"]: health_of(pod["status"]["podIP"])
+        for pod in itertools.islice(_running_workers(pods, uid), _MOST_WITNESSES)
+    }
+
+
+def _worker(pods: Sequence[Json], uid: str, rank: int, incarnation: int) -> tuple[str, str] | None:
+    """Uid and health URL of one running worker's pod."""
+    for pod in _running_workers(pods, uid):
+        labels = pod["metadata"]["labels"]
+        if (labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_INCARNATION)) == (str(rank), str(incarnation)):
+            return pod["metadata"]["uid"], health_of(pod["status"]["podIP"])
+    return None
+
+
+def _running_workers(pods: Sequence[Json], uid: str) -> Iterator[Json]:
     for pod in pods:
         metadata, status = pod["metadata"], pod.get("status") or {}
         if (
@@ -386,10 +404,7 @@ def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
             and status.get("phase") == "Running"
             and status.get("podIP")
         ):
-            found[metadata["uid"]] = health_of(status["podIP"])
-            if len(found) == _MOST_WITNESSES:
-                break
-    return found
+            yield pod
 
 
 def _soonest(planned: timedelta | None, failed: float | None) -> float | None:

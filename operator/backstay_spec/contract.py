@@ -67,4 +67,7 @@ ENV_BIND: Final = "BACKSTAY_BIND"
 
 SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secret
 
+# How a server's report of a worker begins whose heartbeats have stopped.
+NO_HEARTBEAT: Final = "no heartbeat"
+
 ANNOTATION_PREFIX: Final = f"{GROUP}"

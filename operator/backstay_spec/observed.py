@@ -155,6 +155,8 @@ class Contact:
         silent: uid of a server's pod -> its silence; a pod that answered the newest call is not in it.
         reachable: shards whose active server has answered a worker lately, as that worker reports.
         unreachable: shards whose active server leaves a worker's heartbeats unanswered, as that worker reports.
+        hung_workers: uids of workers' pods whose heartbeats have stopped, and which left a health request of several
+            seconds unanswered.
     """
 
     taken: datetime
@@ -162,6 +164,7 @@ class Contact:
     silent: Mapping[str, Silence] = field(default_factory=dict)
     reachable: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
+    hung_workers: frozenset[str] = frozenset()
 
     def answers(self, uid: str) -> bool:
         """Whether the pod answered the newest call."""

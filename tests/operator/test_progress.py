@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -281,3 +284,51 @@ def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
     silent = combine({0: pb.ProgressReply(term=2, step=106)}, NOW)
     assert silent is not None
     assert (silent.term_start, silent.evaluated_step, silent.untrained_leaves) == (None, None, ())
+
+
+def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
+    """One that answers its health port is not reported as hung, one that leaves the request unanswered is."""
+
+    async def story() -> None:
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader.read(-1)
+            writer.close()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+            await writer.drain()
+            writer.close()
+
+        stalled = [pb.Stalled(rank=rank, incarnation=1, reason="no heartbeat for 11 s") for rank in (0, 1, 2)]
+        stalled.append(pb.Stalled(rank=3, incarnation=1, reason="no gradient for 300 s"))
+        shard = FakeServer(1, pb.ProgressReply(incarnation=1, step=6, stalled=stalled))
+        contacts: list[Contact] = []
+        ports = [await asyncio.start_server(handler, "127.0.0.1", 0) for handler in (hang, answer, hang)]
+        urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in ports]
+        pods = {(0, 1): ("hangs", urls[0]), (1, 1): ("answers", urls[1]), (3, 1): ("slow", urls[2])}
+        async with serving(shard) as address:
+            todo = replace(round_of(Server(0, 1, "u0", address)), worker=lambda *who: pods.get(who))
+            it = poller(
+                lambda _: todo,
+                Heard(),
+                Metrics(),
+                contacted=lambda _, contact: contacts.append(contact),
+                clock=time.monotonic,
+                patience=0.3,
+            )
+            it.follow(KEY)
+            async with asyncio.timeout(20):
+                while not (contacts and contacts[-1].hung_workers):  # noqa: ASYNC110  another task sets it
+                    await asyncio.sleep(0.01)
+            assert contacts[-1].hung_workers == {"hangs"}
+            del shard.reply.stalled[:]
+            async with asyncio.timeout(20):
+                while contacts[-1].hung_workers:  # noqa: ASYNC110  another task sets it
+                    await asyncio.sleep(0.01)
+            await it.close()
+        for server in ports:
+            server.close()
+
+    asyncio.run(story())

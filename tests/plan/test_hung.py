@@ -107,6 +107,20 @@ def test_a_hung_worker_is_killed_replaced_and_charged(running):
     assert len(cluster.deaths) == 1, "the old answer is about the old incarnation"
 
 
+@pytest.mark.parametrize("unanswered", [True, False])
+def test_o5_a_worker_without_heartbeats_is_hung_if_it_answers_nobody(running, unanswered):
+    """On a starved node heartbeats are late; a worker that answers the operator's health request is not replaced."""
+    cluster = running(ONE_SERVER)
+    name = cluster.named(WORKER, 1)
+    cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no heartbeat for 11 s"),))
+    found = cluster.contact()
+    uids = {cluster.pods[name]["metadata"]["uid"]} if unanswered else set()
+    cluster.contact = lambda: replace(found, taken=cluster.now, hung_workers=frozenset(uids))
+    assert [d.cause for d in cluster.plan().deaths] == (["Stalled"] if unanswered else [])
+    cluster.contact = lambda: replace(found, taken=cluster.now - timedelta(seconds=6), hung_workers=frozenset(uids))
+    assert not cluster.plan().deaths, "the operator was paused, or is late: it asks again"
+
+
 def test_a_hung_worker_does_not_outlive_an_operator_that_forgot_to_kill_it(running):
     """The operator dies after the status that counts the death, before the delete: the old incarnation still goes."""
     cluster = running(ONE_SERVER)

@@ -138,14 +138,23 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
 
 
 def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
-    """Whether a server reports that this worker is stalled."""
+    """Whether a server reports that this worker is stalled.
+
+    Heartbeats also stop coming when the worker, or the server, gets no processor. So the worker must have left a health
+    request of this operator unanswered too, which a starved process answers late.
+    """
     for stalled in facts.progress.stalled if facts.progress is not None else ():
-        if (pod.slot.role, pod.slot.index, pod.incarnation) == (
+        if (pod.slot.role, pod.slot.index, pod.incarnation) != (
             contract.ROLE_WORKER,
             stalled.rank,
             stalled.incarnation,
         ):
-            return Hung(Verdict(Cause.STALLED, stalled.reason or "it hangs"))
+            continue
+        if stalled.reason.startswith(contract.NO_HEARTBEAT):
+            contact = facts.contact
+            if contact is None or pod.uid not in contact.hung_workers:
+                return None
+        return Hung(Verdict(Cause.STALLED, stalled.reason or "it hangs"))
     return None
 
 

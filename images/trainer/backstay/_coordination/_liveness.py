@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled, Straggler
+from backstay_spec import contract
 
 from .._timeouts import Timeouts
 from ._modes import MODES
@@ -166,7 +167,7 @@ class Liveness:
 
     def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
         if now - member.beat >= self._times.silent:
-            return f"no heartbeat for {now - member.beat:.0f} s"
+            return f"{contract.NO_HEARTBEAT} for {now - member.beat:.0f} s"
         if member.activity in _PREPARING:
             limit, since, what = max(stall_seconds, self._times.compile), member.activity_since, "starting or compiling"
         else:
