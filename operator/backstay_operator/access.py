@@ -1,25 +1,69 @@
 """How the operator finds and proves itself to the API server, once, for both of its clients.
 
-Kopf watches with a session of its own and we write with the `kubernetes` package; both are given what is loaded here,
-so that there is one answer to "which cluster, as whom".
+Kopf watches with a session of its own and we write with another; both are given what is loaded here, so that there is
+one answer to "which cluster, as whom". A service account and a kubeconfig with a token are read here. Whatever else a
+kubeconfig can hold (client certificates, plug-ins, OIDC) the `kubernetes` package reads, which is imported only then.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import base64
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import kopf
-from kubernetes.aio import config
-from kubernetes.aio.client import Configuration
+import yaml
 
 USER_AGENT: Final = "backstay-operator"
+_SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# The kubelet replaces the token in the file before it runs out.
+_TOKEN_SECONDS: Final = 60.0
+_CLUSTER: Final = frozenset({"server", "certificate-authority", "certificate-authority-data"})
 
 
 class AccessError(Exception):
     """No way to the API server was found; the message says what was tried."""
 
 
-async def load(kubeconfig: str | None) -> Configuration:
+@dataclass(frozen=True)
+class Credentials:
+    """Which API server, and as whom.
+
+    Attributes:
+        host: the server's URL.
+        token: returns the bearer token; None: a client certificate, or nothing, proves who we are.
+        ca_path, ca_data: the certificate that the server is trusted by, as a file or as PEM; neither: the system's.
+        verify: whether the server's certificate is checked.
+        cert_file, key_file: of a client certificate.
+        proxy: URL of a proxy.
+    """
+
+    host: str
+    token: Callable[[], Awaitable[str | None]]
+    ca_path: str | None = None
+    ca_data: str | None = None
+    verify: bool = True
+    cert_file: str | None = None
+    key_file: str | None = None
+    proxy: str | None = None
+
+    def tls(self) -> ssl.SSLContext:
+        """For the connections of our own client."""
+        context = ssl.create_default_context(cafile=self.ca_path, cadata=self.ca_data)
+        if self.cert_file:
+            context.load_cert_chain(self.cert_file, keyfile=self.key_file)
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+async def load(kubeconfig: str | None) -> Credentials:
     """Read the credentials, from a file if one is named, else those that a pod is given.
 
     Args:
@@ -28,50 +72,124 @@ async def load(kubeconfig: str | None) -> Configuration:
     Raises:
         AccessError: the file, or the service account, cannot be used.
     """
+    if kubeconfig is None:
+        return _service_account(os.environ)
+    return _plain(kubeconfig) or await _by_package(kubeconfig)
+
+
+def _service_account(environ: Mapping[str, str], folder: Path = _SERVICE_ACCOUNT) -> Credentials:
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    ca = folder / "ca.crt"
+    if not host or not port:
+        raise _no_service_account("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set")
+    if not ca.is_file():
+        raise _no_service_account(f"there is no file {ca}")
+    token = _TokenFile(folder / "token")
+    token.read()
+    return Credentials(f"https://{f'[{host}]' if ':' in host else host}:{port}", token, ca_path=str(ca))
+
+
+def _no_service_account(why: str) -> AccessError:
+    hint = "outside a cluster name a file with --kubeconfig or KUBECONFIG"
+    return AccessError(f"the service account of this pod cannot be used: {why}; {hint}")
+
+
+class _TokenFile:
+    """The token in a file, read again once a minute."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._token, self._read_at = "", clock()
+
+    def read(self) -> str:
+        """The file as it is now.
+
+        Raises:
+            AccessError: it cannot be read, or is empty.
+        """
+        try:
+            token = self._path.read_text().strip()
+        except OSError as error:
+            raise _no_service_account(str(error)) from error
+        if not token:
+            raise _no_service_account(f"{self._path} is empty")
+        self._token, self._read_at = token, self._clock()
+        return token
+
+    async def __call__(self) -> str:
+        if self._clock() - self._read_at < _TOKEN_SECONDS:
+            return self._token
+        return self.read()
+
+
+def _plain(kubeconfig: str) -> Credentials | None:
+    """The credentials of a kubeconfig that holds a token and names a server; None: it is not such a file."""
+    try:
+        config = yaml.safe_load(Path(kubeconfig).read_text())
+        named = {kind: {one["name"]: one for one in config[kind]} for kind in ("contexts", "clusters", "users")}
+        context = named["contexts"][config["current-context"]]["context"]
+        cluster: dict[str, Any] = named["clusters"][context["cluster"]]["cluster"]
+        user: dict[str, Any] = named["users"][context["user"]]["user"]
+        if set(user) != {"token"} or not cluster.keys() <= _CLUSTER:
+            return None
+        token, server, file = user["token"], cluster["server"], cluster.get("certificate-authority")
+        data = base64.b64decode(cluster.get("certificate-authority-data") or "", validate=True).decode("ascii")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return None  # the package says what is wrong with it
+    if not (isinstance(token, str) and token and isinstance(server, str)):
+        return None
+
+    async def constant() -> str:
+        return token
+
+    ca_path = str(Path(kubeconfig).parent / file) if file and not data else None
+    return Credentials(server.rstrip("/"), constant, ca_path=ca_path, ca_data=data or None)
+
+
+async def _by_package(kubeconfig: str) -> Credentials:
+    from kubernetes.aio import config
+    from kubernetes.aio.client import Configuration
+
     loaded = Configuration()
     try:
-        if kubeconfig:
-            await config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=kubeconfig, client_configuration=loaded, persist_config=False
-            )
-        else:
-            config.load_incluster_config(client_configuration=loaded)  # type: ignore[no-untyped-call]
+        await config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, client_configuration=loaded, persist_config=False
+        )
     except (config.ConfigException, OSError) as error:
-        where = f"the kubeconfig {kubeconfig}" if kubeconfig else "the service account of this pod"
-        hint = "" if kubeconfig else "; outside a cluster name a file with --kubeconfig or KUBECONFIG"
-        raise AccessError(f"{where} cannot be used: {error}{hint}") from error
-    return loaded
+        raise AccessError(f"the kubeconfig {kubeconfig} cannot be used: {error}") from error
 
+    async def token() -> str | None:
+        try:
+            value: str | None = await loaded.get_api_key_with_prefix("BearerToken", alias="authorization")
+        except config.ConfigException as error:
+            raise AccessError(f"the token of {kubeconfig} cannot be read: {error}") from error
+        return None if value is None else value.rpartition(" ")[2].strip()
 
-async def bearer(configuration: Configuration) -> str | None:
-    """The value of the Authorization header, or None where a client certificate, or nothing, proves who we are.
-
-    Raises:
-        AccessError: the token was to be read again, and cannot be.
-    """
-    try:
-        value: str | None = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
-    except config.ConfigException as error:
-        raise AccessError(f"the service account's token cannot be read: {error}") from error
-    if value is None:
-        return None
-    scheme, _, token = value.rpartition(" ")
-    return f"{scheme.title() or 'Bearer'} {token.strip()}"
+    data = None if loaded.ssl_ca_cert else loaded.ca_cert_data
+    return Credentials(
+        loaded.host,
+        token,
+        ca_path=loaded.ssl_ca_cert,
+        ca_data=data.decode() if isinstance(data, bytes) else data,
+        verify=loaded.verify_ssl,
+        cert_file=loaded.cert_file,
+        key_file=loaded.key_file,
+        proxy=loaded.proxy or None,
+    )
 
 
 async def kopf_login(kubeconfig: str | None) -> kopf.ConnectionInfo:
     """The same credentials as Kopf wants them; called again by Kopf when the API server answers 401."""
     loaded = await load(kubeconfig)
-    header = await bearer(loaded)
-    scheme, token = header.split(" ", 1) if header else (None, None)
+    token = await loaded.token()
     return kopf.ConnectionInfo(
         server=loaded.host,
-        ca_path=loaded.ssl_ca_cert,
-        ca_data=None if loaded.ssl_ca_cert else loaded.ca_cert_data,
-        insecure=not loaded.verify_ssl,
-        scheme=scheme,
+        ca_path=loaded.ca_path,
+        ca_data=loaded.ca_data,
+        insecure=not loaded.verify,
+        scheme="Bearer" if token else None,
         token=token,
         certificate_path=loaded.cert_file,
         private_key_path=loaded.key_file,
-        proxy_url=loaded.proxy or None,
+        proxy_url=loaded.proxy,
     )

@@ -1,7 +1,7 @@
-"""The operator's writes, and the few reads that no watch gives: JSON over the `kubernetes` package's asyncio client.
+"""The operator's writes, and the few reads that no watch gives: JSON over HTTP. Kopf does the watching.
 
-The generated models of that package are not used: they would triple the memory of a pod and turn what we do not know
-into nothing. Kopf does the watching.
+The generated models of the `kubernetes` package are not used: they would triple the memory of a pod and turn what we do
+not know into nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 from urllib.request import getproxies
 
 import aiohttp
-from kubernetes.aio.client import ApiClient
 
 from backstay_operator import access, errors
 from backstay_operator.rights import PODS, Resource
@@ -27,7 +27,17 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
+_CONNECTIONS: Final = 32
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Client:
+    """Credentials and the connections that were opened with them."""
+
+    credentials: access.Credentials
+    session: aiohttp.ClientSession
 
 
 class Kube:
@@ -38,6 +48,7 @@ class Kube:
         timeout: seconds that one request may take.
         observe: is told of each request: verb as RBAC names it, resource (with /subresource), status code
             (0: no answer), seconds.
+        headers: sent with each request.
     """
 
     def __init__(
@@ -46,11 +57,13 @@ class Kube:
         *,
         timeout: float = 10.0,
         observe: Callable[[str, str, int, float], None] = lambda *_: None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._headers = dict(headers or {})
         self._kubeconfig = kubeconfig
         self._timeout = timeout
         self._observe = observe
-        self._client: ApiClient | None = None
+        self._client: _Client | None = None
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Kube:
@@ -64,18 +77,17 @@ class Kube:
         """Close the connections; a later request opens new ones."""
         client, self._client = self._client, None
         if client is not None:
-            await client.close()  # type: ignore[no-untyped-call]
+            await client.session.close()
 
-    async def _open(self) -> ApiClient:
+    async def _open(self) -> _Client:
         async with self._opening:
             if self._client is None:
-                configuration = await access.load(self._kubeconfig)
-                configuration.connection_pool_maxsize = 32
-                configuration.retries = None  # what is tried again, and when, is decided by who asks
+                credentials = await access.load(self._kubeconfig)
+                connector = aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=credentials.tls())
                 # With `trust_env` aiohttp looks for proxies and a netrc file in a thread, twice for each request.
-                configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
-                self._client = ApiClient(configuration)
-                self._client.user_agent = access.USER_AGENT
+                proxies = bool(getproxies())
+                session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=proxies)
+                self._client = _Client(credentials, session)
             return self._client
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Json:
@@ -197,18 +209,20 @@ class Kube:
         started = time.monotonic()
         code = 0
         try:
-            authorization = await access.bearer(client.configuration)
-            if authorization is not None:
-                headers["Authorization"] = authorization
-            answer = await client.call_api(
+            token = await client.credentials.token()
+            if token is not None:
+                headers["Authorization"] = f"Bearer {token}"
+            async with client.session.request(
                 method,
-                client.configuration.host + path,
-                header_params=headers,
-                body=body,
-                _request_timeout=aiohttp.ClientTimeout(total=self._timeout),
-            )
-            raw: bytes = await answer.read()  # type: ignore[no-untyped-call]
-            code = answer.status
+                client.credentials.host + path,
+                headers=headers,
+                data=None if body is None else json.dumps(body).encode(),
+                timeout=aiohttp.ClientTimeout(total=self._timeout),
+                proxy=client.credentials.proxy,
+                allow_redirects=False,
+            ) as answer:
+                raw = await answer.read()
+                code = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError, access.AccessError) as error:
             raise errors.Unreachable(f"{what}: no answer: {type(error).__name__}: {error}") from error
         finally:
