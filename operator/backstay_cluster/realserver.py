@@ -11,15 +11,14 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import ssl
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backstay_cluster.apiserver import certs
 from backstay_cluster.kubelet.api import ApiClient, until_answered
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
 
@@ -51,26 +50,14 @@ def assets(environ: Mapping[str, str] | None = None) -> Path | None:
     return folder
 
 
-def make_certificate(folder: Path, openssl: str = "openssl") -> tuple[Path, Path]:
-    """A self-signed certificate and key, by which kube-apiserver and kubelet know each other, and tokens are signed.
-
-    Raises:
-        AssetsError: there is no `openssl`.
-    """
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Files of a self-signed certificate and its key. kube-apiserver and kubelet trust each other by it; the key signs
+    tokens."""
     key, certificate = folder / "node.key", folder / "node.crt"
-    if shutil.which(openssl) is None:
-        raise AssetsError("a real kube-apiserver needs keys: install openssl, or unset KUBEBUILDER_ASSETS")
-    subprocess.run(
-        [
-            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-days", "365", "-subj", "/CN=backstay", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
-            *("-addext", "keyUsage=critical,digitalSignature,keyCertSign"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    key.chmod(0o600)
+    made = certs.make_certificate(["127.0.0.1", "localhost"], for_clients=True)
+    certificate.write_text(made.pem)
+    key.touch(mode=0o600)
+    key.write_text(made.key)
     return certificate, key
 
 

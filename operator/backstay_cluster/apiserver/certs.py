@@ -40,10 +40,15 @@ class Certificate:
         return context
 
 
-def make_certificate(hosts: list[str], *, days: int = 365) -> Certificate:
-    """A new self-signed certificate (RFC 5280) for names and addresses, valid from an hour ago for `days` days."""
+def make_certificate(hosts: list[str], *, days: int = 365, for_clients: bool = False) -> Certificate:
+    """A new self-signed certificate (RFC 5280) for names and addresses, valid from an hour ago for `days` days.
+
+    Args:
+        for_clients: whether it proves a client, too.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if for_clients else [])]
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "backstay embedded cluster")])
     usage = dict.fromkeys(
         (
@@ -67,7 +72,7 @@ def make_certificate(hosts: list[str], *, days: int = 365) -> Certificate:
         .not_valid_after(start + datetime.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .sign(key, hashes.SHA256())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import platform
@@ -13,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.kubelet.api import ApiClient
 from backstay_cluster.kubelet.events import EventRecorder
 from backstay_cluster.kubelet.informer import Informer
 from backstay_cluster.kubelet.logs import MAX_BYTES
@@ -211,9 +210,3 @@ class Kubelet:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("%s ended by an error of the kubelet's own", task.get_name(), exc_info=task.exception())
-
-
-async def forget_node(client: ApiClient, name: str) -> None:
-    """Remove a node that is no more; nothing happens when there is none."""
-    with contextlib.suppress(ApiError):
-        await client.delete(f"/api/v1/nodes/{name}")
