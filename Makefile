@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint docs lowest bench tools generate lock clean chaos
+.PHONY: demo test lint prose docs lowest bench tools generate lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -22,6 +22,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: $(VENV)/.installed  ## the wording of docs, docstrings, comments and messages; lowers tests/prose/exempt.txt
+	$(BIN)/python tests/prose/lint.py
 
 docs: $(VENV)/.installed  ## the documentation's site, in site/; a broken link is an error
 	$(BIN)/zensical build --strict --clean

@@ -1,6 +1,6 @@
 """Random faults by a seed on the embedded cluster, and the result of the training.
 
-A job of bench/scripts/witness.py trains, and has a fault about every 3 s: a pod or process is killed, stopped, cut off,
+A job of bench/scripts/witness.py trains, and has a fault about every 3 s. A pod or process is killed, stopped, cut off,
 deleted or evicted, or its disk is full. Then the same job trains without faults. The last checkpoint shows how often
 each gradient was applied. In Sync mode, both checkpoints must have the same bits. Async mode compares no bits.
 

@@ -1,7 +1,7 @@
 """Deaths at chosen points of a step, one small job each, and the parameters of the witness afterwards.
 
-Random faults seldom happen at these points: between the decision of an update and its application, between a file's
-last byte and its name, while a standby is filled, with the last update, or in all pods at the same time. Each job runs
+Random faults seldom happen at these points. Examples are between the decision of an update and its application, while
+a standby is filled, with the last update, and in all pods at the same time. Each job runs
 without standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
     python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]

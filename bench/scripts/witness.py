@@ -1,7 +1,7 @@
 """A training script whose parameters count the applied gradients, independent of the counters of the runtime.
 
 The parameter `count` has an element for each (row, rank), where the row is the step of the batch's key. A gradient adds
-exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was applied twice, and a row with fewer
+exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was applied twice. A row with fewer
 elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
 too, or the bits differ from those of a run without faults.
 

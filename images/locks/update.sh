@@ -1,5 +1,5 @@
 #!/bin/sh
-# What each image installs, with hashes: parts of requirements.lock, so that an image has the versions that the tests ran
+# The packages of each image, with hashes: parts of requirements.lock, so that an image has the versions that the tests ran
 # with. Run after `make lock`; needs uv. A test holds that no pin differs from requirements.lock.
 set -eu
 cd "$(dirname "$0")/../.."

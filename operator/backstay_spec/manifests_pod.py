@@ -198,7 +198,7 @@ def _pod_spec(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         # Otherwise the script is process 1 of a namespace. The kernel does not deliver signals without a handler to
-        # process 1: SIGTERM during imports would be lost, and the SIGKILL and SIGSTOP of a fault script.
+        # process 1. SIGTERM during imports would be lost, and the SIGKILL and SIGSTOP of a fault script.
         "shareProcessNamespace": True,
         "terminationGracePeriodSeconds": SERVER_GRACE if role == contract.ROLE_SERVER else WORKER_GRACE,
         "securityContext": {

@@ -81,10 +81,10 @@ class Resources(OpenModel):
     """Requests and limits of a container (ResourceRequirements)."""
 
     requests: dict[str, Quantity] | None = None
-    """What a node must have free, such as `cpu: 500m` and `memory: 4Gi`."""
+    """Free resources that the node must have, such as `cpu: 500m` and `memory: 4Gi`."""
 
     limits: dict[str, Quantity] | None = None
-    """What the container may use at most, such as `nvidia.com/gpu: 1`."""
+    """The most that the container may use, such as `nvidia.com/gpu: 1`."""
 
 
 class Container(OpenModel):
@@ -124,7 +124,7 @@ class PodSpec(OpenModel):
     containers: Annotated[list[Free] | None, Shape(Container)] = None
     """Merged by name over the containers that the operator builds."""
 
-    # Declared so that a change of one of them is detected: CEL treats two objects as equal if they differ only in the
+    # Declared so that a change of one of them is detected. CEL treats two objects as equal if they differ only in the
     # *name* of an undeclared field.
     init_containers: AnyValue = None
     """Containers that run before."""

@@ -89,7 +89,7 @@ class Workers(SpecModel):
 
     stall_seconds: int = 300
     """A worker counts as hung when it gives no gradient for this long, or for 20 times its own median step if that is
-    longer. Compiling has a limit of its own."""
+    longer. Compiling has another limit."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
@@ -115,7 +115,7 @@ class Update(SpecModel):
 
     mode: UpdateMode = "Sync"
     """`Sync`: an update is the mean of one gradient each of (workers - backups) workers, computed on the same version.
-    `Async`: every gradient is an update of its own."""
+    `Async`: every gradient is a separate update."""
 
     backups: int | str = 0
     """Sync only: workers that an update does not wait for. A number of pods, or whole percents: "5%" is N + N*5% pods
@@ -145,7 +145,7 @@ class Checkpoint(SpecModel):
     (ReadWriteMany)."""
 
     every_steps: int | None = None
-    """Store after this many updates. With `everySeconds` too, whichever comes first."""
+    """Store after this many updates. With `everySeconds` too, the earlier of both."""
 
     every_seconds: int = 60
     """Store after this many seconds; 0: not by time. A job's last step is always stored."""
@@ -155,7 +155,7 @@ class Checkpoint(SpecModel):
 
     continue_from: Literal["SameJob", "Any"] = "SameJob"
     """Which checkpoints in the folder training may start from. `SameJob`: those of a job with this namespace, name and
-    seed; a folder with other checkpoints is refused. `Any`: the newest one, whichever job stored it."""
+    seed; a folder with other checkpoints is refused. `Any`: the newest one of any job."""
 
 
 class RunPolicy(SpecModel):
@@ -169,11 +169,11 @@ class RunPolicy(SpecModel):
     """The job fails when it has run this long, not counting the time it was suspended. Absent: no limit."""
 
     pending_deadline_seconds: int = 600
-    """The job fails when a pod that it cannot do without could not be started for this long, or started and did not
-    join the others before the first update. After it, a pod that does not join in this time is replaced."""
+    """The job fails when a pod that an update needs could not be started for this long. Before the first update, this
+    includes a pod that started and did not join the others. Later such a pod is replaced."""
 
     after_training_seconds: int = 600
-    """The job fails when the script of worker 0 has not ended this long after the end of training: its code after
+    """The job fails when the script of worker 0 has not ended this long after the end of training. Its code after
     `train` exports or uploads the model. The last checkpoint stays."""
 
     ttl_seconds_after_finished: int | None = None
@@ -191,7 +191,7 @@ class Gang(SpecModel):
     """Name of a PodGroup in the job's namespace."""
 
     kind: Literal["Coscheduling", "Volcano"] = "Coscheduling"
-    """Whose PodGroup it is: that of the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or of Volcano."""
+    """The API of the PodGroup: the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or Volcano."""
 
 
 class Scheduling(SpecModel):

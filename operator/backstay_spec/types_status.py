@@ -162,7 +162,7 @@ class CheckpointStatus(StatusModel):
     """Where it is: `backstay.load` reads it."""
 
     time: Time | None = None
-    """When the operator first heard of it."""
+    """When the operator first observed it."""
 
 
 class HistoryEntry(StatusModel):
@@ -172,13 +172,13 @@ class HistoryEntry(StatusModel):
     """When the operator sent the event."""
 
     type: Literal["Normal", "Warning"]
-    """Whether somebody may have to act."""
+    """Whether a person may have to act."""
 
     reason: str
-    """What happened, as one word in CamelCase for programs."""
+    """The reason, as one word in CamelCase for programs."""
 
     message: str = ""
-    """What happened, for people."""
+    """The message for people."""
 
     slot: str | None = None
     """The slot whose pod died, such as `worker-3`."""
@@ -224,7 +224,7 @@ class TrainingJobStatus(StatusModel):
     """Loss of the newest update; absent when it is not finite."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
-    """What `evaluate` returned last; finite values only."""
+    """The newest result of `evaluate`; finite values only."""
 
     evaluated_step: int | None = None
     """The step that was evaluated last."""
@@ -233,7 +233,7 @@ class TrainingJobStatus(StatusModel):
     """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
 
     train_metrics: dict[str, float] = Field(default_factory=dict)
-    """What `loss` returned beside the loss, mean of the newest update; finite values only."""
+    """The metrics that `loss` returned, mean of the newest update; finite values only."""
 
     replicas: int = 0
     """Worker pods that exist: for the scale subresource."""
@@ -267,7 +267,7 @@ class TrainingJobStatus(StatusModel):
     """The newest whole checkpoint."""
 
     history: list[HistoryEntry] = Field(default_factory=list)
-    """What happened, oldest first: the newest 50 events, which the API server itself deletes after an hour."""
+    """The newest 50 events, oldest first. The API server itself deletes events after an hour."""
 
     def to_dict(self) -> dict[str, Any]:
         """The status as JSON for the API server: camelCase, absent values left out, and so are empty maps of what

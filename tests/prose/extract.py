@@ -1,0 +1,186 @@
+"""Extracts the prose of source files: docstrings, comments, messages, help texts and names.
+
+`lint.py` checks each paragraph, and reports the line of the source file on which the paragraph begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# A comment that controls a tool, and section titles of a docstring in Google's style.
+_DIRECTIVE = re.compile(r"^(noqa|type:|pragma|fmt:|mypy:|ruff:|!|-\*-|isort|syntax=|@@|\{\{)")
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Attributes|Example|Examples|Note|Notes|Fields):$")
+_ENTRY = re.compile(r"^(\*?\*?[A-Za-z_][\w.\[\], |]*?)( \(.*?\))?: +(?=\S)")
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+_NAME_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_HASH_SUFFIXES = {".yaml", ".yml", ".toml", ".sh", ".ini", ".cfg"}
+_HASH_NAMES = {"Makefile", "Dockerfile"}
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """One paragraph of prose.
+
+    Attributes:
+        line: line of the source file where the paragraph begins, from 1.
+        text: the paragraph as Markdown, on one line.
+    """
+
+    line: int
+    text: str
+
+
+def paragraphs(path: Path) -> list[Paragraph]:
+    """The prose of one source file, in order of line.
+
+    Raises:
+        ValueError: no extractor exists for this kind of file.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        nodes = list(ast.walk(ast.parse(text)))
+        found = [*_docstrings(nodes), *_python_comments(text), *_names(nodes)]
+        if "tests" not in path.parts:
+            found += _messages(nodes)
+    elif path.suffix in _HASH_SUFFIXES or path.name in _HASH_NAMES:
+        found = list(_comments(text, "#"))
+    elif path.suffix == ".proto":
+        found = list(_comments(text, "//"))
+    else:
+        raise ValueError(
+            f"{path}: no extractor for this kind of file; there is one for Python, YAML, TOML, shell, protobuf"
+        )
+    return sorted(found, key=lambda paragraph: paragraph.line)
+
+
+def _is_prose(text: str) -> bool:
+    return len(_WORDS.findall(text)) >= 2
+
+
+def _joined(lines: list[str], line: int) -> Iterator[Paragraph]:
+    text = " ".join(one.strip() for one in lines if one.strip())
+    if _is_prose(text):
+        yield Paragraph(line, text)
+
+
+def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
+    """Docstrings of modules, classes and functions, and strings below an attribute."""
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield from _docstring(node.value.value, node.value.lineno)
+
+
+def _docstring(text: str, first: int) -> Iterator[Paragraph]:
+    """Paragraphs of one docstring: an entry of `Args` and an item of a list are paragraphs; examples are left out."""
+    head, _, tail = text.partition("\n")
+    lines = [head, *textwrap.dedent(tail).splitlines()]
+    begin, collected, literal = first, [], False
+    for number, line in enumerate(lines, first):
+        stripped = line.strip()
+        indented = line.startswith("    ")
+        if literal and (indented or not stripped):
+            continue
+        literal = stripped.endswith("::") or stripped.startswith((">>>", "```"))
+        starts = not stripped or bool(_SECTION.match(stripped)) or stripped.startswith(("* ", "- "))
+        starts = starts or (bool(_ENTRY.match(stripped)) and indented)
+        if starts:
+            yield from _joined(collected, begin)
+            begin, collected = number, []
+        if stripped and not _SECTION.match(stripped) and not stripped.startswith(">>>"):
+            if not collected:
+                begin = number
+            text_of_line = stripped.removeprefix("* ").removeprefix("- ")
+            collected.append(_ENTRY.sub("", text_of_line) if indented and starts else text_of_line)
+    yield from _joined(collected, begin)
+
+
+def _python_comments(text: str) -> Iterator[Paragraph]:
+    collected: list[str] = []
+    begin = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+                yield from _joined(collected, begin)
+                collected = []
+            continue
+        row, column = token.start
+        words = token.string.lstrip("#").strip()
+        words = re.sub(r"\s*#\s*noqa.*$", "", words)
+        if _DIRECTIVE.match(words):
+            words = words.partition("  # ")[2] or (words.partition("  ")[2] if words.startswith("noqa") else "")
+        own_line = not token.line[:column].strip()
+        if collected and not (own_line and row == begin + len(collected)):
+            yield from _joined(collected, begin)
+            collected = []
+        if not collected:
+            begin = row
+        collected.append(words)
+        if not own_line or not words:
+            yield from _joined(collected, begin)
+            collected = []
+    yield from _joined(collected, begin)
+
+
+def _messages(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
+    """String literals of at least three words that are not docstrings; a replacement field becomes the word `value`."""
+    skipped: set[int] = set()
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            skipped.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            skipped.update(id(part) for part in node.values)
+    for node in nodes:
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "`value`" for part in node.values]
+            literal = "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            literal = node.value
+        else:
+            continue
+        if len(re.findall(r"(?<![\w./-])[A-Za-z][a-z']*(?![\w/-])", literal)) >= 3 and " " in literal.strip():
+            for paragraph in re.split(r"\n\s*\n", literal):
+                yield from _joined(paragraph.splitlines(), node.lineno)
+
+
+def _names(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
+    """Names that the file defines for functions, classes and parameters, split into words."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+            if not isinstance(node, ast.ClassDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names += [argument.arg for argument in arguments]
+            if node.name.startswith("test_"):
+                continue
+            for name in names:
+                words = " ".join(_NAME_PARTS.findall(name)).lower()
+                if words:
+                    yield Paragraph(node.lineno, f"Name: {words}.")
+
+
+def _comments(text: str, mark: str) -> Iterator[Paragraph]:
+    """Comments of a file whose comments begin with `mark`; adjacent lines are one paragraph."""
+    collected: list[str] = []
+    begin = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        own, found = re.match(rf"^\s*{mark}+(.*)$", line), re.search(rf"(?:^|\s){mark} (.*)$", line)
+        words = own.group(1).strip() if own else ""
+        if own and words and not _DIRECTIVE.match(words):
+            if not collected:
+                begin = number
+            collected.append(words)
+            continue
+        yield from _joined(collected, begin)
+        collected = []
+        if not own and found and not _DIRECTIVE.match(found.group(1)):
+            yield from _joined([found.group(1)], number)
+    yield from _joined(collected, begin)
