@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,17 +171,28 @@ def commands() -> str:
 # Metrics
 
 
-def metric_rows(families: list[MetricWrapperBase]) -> Iterator[tuple[str, ...]]:
-    """A row for each metric."""
-    for family in sorted(families, key=lambda one: str(one._name)):
-        name = f"{family._name}_total" if family._type == "counter" else family._name
-        labels = ", ".join(f"`{label}`" for label in family._labelnames)
-        yield f"`{name}`", family._type, labels, cell(family._documentation)
+def metric_row(name: str, kind: str, labels: Iterable[str], text: str, *more: str) -> tuple[str, ...]:
+    """The row of one metric."""
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"`{name}_total`" if kind == "counter" else f"`{name}`", kind, shown, *more, cell(text)
 
 
-def operator_families() -> list[MetricWrapperBase]:
-    """The metrics that the operator's own class holds."""
-    return [value for value in vars(OperatorMetrics()).values() if isinstance(value, MetricWrapperBase)]
+def pod_rows() -> Iterator[tuple[str, ...]]:
+    """The metrics of training pods."""
+    pod = PodMetrics("job", "Worker", 0)
+    for family in sorted(pod.families, key=lambda one: str(one._name)):
+        own = [label for label in family._labelnames if label not in ("training_job", "role", "index")]
+        yield metric_row(family._name, family._type, own, family._documentation, pod.exporters[family._name])
+
+
+def operator_rows() -> Iterator[tuple[str, ...]]:
+    """The metrics of the operator: of itself, and of each job."""
+    metrics = OperatorMetrics()
+    families = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
+    rows = [metric_row(f._name, f._type, f._labelnames, f._documentation) for f in families]
+    watches = metrics.watches.collect()
+    rows += [metric_row(f.name, f.type, f._labelnames, f.documentation) for f in (*metrics.job.describe(), *watches)]
+    yield from sorted(rows)
 
 
 def metrics() -> str:
@@ -190,11 +201,21 @@ def metrics() -> str:
     return (
         NOTE
         + "# Metrics\n\n"
-        + "Training pods serve `/metrics` on port 9400, the operator on port 8080.\n\n"
+        + "Training pods serve `/metrics` on port 9400, the operator on port 8080.\n"
+        + "Prometheus adds the labels of the target: `namespace`, `pod`, `container` and `job`.\n"
+        + "The TrainingJob is in the label `training_job`, because `job` is the name of a scrape configuration.\n"
+        + "A role is spelled as in a job's status: `ParameterServer`, `Worker` or `Evaluator`.\n\n"
         + "## Training pods\n\n"
-        + table(head, metric_rows(PodMetrics("job", "Worker", 0).families))
+        + "Each metric also has the labels `training_job`, `role` and `index` (shard, rank, or 0).\n"
+        + "A pod exports the metrics of its own role: the coordinator is the server of shard 0.\n"
+        + "The names in the label `name` come from the script; the first 50 are exported.\n"
+        + "All pods also export `process_*`: processor time, memory, open files and start time.\n\n"
+        + table(("metric", "type", "labels", "exported by", "meaning"), pod_rows())
         + "\n## Operator\n\n"
-        + table(head, metric_rows(operator_families()))
+        + "The operator that leads exports the series of all jobs (`backstay_job_*`); another one exports none.\n"
+        + "Each exports `process_*` too.\n\n"
+        + table(head, operator_rows())
+        + "\nThe histograms have fixed buckets: the Python client library exports no native histograms.\n"
     )
 
 

@@ -70,6 +70,7 @@ class App:
             owner=pod_reference(environ) if options.lease_namespace == options.operator_namespace else None,
         )
         self.cluster = Cluster(clock, self.metrics, self._mark)
+        self.metrics.watch_overdue = self.cluster.owed
         backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
         executor = Executor(
             self._kube,
@@ -219,6 +220,8 @@ class App:
 
     def _lead(self, leads: bool) -> None:
         self.metrics.leader.set(1 if leads else 0)
+        if not leads:
+            self.metrics.job.clear()
         self._reconciler.took_over()
         if leads and self.cluster.synced:
             for key in self.cluster.jobs():

@@ -109,6 +109,7 @@ class Executor:
             for death in plan.deaths:
                 memory.died[death.role, death.index] = str(death.cause)
                 self._metrics.pod_deaths.labels(ROLE_OF_LABEL[death.role], str(death.cause)).inc()
+                self._metrics.job.died(key, death)
                 uncharged = "" if death.charged else " (uncharged)"
                 log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
         events = plan.events if plan.status is not None else ()

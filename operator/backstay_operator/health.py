@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from backstay_operator.metrics import Metrics
 
@@ -65,4 +65,4 @@ class Health:
         return answer
 
     async def _export(self, _: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await self._metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})

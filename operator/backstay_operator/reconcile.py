@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from backstay_operator.cluster import Cluster
 from backstay_operator.execute import Executor
+from backstay_operator.job_metrics import training
 from backstay_operator.memory import JobMemory
 from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Round, Server, address_of, carried, health_of, urgent
@@ -18,7 +19,7 @@ from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
 from backstay_rpc import control_pb2
-from backstay_spec import contract, names, status
+from backstay_spec import contract, names
 from backstay_spec.causes import Blocked
 from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Updates
 from backstay_spec.plan import plan, refuse
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 _ROUNDS: Final = 6
 _OVER: Final = ("Succeeded", "Failed")
-_ALIVE: Final = ("Starting", "Running")
 # What training alone changes in a status is written no more often (O8).
 _PACE: Final = 10.0
 _MOST_WITNESSES: Final = 4
@@ -139,7 +139,7 @@ class Reconciler:
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid:
             if memory is not None:
-                self._metrics.forget_job(*key)
+                self._metrics.job.forget(key)
             memory = self._memories[key] = JobMemory(uid)
         return memory
 
@@ -253,13 +253,7 @@ class Reconciler:
             # The condition Training becomes True again with the first update, and not with the next paced write.
             resumed = before is not None and before.step != progress.step and self._trains(key) is False
             now_urgent = now_urgent or resumed
-            self._metrics.job_step.labels(*key).set(progress.step)
-            self._metrics.job_redone.labels(*key).set(redone)
-        if progress.examples_per_second is not None:
-            rate = 0.0 if self._trains(key) is False else progress.examples_per_second
-            self._metrics.job_rate.labels(*key).set(rate)
-        if progress.loss is not None:
-            self._metrics.job_loss.labels(*key).set(progress.loss)
+        self._metrics.job.progress(key, progress, redone, trains=self._trains(key) is not False)
         if now_urgent:
             self.mark(key)
         else:
@@ -271,7 +265,7 @@ class Reconciler:
     def _trains(self, key: JobKey) -> bool | None:
         """What the condition Training of the job's status says; None: nothing yet."""
         job = self._cluster.job(key)
-        return None if job is None else _training(job)
+        return None if job is None else training(job)
 
     def ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
         """The watch showed that a pod has ended: its replacement's delay counts from here."""
@@ -287,30 +281,23 @@ class Reconciler:
         job = self._cluster.job(key)
         if job is None:
             return
-        status = job.get("status") or {}
-        phase = status.get("phase") or "Pending"
-        self._metrics.job_phase(*key, phase)
-        if phase not in _ALIVE:
-            self._metrics.job_stopped(*key)
-        else:
-            self._metrics.job_training(*key, bool(_training(job)))
-        if memory := self._memories.get(key):
-            self._metrics.job_standbys_in_sync(*key, _in_sync(job, memory.progress))
-        for role, counts in (status.get("roles") or {}).items():
-            self._metrics.job_role(
-                *key,
-                role,
-                desired=counts.get("desired", 0),
-                ready=counts.get("ready", 0),
-                restarts=counts.get("restarts", 0),
-                lost=counts.get("disruptions", 0),
-            )
+        spec = self._spec(key, job)
+        memory = self._memories.get(key)
+        progress = None if memory is None else memory.progress
+        self._metrics.job.report(
+            key,
+            job,
+            None if isinstance(spec, SpecErrors) else spec,
+            self._cluster.objects(PODS, key),
+            progress,
+            _in_sync(job, progress),
+        )
 
     def _forget(self, key: JobKey) -> None:
         self._memories.pop(key, None)
         self._parsed.pop(key, None)
         self._executor.forget(key)
-        self._metrics.forget_job(*key)
+        self._metrics.job.forget(key)
 
 
 def _typed(job: Json, spec: TrainingJobSpec) -> TrainingJob:
@@ -323,14 +310,6 @@ def _typed(job: Json, spec: TrainingJobSpec) -> TrainingJob:
 
 def _status(job: Json) -> TrainingJobStatus:
     return TrainingJobStatus.model_validate(job.get("status") or {})
-
-
-def _training(job: Json) -> bool | None:
-    """What the condition Training says; None: there is no such condition yet."""
-    for condition in (job.get("status") or {}).get("conditions") or ():
-        if condition.get("type") == status.TRAINING:
-            return bool(condition.get("status") == "True")
-    return None
 
 
 def _is_gated(pod: Json) -> bool:

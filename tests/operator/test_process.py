@@ -415,11 +415,11 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     assert status == 200
     exported = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("backstay_")}
     assert exported <= metric_names()
-    assert 'backstay_job_restarts{job="story",namespace="default",role="Worker"}' in text
+    assert 'backstay_job_restarts_total{namespace="default",role="Worker",training_job="story"}' in text
     assert 'backstay_operator_jobs{phase="Running"} 1.0' in text
     uid = api.job("story")["metadata"]["uid"]
     api.ask(lambda kube: kube.delete(JOBS, "default", "story", uid=uid))
-    eventually(lambda: 'job="story"' not in operator.get("/metrics")[1])
+    eventually(lambda: 'training_job="story"' not in operator.get("/metrics")[1])
     eventually(lambda: not api.pods("story"))
     assert "fault in the operator" not in operator.said()
     assert operator.stop() == 0
@@ -486,7 +486,8 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
         asked = shard.asked[0]
         assert (asked.shard, asked.expected_incarnation, asked.world) == (0, 1, 2)
         assert asked.incarnations["worker-1"] == 1
-        eventually(lambda: 'backstay_job_step{job="told",namespace="default"} 41.0' in operator.get("/metrics")[1])
+        step = 'backstay_job_step{namespace="default",training_job="told"} 41.0'
+        eventually(lambda: step in operator.get("/metrics")[1])
 
         def stalled_and_alive() -> list[Json]:
             named = [pod for pod in api.pods("told") if pod["metadata"]["name"].startswith("told-worker-1-1-")]

@@ -144,7 +144,7 @@ def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make
     assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) == 1
     assert value("backstay_operator_replacement_duration_seconds_count") == 1
     assert value("backstay_operator_replacement_duration_seconds_sum") == pytest.approx(0.05)
-    assert value("backstay_job_restarts", {"namespace": "team", "job": "digits", "role": "Worker"}) == 1
+    assert value("backstay_job_restarts_total", {"namespace": "team", "training_job": "digits", "role": "Worker"}) == 1
 
 
 def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
@@ -160,7 +160,7 @@ def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
     assert 0 < wait <= 2
     value = operator.metrics.registry.get_sample_value
     assert value("backstay_operator_pod_deaths_total", {"role": "Worker", "cause": "Crashed"}) == 1
-    assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) is None
+    assert value("backstay_operator_pods_replaced_total", {"role": "Worker", "cause": "Crashed"}) == 0
     operator.seconds += 3
     operator.reconcile()
     assert len(of_role(kube, "worker")) == 4
@@ -436,7 +436,7 @@ def test_a_job_made_again_under_its_name_starts_with_nothing(kube: Any, operator
         for name in names(kube, resource):
             kube.remove(resource, "team", name)
     operator.settle()
-    assert 'job="digits"' not in str(list(operator.metrics.registry.collect()))
+    assert "digits" not in str(list(operator.metrics.registry.collect()))
     kube.put(JOBS, "team", make_job())
     operator.settle()
     assert len(names(kube)) == 5

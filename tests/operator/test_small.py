@@ -15,7 +15,6 @@ import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import generate_latest
 
 from backstay_operator import __main__ as command
 from backstay_operator import app, errors, slim
@@ -23,7 +22,7 @@ from backstay_operator.backoff import Backoffs, Curve
 from backstay_operator.keyfile import KeyFileError, read_key
 from backstay_operator.logs import JsonFormatter
 from backstay_operator.merge import merge_patch
-from backstay_operator.metrics import PHASES, Metrics, metric_names
+from backstay_operator.metrics import metric_names
 from backstay_operator.settings import Patience, kopf_settings
 from backstay_operator.watching import Watch
 
@@ -162,51 +161,6 @@ def test_every_metric_follows_the_conventions() -> None:
     assert "backstay_operator_pods_replaced_total" in names
     assert "backstay_operator_reconcile_duration_seconds_bucket" in names
     assert "backstay_operator_watch_age_seconds" in names
-
-
-def test_a_jobs_series_go_away_with_it() -> None:
-    metrics = Metrics(lambda: 0.0)
-    for name in ("a", "b"):
-        metrics.job_phase("ns", name, "Pending")
-        metrics.job_phase("ns", name, "Running")
-        metrics.job_step.labels("ns", name).set(7)
-        metrics.job_rate.labels("ns", name).set(7)
-        metrics.job_loss.labels("ns", name).set(7)
-        metrics.job_role("ns", name, "Worker", desired=2, ready=1, restarts=3, lost=4)
-    assert metrics.registry.get_sample_value("backstay_operator_jobs", {"phase": "Running"}) == 2
-    metrics.job_stopped("ns", "b")
-    assert (
-        metrics.registry.get_sample_value("backstay_job_examples_per_second", {"namespace": "ns", "job": "b"}) is None
-    )
-    metrics.forget_job("ns", "a")
-    metrics.forget_job("ns", "never-seen")
-    text = generate_latest(metrics.registry).decode()
-    assert 'job="a"' not in text
-    assert 'job="b"' in text
-    assert metrics.registry.get_sample_value("backstay_operator_jobs", {"phase": "Running"}) == 1
-    assert metrics.registry.get_sample_value("backstay_operator_jobs", {"phase": "Pending"}) == 0
-
-
-def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() -> None:
-    """Alerts ask for the phase and for training by job: each phase has a series, 1 or 0."""
-    metrics = Metrics(lambda: 0.0)
-
-    def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, {"namespace": "ns", "job": "a", **labels})
-
-    metrics.job_phase("ns", "a", "Running")
-    metrics.job_rate.labels("ns", "a").set(48.5)
-    metrics.job_training("ns", "a", True)
-    assert (value("backstay_job_training"), value("backstay_job_examples_per_second")) == (1, 48.5)
-    metrics.job_phase("ns", "a", "Starting")
-    metrics.job_training("ns", "a", False)
-    assert (value("backstay_job_training"), value("backstay_job_examples_per_second")) == (0, 0)
-    phases = {phase: value("backstay_job_phase", phase=phase) for phase in PHASES}
-    assert phases == {**dict.fromkeys(PHASES, 0), "Starting": 1}
-    metrics.job_stopped("ns", "a")
-    assert value("backstay_job_training") is None
-    metrics.forget_job("ns", "a")
-    assert 'job="a"' not in generate_latest(metrics.registry).decode()
 
 
 def test_a_pod_is_kept_small_and_whole_enough() -> None:

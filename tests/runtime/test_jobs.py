@@ -131,8 +131,16 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
-    assert {name for name in metric_names() if f"\n{name}{{" not in text} == later
-    assert 'backstay_gradients_total{index="0",job="tiny",outcome="applied",role="ParameterServer"} 0.0' in text
+    later.add("backstay_checkpoint_timestamp_seconds")
+    wanted = metric_names("ParameterServer", 0)
+    assert {name for name in wanted if f"\n{name}{{" not in text} == later
+    others = metric_names() - wanted
+    assert len(others) > 10
+    assert not [name for name in others if name in text]  # a worker's series are a worker's
+    assert "_created" not in text
+    assert "\nprocess_resident_memory_bytes " in text
+    labels = 'index="0",outcome="applied",role="ParameterServer",training_job="tiny"'
+    assert f"backstay_contributions_total{{{labels}}} 0.0" in text
     # Told to stop, a server without checkpoints just ends, and its worker leaves as well.
     for pod in (server, tiny.pods[1]):
         pod.process.send_signal(signal.SIGTERM)

@@ -98,4 +98,5 @@ def test_there_is_no_loss_before_the_first_one() -> None:
     metrics = Metrics("job", "ParameterServer", 0)
     assert b"backstay_loss{" not in generate_latest(metrics.registry)
     metrics.loss.set(-2.5)
-    assert b'backstay_loss{index="0",job="job",role="ParameterServer"} -2.5' in generate_latest(metrics.registry)
+    shown = b'backstay_loss{index="0",role="ParameterServer",training_job="job"} -2.5'
+    assert shown in generate_latest(metrics.registry)

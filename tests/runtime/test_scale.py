@@ -101,7 +101,7 @@ def test_64_shards_train() -> None:
             environment_of("parameter-server", shard, block.node_ip),
             SCRIPT,
             plan,
-            Metrics("job", "parameter-server", shard),
+            Metrics("job", "ParameterServer", shard),
             stop,
         )
         for shard in range(SHARDS)
@@ -114,7 +114,7 @@ def test_64_shards_train() -> None:
     for thread in threads:
         thread.start()
     try:
-        worker = Worker(environment_of("worker", 0, block.node_ip), SCRIPT, plan, Metrics("job", "worker", 0), Stop())
+        worker = Worker(environment_of("worker", 0, block.node_ip), SCRIPT, plan, Metrics("job", "Worker", 0), Stop())
         result = worker.run()
         for thread in threads:
             thread.join(SECONDS)

@@ -31,7 +31,7 @@ def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: 
         return [slow.rank for slow in reply.stragglers]
 
     assert told(0, 0.1, 0.1, 0.5) == [2]
-    series = 'backstay_straggler_delay_seconds{index="0",job="job",rank="2",role="ParameterServer"} 0.4'
+    series = 'backstay_straggler_delay_seconds{index="0",rank="2",role="ParameterServer",training_job="job"} 0.4'
     assert series in generate_latest(metrics.registry).decode()
     assert told(5, 0.1, 0.1, 0.5) == [2]
     assert [record.getMessage() for record in caplog.records] == [

@@ -111,7 +111,7 @@ def coordinator(driving: Driving) -> Iterator[ControlServer]:
 @pytest.fixture
 def server(coordinator: ControlServer) -> Iterator[Server]:
     stop = Stop()
-    metrics = Metrics("job", "parameter-server", 1)
+    metrics = Metrics("job", "ParameterServer", 1)
     made = Server(environment_at(coordinator), SCRIPT, SCRIPT.plan(2), metrics, stop)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
@@ -135,7 +135,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     answers: list[bool] = []
     awaited = Server._awaited
     monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
-    plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "parameter-server", 1)
+    plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "ParameterServer", 1)
     environment = replace(environment_at(coordinator), timeouts=Timeouts(newcomer=30.0))
     standby = Standby(environment, SCRIPT, plan, metrics, stop)
     engine = ShardEngine(plan.partition, 1, plan.rule, SCRIPT.initial())
@@ -162,7 +162,7 @@ def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
     for incarnation in (0, 0, 0, 1, 1):
         server.joined(Peer(role="worker", index=0, incarnation=incarnation))
     server.joined(Peer(role="worker", index=1))
-    labels = {"job": "job", "role": "parameter-server", "index": "1"}
+    labels = {"training_job": "job", "role": "ParameterServer", "index": "1"}
     assert server._metrics.registry.get_sample_value("backstay_joins_total", labels) == 3
 
 

@@ -89,7 +89,6 @@ class Evaluator:
 
     def _join(self) -> None:
         replies = self._control.join_all(self._plan.agreement, self._stop.asked.is_set)
-        self._metrics.joins.inc()
         self._heart.expect([reply.incarnation for reply in replies])
         self._joined = True
 
@@ -114,10 +113,8 @@ class Evaluator:
             _LOG.exception("evaluate raised at step %d", step)
             error = f"{type(failure).__name__}: {failure}"
         self._heart.activity = WAITING
-        for name, value in metrics.items():
-            self._metrics.evaluation(name).set(value)
-        self._metrics.version.set(step)
-        self._metrics.step("compute").observe(time.monotonic() - began)
+        self._metrics.step.set(step)
+        self._metrics.evaluation_seconds.observe(time.monotonic() - began)
         self._found = step, metrics, error
         self._tell()
 

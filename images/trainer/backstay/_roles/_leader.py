@@ -97,7 +97,7 @@ class Leader:
     def counted(self, now: float, counted: Counted) -> None:
         """See `Observer`."""
         del now
-        self._metrics.gradients(counted.outcome.value).inc()
+        self._metrics.contributions(counted.outcome.value).inc()
         if counted.outcome is Outcome.APPLIED:
             self._metrics.staleness.observe(counted.staleness)
 
@@ -247,7 +247,8 @@ class Leader:
                 self._checkpoint = CheckpointReport(
                     uri=checkpoint, step=checkpoint_step, term=state.term, unix_seconds=checkpoint_time
                 )
-            self._metrics.checkpoint_timestamp.set(checkpoint_time)
+            if checkpoint_time:
+                self._metrics.checkpoint_timestamp.set(checkpoint_time)
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         """What an evaluator, or worker 0, found."""

@@ -1,165 +1,319 @@
 """Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
 
-https://prometheus.io/docs/practices/naming/. `/metrics`, `/healthz`, `/readyz`, `/peers` and `/status` are the only
-things that a pod answers without the job's token (O7).
+Names and units follow https://prometheus.io/docs/practices/naming/. A pod exports the metrics of its own role only.
+`/metrics`, `/healthz`, `/readyz`, `/peers` and `/status` are the only things that a pod answers without the job's token
+(O7).
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
+from ._worker_seconds import PARTS
 
 __all__ = ["HttpPort", "Metrics", "metric_names"]
 
-_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STALENESS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-_WHO: Final = ("job", "role", "index")
+_WHO: Final = ("training_job", "role", "index")
+_COORDINATOR: Final = "coordinator"
+_SERVER: Final = "server"
+_WORKER: Final = "worker"
+_EVALUATOR: Final = "evaluator"
+_EVERY: Final = "every pod"
+_MOST_NAMES: Final = 50
+_LONGEST_NAME: Final = 100
+_MOST_STRAGGLERS: Final = 16
 
 _M = TypeVar("_M", bound=MetricWrapperBase)
 
-STEP_PARTS: Final = ("batch_wait", "compute", "push", "update_wait", "pull")
-"""Of a worker's step; they add up to it. `push` lasts until the slowest shard's stream has taken the gradient,
-`update_wait` until the first of the new parameters came from the slowest: the rest of the quorum, the update; `pull` is
-the rest."""
+STEP_PARTS: Final = {
+    "batch_wait": "data",
+    "compute": "compute",
+    "push": "send",
+    "update_wait": "wait",
+    "pull": "receive",
+}
+"""The parts of a worker's step, by the point of `_instrument` that measures each; they add up to the step. `send` ends
+when the slowest shard's stream has taken the contribution. `wait` ends when the first new parameters of the slowest
+shard arrive: it contains the wait for the quorum and the update. `receive` is the rest."""
 
 
 class Metrics:
-    """The metrics of one pod; labels `job`, `role`, `index` are on all of them."""
+    """The metrics of one pod. Every metric has the labels `training_job`, `role` and `index`.
+
+    All instruments exist in every pod, so that shared code needs no case for each role. Only those of the pod's own
+    role are exported: shard 0's server exports the coordinator's and every server's, a worker a worker's.
+    """
 
     def __init__(self, job: str, role: Role, index: int) -> None:
+        """
+        Args:
+            job: name of the TrainingJob.
+            index: shard of a server, rank of a worker, or 0.
+        """
         self.registry = CollectorRegistry()
         self._who = (job, role, str(index))
+        self._kinds = {
+            "ParameterServer": {_SERVER, _COORDINATOR} if index == 0 else {_SERVER},
+            "Worker": {_WORKER},
+            "Evaluator": {_EVALUATOR},
+        }[role]
         self.families: list[MetricWrapperBase] = []
-        # Of the job; shard 0.
-        self.updates = self._counter("updates", "Updates decided, skipped ones included.")
-        self.skipped = self._counter("updates_skipped", "Updates skipped for a gradient that was not finite.")
-        self.examples = self._counter("examples", "Examples in applied gradients.")
-        self._gradients = self._family(Counter, "gradients", "Gradients by what became of them.", (*_WHO, "outcome"))
-        self.staleness = self._histogram("staleness", "Versions between computing and applying a gradient.", _STALENESS)
+        self.exporters: dict[str, str] = {}
+        ProcessCollector(registry=self.registry)
+
+        # Of the job: exported by shard 0's server.
+        of = _COORDINATOR
+        self.updates = self._counter(of, "updates", "Updates decided, skipped ones included.")
+        self.skipped = self._counter(of, "updates_skipped", "Updates skipped because a gradient was not finite.")
+        self.examples = self._counter(of, "examples", "Examples in applied contributions.")
+        self._contributions = self._family(
+            of,
+            Counter,
+            "contributions",
+            "Contributions by their outcome, of those that reached the coordinator.",
+            (*_WHO, "outcome"),
+        )
+        self.staleness = self._histogram(
+            of, "staleness_versions", "Versions between computing and applying a gradient.", _STALENESS
+        )
         self.quorum_seconds = self._histogram(
-            "quorum_wait_seconds", "From the first gradient of a version to the decision of its update.", _SECONDS
+            of,
+            "quorum_wait_seconds",
+            "From the first contribution to a version to the decision of its update.",
+            _SECONDS,
         )
-        self.live_workers = self._gauge("live_workers", "Workers with a heartbeat in the last 10 s.")
-        self.world = self._gauge("world", "Ranks in force.")
+        self.live_workers = self._gauge(of, "live_workers", "Workers with a heartbeat in the last 10 s.")
+        self.world = self._gauge(of, "world_size", "Ranks in force.")
         self._loss = self._family(
-            Gauge,
-            "loss",
-            "Mean loss of the newest update's gradients; a worker: of its newest gradient. No series before the first.",
+            of, Gauge, "loss", "Mean loss of the newest update's contributions. No series before the first update."
         )
-        self.examples_per_second = self._gauge("examples_per_second", "Examples a second over the last 30 s.")
-        self.term = self._gauge("term", "Stretch of history without a rollback.")
-        self.redone = self._counter("steps_redone", "Updates lost by going back to a checkpoint.")
-        self._evaluation = self._family(Gauge, "evaluation", "What evaluate returned last.", (*_WHO, "name"))
-        self.evaluation_step = self._gauge("evaluation_step", "The step of backstay_evaluation; 0: none yet.")
+        self.examples_per_second = self._gauge(
+            of, "examples_per_second", "Examples in applied contributions a second, over the last 30 s."
+        )
+        self.term = self._gauge(of, "term", "Number of the stretch of history without a rollback.")
+        self.redone = self._counter(
+            of, "steps_redone", "Updates lost by a return to a checkpoint, which are applied again."
+        )
+        self._evaluation = self._family(
+            of, Gauge, "evaluation", "What evaluate returned last, by its own name.", (*_WHO, "name")
+        )
+        self.evaluation_step = self._gauge(of, "evaluation_step", "The step of backstay_evaluation; 0: none yet.")
         self._train = self._family(
-            Gauge, "train_metric", "What loss returned beside the loss: mean of the newest update.", (*_WHO, "name")
+            of,
+            Gauge,
+            "train_metric",
+            "What loss returned beside the loss, by its own name: mean over the newest update's contributions.",
+            (*_WHO, "name"),
         )
         self._stragglers = self._family(
+            of,
             Gauge,
             "straggler_delay_seconds",
-            "How much longer a slow rank's gradient takes than the others' median; no series for those that are not.",
+            "How much longer a slow rank's gradient takes than the others' median. A rank that is not slow has no "
+            f"series; of more than {_MOST_STRAGGLERS} slow ranks the slowest have one.",
             (*_WHO, "rank"),
         )
-        self._slow: frozenset[int] = frozenset()
-        self.checkpoint_seconds = self._histogram(
-            "checkpoint_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
+        self._slow: set[int] = set()
+        self.checkpoints = self._counter(of, "checkpoints", "Whole checkpoints stored.")
+        self._checkpoint_timestamp = self._family(
+            of,
+            Gauge,
+            "checkpoint_timestamp_seconds",
+            "Unix time at which the newest whole checkpoint was stored. No series before the first.",
         )
-        self.checkpoint_bytes = self._counter("checkpoint_bytes", "Bytes of checkpoints written by this pod.")
-        self.checkpoints = self._counter("checkpoints", "Whole checkpoints stored.")
-        self.checkpoint_timestamp = self._gauge(
-            "checkpoint_timestamp_seconds", "Unix time at which the newest whole checkpoint was stored; 0: none yet."
-        )
-        self.checkpoint_failures = self._counter("checkpoint_failures", "Checkpoints that could not be stored.")
+        self.checkpoint_failures = self._counter(of, "checkpoint_failures", "Checkpoints that could not be stored.")
+
         # Of every server.
-        self.version = self._gauge("version", "Updates applied; a worker: version of its parameters.")
-        self.joins = self._counter("joins", "Pods that joined here, each once; a worker: times that it joined.")
+        of = _SERVER
+        self.joins = self._counter(of, "joins", "Pods that joined this server; an incarnation counts once.")
         self.apply_seconds = self._histogram(
-            "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
+            of, "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
         )
+        self.checkpoint_seconds = self._histogram(
+            of, "checkpoint_write_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
+        )
+        self.checkpoint_bytes = self._counter(
+            of, "checkpoint_written_bytes", "Bytes of checkpoints written by this server."
+        )
+
         # Of every worker.
-        self._step = self._family(
-            Histogram, "step_seconds", "Parts of a worker's step.", (*_WHO, "part"), buckets=_SECONDS
+        of = _WORKER
+        self.worker_loss = self._gauge(of, "worker_loss", "Loss of this worker's newest gradient.")
+        self.worker_examples = self._counter(
+            of, "worker_examples", "Examples in this worker's contributions, applied or not."
         )
-        self._bytes = self._family(Counter, "bytes", "Bytes of tensors on data streams.", (*_WHO, "direction"))
-        # Series that are there from the start can be added up and compared from the start.
+        self.gradient_seconds = self._histogram(
+            of, "gradient_seconds", "A worker's own part of a step: its batch and its gradient.", _SECONDS
+        )
+        self._step = self._family(of, Summary, "step_part_seconds", "Parts of a worker's step.", (*_WHO, "part"))
+        self._fates = self._family(
+            of,
+            Counter,
+            "worker_contributions",
+            "This worker's contributions by the outcome that the servers answered. lost: a server was lost before it "
+            "answered. One that was sent after its update was decided is late here, and did not reach the coordinator.",
+            (*_WHO, "outcome"),
+        )
+        self._seconds = self._family(
+            of,
+            Counter,
+            "worker_seconds",
+            "What a worker's pod spent its time on. The parts add up to the age of its process at its newest step.",
+            (*_WHO, "part"),
+        )
+        self._bytes = self._family(
+            of, Counter, "tensor_bytes", "Bytes of tensors on the worker's data streams.", (*_WHO, "direction")
+        )
+        self.reconnects = self._counter(
+            of, "reconnects", "Times that a worker connected again after the loss of a server."
+        )
+
+        self.evaluation_seconds = self._histogram(
+            _EVALUATOR, "evaluation_seconds", "Loading and evaluating one checkpoint.", _SECONDS
+        )
+
+        # Of every pod.
+        self.step = self._gauge(_EVERY, "step", "Updates applied to the parameters that this pod holds.")
+
+        # Series that exist from the start can be added up and compared from the start.
         for outcome in Outcome:
-            self.gradients(outcome.value)
-        for part in STEP_PARTS:
-            self.step(part)
+            self.contributions(outcome.value)
+        for outcome in (Outcome.APPLIED, Outcome.LATE):
+            self.worker_contributions(outcome.value)
+        for part in STEP_PARTS.values():
+            self.step_part(part)
+        for part in PARTS:
+            self.worker_seconds(part)
         for direction in ("sent", "received"):
-            self.bytes(direction)
-        self.reconnects = self._counter("reconnects", "Times that a worker connected again after losing a server.")
+            self.tensor_bytes(direction)
 
     @property
     def loss(self) -> Gauge:
         """The series begins with the first use: a 0 would be a loss that nobody computed."""
         return self._loss.labels(*self._who)
 
-    def gradients(self, outcome: str) -> Counter:
-        """By what became of them."""
-        return self._gradients.labels(*self._who, outcome)
+    @property
+    def checkpoint_timestamp(self) -> Gauge:
+        """The series begins with the first use: a 0 would be an age of 50 years."""
+        return self._checkpoint_timestamp.labels(*self._who)
+
+    def contributions(self, outcome: str) -> Counter:
+        """Of one `Outcome`."""
+        return self._contributions.labels(*self._who, outcome)
 
     def evaluation(self, name: str) -> Gauge:
-        """Of one of `evaluate`'s metrics."""
-        return self._evaluation.labels(*self._who, name)
+        """Of one of `evaluate`'s metrics; the first 50 names are exported."""
+        return self._named(self._evaluation, name)
 
     def train(self, name: str) -> Gauge:
-        """Of one of the metrics that `loss` returns."""
-        return self._train.labels(*self._who, name)
+        """Of one of the metrics that `loss` returns; the first 50 names are exported."""
+        return self._named(self._train, name)
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
-        """The ranks that are slow now, and by how many seconds."""
-        gone, self._slow = self._slow - delays.keys(), frozenset(delays)
+        """Replace the series of slow ranks; `delays` is rank -> seconds."""
+        slowest = sorted(delays.items(), key=lambda item: item[1], reverse=True)[:_MOST_STRAGGLERS]
+        gone, self._slow = self._slow - {rank for rank, _ in slowest}, {rank for rank, _ in slowest}
         for rank in gone:
             self._stragglers.remove(*self._who, str(rank))
-        for rank, delay in delays.items():
+        for rank, delay in slowest:
             self._stragglers.labels(*self._who, str(rank)).set(delay)
 
-    def step(self, part: str) -> Histogram:
-        """Of one of `STEP_PARTS`."""
+    def step_part(self, part: str) -> Summary:
+        """Of one of the values of `STEP_PARTS`."""
         return self._step.labels(*self._who, part)
 
-    def bytes(self, direction: str) -> Counter:
+    def worker_contributions(self, outcome: str) -> Counter:
+        """Of one `Outcome`, or ``lost``."""
+        return self._fates.labels(*self._who, outcome)
+
+    def worker_seconds(self, part: str) -> Counter:
+        """Of one of `_worker_seconds.PARTS`."""
+        return self._seconds.labels(*self._who, part)
+
+    def tensor_bytes(self, direction: str) -> Counter:
         """``sent`` or ``received``."""
         return self._bytes.labels(*self._who, direction)
 
-    def _family(self, kind: type[_M], name: str, text: str, labels: tuple[str, ...] = _WHO, **more: object) -> _M:
-        family = kind(name, text, labels, namespace="backstay", registry=self.registry, **more)  # type: ignore[arg-type]
+    def exports(self, family: MetricWrapperBase) -> bool:
+        """Whether this pod exports a metric."""
+        of = self.exporters[family._name]
+        return of == _EVERY or of in self._kinds
+
+    def page(self) -> bytes:
+        """The text that a scrape gets."""
+        return generate_latest(_WithoutCreated(self.registry))
+
+    def _named(self, family: Gauge, name: str) -> Gauge:
+        """The series of a name that a script chose: a script must not be able to make series without end."""
+        if len(family._metrics) >= _MOST_NAMES and (*self._who, name) not in family._metrics:
+            return Gauge("dropped", "Beyond the names that are exported.", registry=None)
+        return family.labels(*self._who, name[:_LONGEST_NAME])
+
+    def _family(
+        self, of: str, kind: type[_M], name: str, text: str, labels: tuple[str, ...] = _WHO, **more: object
+    ) -> _M:
+        registry = self.registry if of == _EVERY or of in self._kinds else None
+        family = kind(name, text, labels, namespace="backstay", registry=registry, **more)  # type: ignore[arg-type]
         self.families.append(family)
+        self.exporters[family._name] = of
         return family
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return self._family(Counter, name, text).labels(*self._who)
+    def _counter(self, of: str, name: str, text: str) -> Counter:
+        return self._family(of, Counter, name, text).labels(*self._who)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return self._family(Gauge, name, text).labels(*self._who)
+    def _gauge(self, of: str, name: str, text: str) -> Gauge:
+        return self._family(of, Gauge, name, text).labels(*self._who)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._family(Histogram, name, text, buckets=buckets).labels(*self._who)
+    def _histogram(self, of: str, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._family(of, Histogram, name, text, buckets=buckets).labels(*self._who)
 
 
-def metric_names() -> frozenset[str]:
-    """The names of all time series that training pods export, as a query writes them."""
-    metrics = Metrics("job", "Worker", 0)
+class _WithoutCreated:
+    """A registry without the `_created` series: one for each counter, which no query uses."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
+    """The names of all time series that the pods of a role export, as a query writes them; not `process_*`.
+
+    Args:
+        role: None: of all roles.
+        index: shard of a server, rank of a worker, or 0.
+    """
+    metrics = Metrics("job", role or "Worker", index)
     names: list[str] = []
     for family in metrics.families:
+        if role is not None and not metrics.exports(family):
+            continue
         base = next(iter(family.describe())).name
         match family:
             case Counter():
                 names.append(f"{base}_total")
             case Histogram():
                 names += [f"{base}_bucket", f"{base}_count", f"{base}_sum"]
+            case Summary():
+                names += [f"{base}_count", f"{base}_sum"]
             case _:
                 names.append(base)
     return frozenset(names)
@@ -189,7 +343,7 @@ class HttpPort:
         Raises:
             OSError: the port cannot be bound; the message names it.
         """
-        registry, shown = metrics.registry, self
+        shown = self
         self.status: Callable[[], Mapping[str, Any]] = dict
 
         class Handler(BaseHTTPRequestHandler):
@@ -198,7 +352,7 @@ class HttpPort:
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
-                    self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                    self._answer(200, metrics.page(), CONTENT_TYPE_LATEST)
                 elif path == "/healthz":
                     self._answer(200, b"ok\n")
                 elif path == "/readyz":

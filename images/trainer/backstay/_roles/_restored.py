@@ -42,7 +42,7 @@ def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Me
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
     params, state = jax.device_put((checkpoint.params, checkpoint.state))
-    metrics.version.set(checkpoint.step)
+    metrics.step.set(checkpoint.step)
     ready = True
     _LOG.info("training is over: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(

@@ -273,7 +273,7 @@ class Server:
                     raise self._superseded
                 if self._link is not None and self._link.refused is not None:
                     raise self._link.refused
-                self._metrics.version.set(self._runtime.version)
+                self._metrics.step.set(self._runtime.version)
                 with self._lock:
                     now = time.monotonic()
                     self._liveness.tick(now)
@@ -459,7 +459,7 @@ class Server:
     def _applied(self, version: int) -> None:
         """An update was applied; it was version - 1's."""
         _instrument.reach("applied", version)
-        self._metrics.version.set(version)
+        self._metrics.step.set(version)
         began = self._commit_arrived.pop(version - 1, None)
         if began is not None:
             _instrument.record("apply", began, time.monotonic(), version - 1)

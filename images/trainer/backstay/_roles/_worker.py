@@ -29,7 +29,8 @@ from backstay_rpc.control_pb2 import (
 from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
 from .._control import ControlClient, Heartbeats, News
-from .._coordination import Rate
+from .._coordination import Outcome, Rate
+from .._coordination._decisions import OUTCOME_OF
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
 from .._process._compiling import one_compiles
@@ -45,6 +46,7 @@ from .._wire.seam import Pulled
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
+from ._worker_seconds import WorkerSeconds, process_age
 
 __all__ = ["Stopped", "Worker", "raise_end"]
 
@@ -117,6 +119,9 @@ class Worker:
         self._batches = Prefetcher(script.batches)
         self._reporter = Reporter(script.log_every, script.steps)
         self._rate = Rate()
+        self._seconds = WorkerSeconds(
+            lambda part, seconds: metrics.worker_seconds(part).inc(seconds), age=process_age()
+        )
         self._attempt = 0
         self._key_step = 0
         self._term = 0
@@ -142,8 +147,8 @@ class Worker:
             Whatever `batches` and `loss` raise.
         """
         _instrument.follow_this_thread()
-        for part in STEP_PARTS:
-            _instrument.observe(part, self._metrics.step(part).observe)
+        for point, part in STEP_PARTS.items():
+            _instrument.observe(point, self._metrics.step_part(part).observe)
         try:
             return self._run()
         finally:
@@ -158,6 +163,7 @@ class Worker:
 
     def _run(self) -> Result:
         pulled, params = self._start()
+        self._seconds.ended("starting")
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
                 if self._stop.asked.is_set():
@@ -189,8 +195,12 @@ class Worker:
             contribution = self._computation.start(Start(params, key))
             contribution.wait()
         if self._compiled:
+            self._seconds.computed()
             # Of both, because a rank is slow whichever of the two is.
             self._heart.step_seconds = time.monotonic() - began
+            self._metrics.gradient_seconds.observe(self._heart.step_seconds)
+        else:
+            self._seconds.ended("compiling")
         self._compiled = True
         return contribution
 
@@ -199,8 +209,11 @@ class Worker:
         if prepared is not None and prepared[0] == key:
             return prepared[1]
         last = self._script.steps * self._computation.batches - 1 if self._sync else None
+        self._seconds.computed()  # between two batches of a contribution
         with _instrument.span("batch_wait", key.step):
-            return self._batches.get(key, last)
+            batch = self._batches.get(key, last)
+        self._seconds.ended("data")
+        return batch
 
     def _compile(self) -> None:
         """Compile the computation while the servers prepare the parameters, for the batch of a job that begins.
@@ -210,11 +223,13 @@ class Worker:
         world = max(self._env.config.workers, self._rank + 1)
         key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
         seconds = self._env.timeouts.compiling
+        self._seconds.ended("starting")
         with contextlib.suppress(Exception):
             batch = self._batch(key)
             with one_compiles("gradient", self._plan.agreement.digest, seconds=seconds):
                 self._computation.compile(batch)
             self._prepared = key, batch
+        self._seconds.ended("compiling")
 
     def _info(self, contribution: Contribution) -> GradientInfo:
         """What travels with the end mark of a contribution; waits until it is computed."""
@@ -257,8 +272,15 @@ class Worker:
                     or (not self._sync and self._key_step == key_step and not pulled.done)
                 ):
                     continue  # what it was computed for has not happened yet: send the same again
+                self._seconds.abandoned()
+                self._metrics.worker_contributions("lost").inc()
                 return pulled, params
             self._observe(pulled, identity, began, time.monotonic())
+            outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
+            self._metrics.worker_contributions(outcome.value).inc()
+            # The servers hold a duplicate already: this worker sent it before it connected again.
+            applied = outcome in {Outcome.APPLIED, Outcome.DUPLICATE}
+            self._seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied=applied)
             self._learn(pulled, key_step)
             self._count(pulled, info())
             return pulled, params
@@ -286,12 +308,11 @@ class Worker:
         self._version = pulled.version
         self._rate.add(now, info.examples)
         rate = self._rate.per_second(now)
-        self._metrics.version.set(pulled.version)
-        self._metrics.loss.set(info.loss)
-        self._metrics.examples.inc(info.examples)
-        self._metrics.examples_per_second.set(rate or 0.0)
-        self._metrics.bytes("sent").inc(self._bytes)
-        self._metrics.bytes("received").inc(self._bytes)
+        self._metrics.step.set(pulled.version)
+        self._metrics.worker_loss.set(info.loss)
+        self._metrics.worker_examples.inc(info.examples)
+        self._metrics.tensor_bytes("sent").inc(self._bytes)
+        self._metrics.tensor_bytes("received").inc(self._bytes)
         last = pulled.version >= self._script.steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
@@ -300,7 +321,9 @@ class Worker:
         self._heart.activity = WAITING
         del params
         try:
-            return self._pull(None, pulled.version + 1)
+            at = self._pull(None, pulled.version + 1)
+            self._seconds.ended("wait")
+            return at
         except (PeerLost, Refused) as error:
             return self._reconnect(error)
 
@@ -330,6 +353,8 @@ class Worker:
                 return self._join()
             except (PeerLost, Refused) as again:
                 error = again
+            finally:
+                self._seconds.ended("reconnecting")
 
     def _judge(self, error: Exception) -> None:
         """Raise what connecting again cannot mend."""
@@ -354,7 +379,6 @@ class Worker:
                 # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
                 seconds=self._env.timeouts.end if self._heart.news.done else None,
             )
-        self._metrics.joins.inc()
         self._moved = False
         if self._term != replies[0].term:
             self._version = 0  # nothing of this term yet
@@ -485,6 +509,7 @@ class Worker:
 
     def _close(self) -> None:
         self._heart.activity = LEAVING
+        self._seconds.ended("ending")
         self._disconnect()
         self._heart.close()
         self._batches.close()
@@ -492,7 +517,6 @@ class Worker:
         self._control.close()
         if self._returns:
             self._joined = True  # the pod stays ready while the script goes on
-            self._metrics.examples_per_second.set(0)
         else:
             self._http.close()
         self._gone.set()
