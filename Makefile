@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint prose docs lowest bench tools generate lock clean chaos
+.PHONY: demo test lint prose docs lowest bench tools generate pictures lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -44,11 +44,15 @@ lowest: $(LOWEST)/.installed  ## a part of the tests with the lowest versions th
 	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto tests/rpc tests/cli tests/checkpoint/test_checkpoints.py tests/runtime/test_jobs.py \
 	  tests/trainer_math/test_engine.py tests/operator/test_process.py
 
-generate: $(VENV)/.installed  ## the CRD, the protobuf code, pages of the docs; tests hold that they are fresh
+generate: $(VENV)/.installed  ## the CRD, the protobuf code, the dashboards, pages of the docs; tests hold that they are fresh
 	$(BIN)/python -m backstay_spec.crd > crds/backstay.dev_trainingjobs.yaml
 	cp crds/backstay.dev_trainingjobs.yaml helm/backstay/crds/
 	sh operator/backstay_rpc/generate.sh
+	$(BIN)/python helm/dashboards
 	$(BIN)/python docs/generate.py
+
+pictures: $(VENV)/.installed  ## docs/pictures: the dashboards with the data of a run; needs helm and prometheus; 3 minutes
+	$(BIN)/python docs/pictures.py
 
 SECONDS_OF_CHAOS ?= 600
 SEED ?= 0

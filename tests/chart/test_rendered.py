@@ -26,7 +26,8 @@ pytestmark = pytest.mark.tool("helm")
 HERE = Path(__file__).resolve().parent
 VALUES = sorted(path.stem for path in (HERE / "values").glob("*.yaml"))
 KEY = re.compile(r'^(  (?:[-._a-zA-Z0-9]+): )"[A-Za-z0-9+/=]{88}"$', re.MULTILINE)
-DASHBOARD = re.compile(r"^(  backstay\.json: \|-\n)(?:    .*\n|\n)+", re.MULTILINE)
+DASHBOARD = re.compile(r"^(  (backstay-[a-z]+\.json): \|-\n)(?:    .*\n|\n)+", re.MULTILINE)
+RULES = re.compile(r"^    - name: backstay\.recording\n(?:    .*\n)+", re.MULTILINE)
 
 
 def values_of(name: str) -> str:
@@ -43,7 +44,8 @@ def test_lint_finds_nothing(helm: Any) -> None:
 def test_rendered_as_the_snapshot_says(helm: Any, name: str, request: pytest.FixtureRequest) -> None:
     rendered, keys = KEY.subn(r'\1"<64 random letters, base64>"', helm.template(values_of(name)))
     assert keys == (0 if "vault-key" in rendered else 1)
-    rendered = DASHBOARD.sub(r"\1    <dashboards/backstay.json>\n", rendered)
+    rendered = DASHBOARD.sub(r"\1    <\2>\n", rendered)
+    rendered = RULES.sub("    <rules/backstay.yaml>\n", rendered)
     snapshot = HERE / "snapshots" / f"{name}.yaml"
     if request.config.getoption("--update-snapshots"):
         snapshot.write_text(rendered)
@@ -138,6 +140,19 @@ def pod_monitor() -> dict[str, Any]:
     return closed({"apiVersion": text, "kind": text, "metadata": meta, "spec": spec}, ["metadata", "spec"])
 
 
+def prometheus_rule() -> dict[str, Any]:
+    """https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PrometheusRule"""
+    text = {"type": "string"}
+    texts = {"type": "object", "additionalProperties": text}
+    rule = closed(
+        {"record": text, "alert": text, "expr": text, "for": DURATION, "labels": texts, "annotations": texts}, ["expr"]
+    )
+    group = closed({"name": text, "rules": {"type": "array", "items": rule, "minItems": 1}}, ["name", "rules"])
+    spec = closed({"groups": {"type": "array", "items": group, "minItems": 4}}, ["groups"])
+    meta = schema_of("V1ObjectMeta")
+    return closed({"apiVersion": text, "kind": text, "metadata": meta, "spec": spec}, ["metadata", "spec"])
+
+
 MODELS = {
     "ClusterRole": "V1ClusterRole",
     "ClusterRoleBinding": "V1ClusterRoleBinding",
@@ -156,7 +171,10 @@ MODELS = {
 @pytest.fixture(scope="session")
 def schemas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schemas")
-    made = {kind: schema_of(model) for kind, model in MODELS.items()} | {"PodMonitor": pod_monitor()}
+    made = {kind: schema_of(model) for kind, model in MODELS.items()} | {
+        "PodMonitor": pod_monitor(),
+        "PrometheusRule": prometheus_rule(),
+    }
     for kind, schema in made.items():
         (folder / f"{kind.lower()}.json").write_text(json.dumps({"$schema": DRAFT, **schema}))
     return folder
@@ -231,6 +249,8 @@ WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "a pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
     "not a namespace": ({"watchNamespace": "a,b"}, "/watchNamespace"),
     "a label that is no text": ({"podLabels": {"a": 1}}, "/podLabels/a"),
+    "an unknown role": ({"metrics": {"prometheusRule": {"podPricePerHour": {"worker": 1}}}}, "worker"),
+    "not a share": ({"metrics": {"prometheusRule": {"goodputBelow": 2}}}, "/metrics/prometheusRule/goodputBelow"),
     "not a duration": ({"metrics": {"podMonitor": {"interval": "15"}}}, "/metrics/podMonitor/interval"),
     "a pull secret without a name": ({"imagePullSecrets": [{}]}, "/imagePullSecrets/0"),
     "what the chart itself sets": (
@@ -393,7 +413,17 @@ def test_the_chart_is_this_version_s(root: Path, chart: Path) -> None:
     ).read_bytes(), "make generate"
 
 
-def test_the_dashboard_arrives_whole(helm: Any, chart: Path) -> None:
+def test_the_dashboards_and_rules_arrive_whole(helm: Any, chart: Path) -> None:
     config = next(o for o in helm.objects("--set=dashboard.enabled=true") if o["kind"] == "ConfigMap")
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(config["data"]["backstay.json"]) == json.loads((chart / "dashboards/backstay.json").read_text())
+    for name in ("fleet", "job", "operator"):
+        made = json.loads((chart / f"dashboards/{name}.json").read_text())
+        assert json.loads(config["data"][f"backstay-{name}.json"]) == made
+    values = "--set=metrics.prometheusRule.enabled=true,metrics.prometheusRule.podPricePerHour.Worker=2.5"
+    (rule,) = (o for o in helm.objects(values) if o["kind"] == "PrometheusRule")
+    first, *others = rule["spec"]["groups"]
+    assert others == yaml.safe_load((chart / "rules/backstay.yaml").read_text())["groups"]
+    assert [(r["record"], r["expr"], r.get("labels")) for r in first["rules"]] == [
+        ("backstay:goodput_threshold:ratio", "vector(0.5)", None),
+        ("backstay:pod_price:per_hour", "vector(2.5)", {"role": "Worker"}),
+    ]

@@ -1,4 +1,4 @@
-"""What the tests of the dashboard share: the dashboard itself, its queries, and what is in a PromQL expression."""
+"""What the tests of the dashboards and rules share: their queries, and what is in a PromQL expression."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 # Everything that PromQL gives a meaning where a metric's name could stand.
 GROUPING = frozenset({"by", "without", "on", "ignoring", "group_left", "group_right"})
@@ -79,32 +80,59 @@ def selectors(expression: str) -> list[Selector]:
 class Query:
     """One target of a panel."""
 
+    dashboard: str
     panel: str
     ref: str
     expr: str
     instant: bool
+    hidden: bool
 
-    def filled(self, namespace: str, job: str, window: str) -> str:
-        """The expression as Grafana sends it."""
-        made = self.expr.replace("$window", window).replace("$namespace", namespace).replace("$job", job)
-        assert "$" not in made, made
-        return made
+    def filled(self, namespace: str, job: str, window: str, span: str = "10m") -> str:
+        """The expression as Grafana sends it; `window` is `$__rate_interval`, `span` the time range."""
+        return fill(self.expr, namespace, job, window, span)
+
+
+def fill(expr: str, namespace: str, job: str, window: str = "4m", span: str = "10m") -> str:
+    """An expression with the values of a dashboard's variables."""
+    values = {
+        "__rate_interval": window,
+        "__range": span,
+        "namespace": namespace,
+        "training_job": job,
+        "job": "backstay-system/backstay-operator",
+        "pod": "operator",
+    }
+    for name, value in values.items():
+        expr = re.sub(rf"\${name}\b", value, expr)
+    assert "$" not in expr, expr
+    return expr
 
 
 class Dashboard:
-    """The committed dashboard."""
+    """One of the committed dashboards."""
 
     def __init__(self, path: Path) -> None:
+        self.name = path.stem
         self.json: dict[str, Any] = json.loads(path.read_text())
 
     @property
     def panels(self) -> list[dict[str, Any]]:
-        return [p for p in self.json["panels"] if p["type"] != "row"]
+        """With those in collapsed rows."""
+        return [one for one, _ in self.placed()]
+
+    def placed(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Each panel, and whether it is in a collapsed row."""
+        for panel in self.json["panels"]:
+            if panel["type"] != "row":
+                yield panel, False
+            for inner in panel.get("panels", ()):
+                yield inner, True
 
     def queries(self) -> Iterator[Query]:
-        for panel in self.panels:
+        for panel, hidden in self.placed():
             for target in panel["targets"]:
-                yield Query(panel["title"], target["refId"], target["expr"], bool(target.get("instant")))
+                instant = bool(target["instant"])
+                yield Query(self.name, panel["title"], target["refId"], target["expr"], instant, hidden)
 
     def other_expressions(self) -> Iterator[str]:
         """Of annotations and variables."""
@@ -121,9 +149,32 @@ class Dashboard:
         return [query.expr for query in self.queries()] + list(self.other_expressions())
 
 
+class Dashboards(list[Dashboard]):
+    """All of them."""
+
+    def queries(self) -> list[Query]:
+        return [query for one in self for query in one.queries()]
+
+    def filled(self) -> list[str]:
+        """Every expression, with values in place of variables."""
+        return [fill(expr, "ns", "job") for one in self for expr in one.expressions()]
+
+    def query(self, dashboard: str, panel: str, ref: str = "A") -> Query:
+        (found,) = (q for q in self.queries() if (q.dashboard, q.panel, q.ref) == (dashboard, panel, ref))
+        return found
+
+
 @pytest.fixture(scope="session")
-def dashboard(root: Path) -> Dashboard:
-    return Dashboard(root / "helm" / "backstay" / "dashboards" / "backstay.json")
+def dashboards(root: Path) -> Dashboards:
+    folder = root / "helm" / "backstay" / "dashboards"
+    return Dashboards(Dashboard(path) for path in sorted(folder.glob("*.json")))
+
+
+@pytest.fixture(scope="session")
+def rule_groups(root: Path) -> list[dict[str, Any]]:
+    """The groups of the chart's rules."""
+    found: list[dict[str, Any]] = yaml.safe_load((root / "helm/backstay/rules/backstay.yaml").read_text())["groups"]
+    return found
 
 
 @pytest.fixture(scope="session")

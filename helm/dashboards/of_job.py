@@ -1,0 +1,646 @@
+"""The dashboard of one job: what it does now, what it costs to lose pods, where a step's time goes, who is slow."""
+
+from __future__ import annotations
+
+from parts import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    RESOLUTION,
+    WINDOW,
+    YELLOW,
+    Board,
+    Json,
+    coloured,
+    dashboard,
+    fixed,
+    graph,
+    marks,
+    matching,
+    named,
+    panel,
+    query,
+    row,
+    source,
+    stat,
+    steps,
+    variable,
+)
+from promql import CRASHES, goodput
+
+JOB = 'namespace=~"$namespace", training_job=~"$training_job"'
+COORDINATOR = f'{JOB}, role="ParameterServer", index="0"'
+SERVERS = f'{JOB}, role="ParameterServer"'
+WORKERS = f'{JOB}, role="Worker"'
+OUTCOMES = (
+    *("applied", "late", "stale", "duplicate", "non_finite"),
+    *("abandoned", "lost", "old_term", "old_incarnation", "not_in_world", "out_of_order"),
+)
+STEP_PARTS = ("data", "compute", "send", "wait", "receive")
+WORKER_PARTS = (
+    *("applied", "dropped", "data", "send", "wait", "receive"),
+    *("starting", "compiling", "reconnecting", "ending", "missing"),
+)
+ROLES = ("ParameterServer", "Worker", "Evaluator")
+POD_LINK = (
+    "/d/6581e46e4e5c7ba40a07646395ef7b23/kubernetes-compute-resources-pod"
+    "?var-datasource=${datasource}&var-namespace=${namespace}&var-pod=${__data.fields.Pod}"
+)
+NODE_LINK = (
+    "/d/200ac8fdbfbb74b39aff88118e4d1c2c/kubernetes-compute-resources-node-pods"
+    "?var-datasource=${datasource}&var-node=${__data.fields.Node}"
+)
+LOGS_LINK = (
+    "/explore?schemaVersion=1&panes=%7B%22a%22:%7B%22datasource%22:%22${logs}%22,%22queries%22:%5B%7B%22refId%22:%22A%22,"
+    "%22expr%22:%22%7Bnamespace%3D%5C%22${namespace}%5C%22,pod%3D%5C%22${__data.fields.Pod}%5C%22%7D%22%7D%5D,"
+    "%22range%22:%7B%22from%22:%22${__from}%22,%22to%22:%22${__to}%22%7D%7D%7D"
+)
+
+
+def rate(metric: str, select: str, by: str = "") -> str:
+    return f"sum {by} (rate({metric}{{{select}}}[{WINDOW}]))"
+
+
+def mean(metric: str, select: str, by: str = "") -> str:
+    """The mean observation within the window; nothing where there was none."""
+    return f"{rate(f'{metric}_sum', select, by)} / ({rate(f'{metric}_count', select, by)} > 0)"
+
+
+def most(metric: str, select: str, by: str = "") -> str:
+    """The upper edge of the highest bucket that the window has observations in: no observation was larger."""
+    labels = f"by (le, {by})" if by else "by (le)"
+    return f"histogram_quantile(1, sum {labels} (rate({metric}_bucket{{{select}}}[{WINDOW}])))"
+
+
+STATE_VALUES = {
+    1: ("Pending", GREY),
+    2: ("Starting", YELLOW),
+    3: ("Training", GREEN),
+    4: ("Stopped", RED),
+    5: ("Suspended", PINK),
+    6: ("Succeeded", BLUE),
+    7: ("Failed", RED),
+}
+
+
+def state() -> Json:
+    """One row for the job, one for each role's pods."""
+
+    def phase(name: str, value: int, more: str = "") -> str:
+        return f'(max(backstay_job_phase{{{JOB}, phase="{name}"}}) == 1){more} * {value}'
+
+    trains = f"max(backstay_job_training{{{JOB}}})"
+    began = f"max(backstay_job_step{{{JOB}}})"
+    job = " or ".join(
+        [
+            f"(({trains} == 0) and ({began} > 0)) * 0 + 4",
+            f"({trains} == 1) * 3",
+            phase("Pending", 1),
+            phase("Starting", 2),
+            phase("Running", 2),
+            phase("Suspended", 5),
+            phase("Succeeded", 6),
+            phase("Failed", 7),
+        ]
+    )
+    pods = (
+        f'10 + (sum by (role) (backstay_job_pods{{{JOB}, state="ready"}}) >= bool '
+        f'sum by (role) (backstay_job_pods{{{JOB}, state="desired"}})) + '
+        f'(sum by (role) (backstay_job_pods{{{JOB}, state="ready"}}) > bool 0)'
+    )
+    values = {**STATE_VALUES, 10: ("no pod ready", RED), 11: ("some pods ready", ORANGE), 12: ("all pods ready", GREEN)}
+    mapped = {str(value): {"text": text, "color": colour, "index": value} for value, (text, colour) in values.items()}
+    return panel(
+        "state-timeline",
+        "State",
+        "The job's state, and how many pods of each role are ready. Stopped: it trained, and now applies no updates.",
+        [query(job, "job"), query(pods, "{{role}}")],
+        width=12,
+        height=8,
+        defaults={
+            "custom": {"fillOpacity": 80, "lineWidth": 0},
+            "color": {"mode": "thresholds"},
+            "mappings": [{"type": "value", "options": mapped}],
+            "thresholds": steps((None, GREY)),
+        },
+        options={"mergeValues": True, "showValue": "auto", "rowHeight": 0.8, "legend": {"showLegend": False}},
+    )
+
+
+def first_row(board: Board) -> None:
+    step, goal = f"max(backstay_job_step{{{JOB}}})", f"(max(backstay_job_goal_steps{{{JOB}}}) > 0)"
+    updates = f"({rate('backstay_updates_total', COORDINATOR)} > 0)"
+    board.add(state())
+    board.column(
+        4,
+        stat(
+            "Progress",
+            "Updates applied, of the steps that the script asked for.",
+            query(f"{step} / {goal}", "progress"),
+            unit="percentunit",
+            decimals=1,
+            thresholds=steps((None, BLUE)),
+        ),
+        stat(
+            "Last death",
+            "When a pod of this job died last, and of what.",
+            query(
+                "topk(1, max by (role, cause) (max_over_time("
+                f"backstay_job_last_death_timestamp_seconds{{{JOB}}}[$__range]))) * 1000",
+                "{{role}}: {{cause}}",
+            ),
+            unit="dateTimeFromNow",
+            none="no death",
+            text_mode="value_and_name",
+        ),
+    )
+    board.column(
+        4,
+        stat(
+            "Time left",
+            "At the speed of the last minutes; nothing while no update is applied.",
+            query(f"({goal} - {step}) / {updates}", "left"),
+            unit="dtdurations",
+            none="no updates",
+        ),
+        stat(
+            "Updates redone",
+            "Updates that were lost with a server and applied again in the time range: what deaths of servers cost."
+            " A job with standbys redoes none.",
+            query(f"max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range]))", "updates"),
+            thresholds=steps((None, GREEN), (0.5, ORANGE)),
+            decimals=0,
+        ),
+    )
+    board.column(
+        4,
+        stat(
+            "Goodput",
+            "Worker seconds whose computation was applied and not lost again, of all seconds of the job's worker slots,"
+            " in the time range.",
+            query(f"max({goodput(JOB, '$__range')})", "goodput"),
+            unit="percentunit",
+            decimals=1,
+            thresholds=steps((None, RED), (0.5, ORANGE), (0.8, GREEN)),
+        ),
+        stat(
+            "Checkpoint age",
+            "Since the operator saw the newest whole checkpoint: what a restart of shard 0 without standby would lose at"
+            " most. Orange at three intervals, red at ten.",
+            query(f"time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}})", "age"),
+            query(
+                f"(time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}}))"
+                f" / max(backstay_job_checkpoint_interval_seconds{{{JOB}}})",
+                "intervals",
+            ),
+            unit="dtdurations",
+            none="none stored",
+            overrides=[
+                named(
+                    "intervals",
+                    {"id": "unit", "value": "none"},
+                    {"id": "decimals", "value": 1},
+                    {"id": "thresholds", "value": steps((None, GREEN), (3, ORANGE), (10, RED))},
+                )
+            ],
+            thresholds=steps((None, BLUE)),
+            text_mode="value_and_name",
+        ),
+    )
+    board.add(
+        graph(
+            "Loss",
+            "Mean loss of the newest update's contributions, on a logarithmic axis, and on the right what evaluate"
+            " returned last, by its own name.",
+            query(f"max(backstay_loss{{{COORDINATOR}}})", "loss"),
+            query(f"max by (name) (backstay_evaluation{{{COORDINATOR}}})", "evaluation: {{name}}"),
+            log=True,
+            width=12,
+            calcs=("min", "lastNotNull"),
+            names=("loss",),
+            overrides=[
+                matching(
+                    "evaluation: .*",
+                    {"id": "custom.axisPlacement", "value": "right"},
+                    {"id": "custom.scaleDistribution", "value": {"type": "linear"}},
+                    {"id": "custom.showPoints", "value": "always"},
+                )
+            ],
+        ),
+        graph(
+            "Worker seconds by part",
+            "What the job's worker slots spent their time on; applied is useful, if it was not lost again. dropped:"
+            " computation that no update contains; missing: a slot without a pod, or a pod without a running process.",
+            query(f"{rate('backstay_worker_seconds_total', WORKERS, 'by (part)')} > 0", "{{part}}"),
+            query(
+                f"clamp_min({rate('backstay_job_slot_seconds_total', WORKERS)}"
+                f" - {rate('backstay_worker_seconds_total', WORKERS)}, 0) > 0.02",
+                "missing",
+            ),
+            stacked="percent",
+            unit="percentunit",
+            width=12,
+            names=WORKER_PARTS,
+            calcs=("mean",),
+        ),
+    )
+
+
+def throughput(board: Board) -> None:
+    right = {"id": "custom.axisPlacement", "value": "right"}
+    board.add(
+        row("Throughput"),
+        graph(
+            "Updates",
+            "Updates decided by the coordinator a second, and seconds per update on the right axis. Skipped ones had a"
+            " gradient that was not finite and changed nothing. For steps of minutes choose a coarser resolution.",
+            query(rate("backstay_updates_total", COORDINATOR), "updates"),
+            query(f"{rate('backstay_updates_skipped_total', COORDINATOR)} > 0", "skipped"),
+            query(f"1 / ({rate('backstay_updates_total', COORDINATOR)} > 0)", "seconds per update"),
+            unit="ops",
+            names=("updates", "skipped", "seconds per update"),
+            overrides=[named("seconds per update", {"id": "unit", "value": "s"}, right)],
+        ),
+        graph(
+            "Examples",
+            "Examples in applied contributions a second; those of late or refused contributions are not in it.",
+            query(rate("backstay_examples_total", COORDINATOR), "examples"),
+        ),
+        graph(
+            "Contributions by outcome",
+            "A second, stacked, as the workers were answered. late: the update had its quorum already, as backups"
+            " intend; stale, duplicate, out_of_order, old_term, old_incarnation, not_in_world: refused; lost: a server"
+            " was lost before it answered.",
+            query(f"{rate('backstay_worker_contributions_total', WORKERS, 'by (outcome)')} > 0", "{{outcome}}"),
+            stacked=True,
+            unit="ops",
+            names=OUTCOMES,
+        ),
+    )
+
+
+def step_time(board: Board) -> None:
+    part = f'{WORKERS}, part="compute"'
+    board.add(
+        row("Where a step's time goes, and who is slow"),
+        graph(
+            "Step of the mean worker",
+            "Mean seconds of a step by part, stacked. data: the next batch was not ready; compute: loss and gradient;"
+            " send: until the contribution is sent; wait: the rest of the quorum, and the update, until the first new"
+            " parameters come; receive: the rest of them.",
+            query(mean("backstay_step_part_seconds", WORKERS, "by (part)"), "{{part}}"),
+            unit="s",
+            stacked=True,
+            names=STEP_PARTS,
+        ),
+        panel(
+            "heatmap",
+            "Workers by their own part of a step",
+            "How many steps took how long until their gradient existed: the batch and the computation, without the wait"
+            " for others. A straggler is a band above the others, also among a thousand workers.",
+            [
+                query(
+                    f"sum by (le) (increase(backstay_gradient_seconds_bucket{{{WORKERS}}}[{WINDOW}]))",
+                    "{{le}}",
+                    kind="heatmap",
+                )
+            ],
+            unit="none",
+            defaults={"custom": {"scaleDistribution": {"type": "linear"}}},
+            options={
+                "calculate": False,
+                "cellGap": 1,
+                "color": {"mode": "scheme", "scheme": "Viridis", "steps": 64, "exponent": 0.5, "reverse": False},
+                "exemplars": {"color": "rgba(255,0,255,0.7)"},
+                "filterValues": {"le": 1e-9},
+                "legend": {"show": True},
+                "rowsFrame": {"layout": "auto"},
+                "showValue": "never",
+                "tooltip": {"mode": "single", "yHistogram": False},
+                "yAxis": {"axisPlacement": "left", "unit": "s"},
+            },
+        ),
+        graph(
+            "Slowest ranks",
+            "Mean seconds of one gradient's computation: the five slowest ranks, and the mean of all.",
+            query(f"topk(5, {mean('backstay_step_part_seconds', part, 'by (index)')})", "rank {{index}}"),
+            query(mean("backstay_step_part_seconds", part), "mean"),
+            unit="s",
+            calcs=("mean", "max"),
+            names=("mean",),
+        ),
+        graph(
+            "Stragglers",
+            "How many seconds longer than the others' median a slow rank takes for its gradient. A rank is slow from half"
+            " as much again as the median.",
+            query(f"max by (rank) (backstay_straggler_delay_seconds{{{COORDINATOR}}})", "rank {{rank}}"),
+            query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no delay"),
+            unit="s",
+            calcs=("mean", "max"),
+            overrides=[named("no delay", fixed(GREY))],
+        ),
+        graph(
+            "Wait for the quorum",
+            "From the first contribution to a version at the coordinator to the decision of its update: what backups"
+            " shorten. The slowest wait is between the mean and the upper line, which is a bucket's edge.",
+            query(mean("backstay_quorum_wait_seconds", COORDINATOR), "mean"),
+            query(most("backstay_quorum_wait_seconds", COORDINATOR), "slowest, at most"),
+            unit="s",
+            names=("mean", "slowest, at most"),
+        ),
+        graph(
+            "Update by shard",
+            "From a commit's arrival at a shard to its update being applied: the mean of the five slowest shards, and the"
+            " upper edge of the slowest update of all.",
+            query(f"topk(5, {mean('backstay_apply_seconds', SERVERS, 'by (index)')})", "shard {{index}}"),
+            query(most("backstay_apply_seconds", SERVERS), "slowest, at most"),
+            unit="s",
+            names=("slowest, at most",),
+        ),
+    )
+
+
+def pods(board: Board) -> None:
+    ready = f'max(backstay_job_pods{{{JOB}, role="%s", state="ready"}})'
+    desired = ready.replace('"ready"', '"desired"')
+    table = [
+        f"max by (pod, node, role, index) (process_start_time_seconds{{{JOB}}}) * 1000",
+        f"max by (pod, node, role, index) (rate(process_cpu_seconds_total{{{JOB}}}[5m]))",
+        f"max by (pod, node, role, index) (process_resident_memory_bytes{{{JOB}}})",
+        f"max by (pod, node, role, index) (backstay_step{{{JOB}}})",
+    ]
+    board.add(
+        row("Pods and deaths"),
+        graph(
+            "Workers",
+            "desired: spec.workers.replicas; ready: pods; live: a heartbeat in the last 10 s; world: ranks in force.",
+            query(desired % "Worker", "desired"),
+            query(ready % "Worker", "ready"),
+            query(f"max(backstay_live_workers{{{COORDINATOR}}})", "live"),
+            query(f"max(backstay_world_size{{{COORDINATOR}}})", "world"),
+            width=6,
+            calcs=("min", "lastNotNull"),
+            names=("desired", "ready", "live", "world"),
+        ),
+        graph(
+            "Servers",
+            "desired: shards and their standbys; ready: pods; in sync: shards that would lose nothing with their server.",
+            query(desired % "ParameterServer", "desired"),
+            query(ready % "ParameterServer", "ready"),
+            query(f"max(backstay_job_standbys_in_sync{{{JOB}}})", "in sync"),
+            width=6,
+            calcs=("min", "lastNotNull"),
+            names=("desired", "ready", "in sync"),
+        ),
+        graph(
+            "Pods lost",
+            "Pods that were replaced since the job's start, by role: crashes are charged to maxRestarts, disruptions"
+            " (eviction, preemption, node loss, deletion) are not.",
+            query(f"sum by (role) (backstay_job_restarts_total{{{JOB}}}) > 0", "{{role}} crashes"),
+            query(f"sum by (role) (backstay_job_disruptions_total{{{JOB}}}) > 0", "{{role}} disruptions"),
+            query(f"0 * sum(backstay_job_restarts_total{{{JOB}}})", "none"),
+            width=6,
+            calcs=("lastNotNull",),
+            overrides=[
+                matching(".*crashes", fixed(RED)),
+                matching(".*disruptions", fixed(BLUE)),
+                named("none", fixed(GREY)),
+            ],
+        ),
+        graph(
+            "Connections",
+            "Pods that joined the coordinator, and workers that connected again after the loss of a server, a minute.",
+            query(f"60 * {rate('backstay_joins_total', COORDINATOR)}", "joined"),
+            query(f"60 * {rate('backstay_reconnects_total', WORKERS)}", "connected again"),
+            width=6,
+            calcs=("max",),
+        ),
+        panel(
+            "table",
+            "Pods",
+            "The pods now. A pod leads to its log and to its resources, a node to its pods, where Loki and the dashboards"
+            " of kube-prometheus-stack are installed.",
+            [query(expr, "{{pod}}", instant=True, kind="table", resolution=False) for expr in table],
+            width=24,
+            height=9,
+            defaults={"custom": {"align": "auto", "filterable": True}, "noValue": "-"},
+            overrides=[
+                named("Started", {"id": "unit", "value": "dateTimeFromNow"}),
+                named("Processors", {"id": "decimals", "value": 2}),
+                named("Memory", {"id": "unit", "value": "bytes"}),
+                named("Step", {"id": "unit", "value": "none"}, {"id": "decimals", "value": 0}),
+                named(
+                    "Pod",
+                    {
+                        "id": "links",
+                        "value": [{"title": "Log", "url": LOGS_LINK}, {"title": "Resources", "url": POD_LINK}],
+                    },
+                ),
+                named("Node", {"id": "links", "value": [{"title": "Node", "url": NODE_LINK}]}),
+            ],
+            options={"showHeader": True, "cellHeight": "sm", "sortBy": [{"displayName": "Role", "desc": False}]},
+            transformations=[
+                {"id": "merge", "options": {}},
+                {
+                    "id": "organize",
+                    "options": {
+                        "excludeByName": {"Time": True},
+                        "indexByName": {"role": 0, "index": 1, "pod": 2, "node": 3},
+                        "renameByName": {
+                            "role": "Role",
+                            "index": "Index",
+                            "pod": "Pod",
+                            "node": "Node",
+                            "Value #A": "Started",
+                            "Value #B": "Processors",
+                            "Value #C": "Memory",
+                            "Value #D": "Step",
+                        },
+                    },
+                },
+            ],
+        ),
+    )
+
+
+def storage(board: Board) -> None:
+    board.add(
+        row("Checkpoints, network and processes"),
+        graph(
+            "Checkpoints",
+            "Whole checkpoints stored a minute, and those that could not be stored.",
+            query(f"60 * {rate('backstay_checkpoints_total', COORDINATOR)}", "stored"),
+            query(f"60 * {rate('backstay_checkpoint_failures_total', COORDINATOR)}", "failed"),
+            width=6,
+            names=("stored", "failed"),
+            calcs=("mean", "max"),
+        ),
+        graph(
+            "Age of the newest checkpoint",
+            "Since the operator saw it. It goes on while no coordinator answers.",
+            query(f"time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}})", "age"),
+            query(f"3 * max(backstay_job_checkpoint_interval_seconds{{{JOB}}})", "three intervals"),
+            unit="s",
+            width=6,
+            calcs=("max", "lastNotNull"),
+            overrides=[named("three intervals", fixed(ORANGE)), named("age", fixed(BLUE))],
+        ),
+        graph(
+            "Writing a shard's part",
+            "Mean seconds to write a shard's part of a checkpoint: the five slowest shards.",
+            query(f"topk(5, {mean('backstay_checkpoint_write_seconds', SERVERS, 'by (index)')})", "shard {{index}}"),
+            unit="s",
+            width=6,
+        ),
+        graph(
+            "Bytes written",
+            "Bytes of checkpoints that the servers wrote a second.",
+            query(rate("backstay_checkpoint_written_bytes_total", SERVERS), "written"),
+            unit="Bps",
+            width=6,
+        ),
+        graph(
+            "Tensors on the wire",
+            "Bytes of contributions and parameters that the workers sent and received a second.",
+            query(rate("backstay_tensor_bytes_total", WORKERS, "by (direction)"), "{{direction}}"),
+            unit="Bps",
+            overrides=[
+                *coloured(("sent", "received")),
+                named("received", {"id": "custom.transform", "value": "negative-Y"}),
+            ],
+        ),
+        graph(
+            "Processors by role",
+            "Processors that the pods' main processes use: the sum of a role, and its busiest pod.",
+            query(f"sum by (role) (rate(process_cpu_seconds_total{{{JOB}}}[{WINDOW}]))", "{{role}}"),
+            query(f"max by (role) (rate(process_cpu_seconds_total{{{JOB}}}[{WINDOW}]))", "{{role}}, busiest"),
+            names=ROLES,
+        ),
+        graph(
+            "Memory by role",
+            "Resident memory of the pods' main processes: the largest of a role.",
+            query(f"max by (role) (process_resident_memory_bytes{{{JOB}}})", "{{role}}"),
+            unit="bytes",
+            names=ROLES,
+        ),
+    )
+
+
+def hidden(board: Board) -> None:
+    """Rows that not every job has data for; they are collapsed, and say what they need."""
+    joined = f"* on (namespace, pod) group_left (role, index) max by (namespace, pod, role, index) (backstay_step{{{JOB}}} * 0 + 1)"
+    pod = 'namespace=~"$namespace"'
+    asynchronous = {"noValue": "Only a job with update.mode: Async has staleness."}
+    advisor = {"noValue": "Needs cAdvisor's metrics of the kubelets, as kube-prometheus-stack collects them."}
+    gpu = {"noValue": "Needs NVIDIA's dcgm-exporter with the labels of pods."}
+    staleness = f"{COORDINATOR}"
+    container = f'{pod}, container="trainer"'
+    board.add(
+        row(
+            "Staleness (Async)",
+            collapsed=[
+                graph(
+                    "Staleness",
+                    "Versions between computing a gradient and applying it. The upper line is a bucket's edge"
+                    " (0, 1, 2, 4, 8 ...): none was staler.",
+                    query(mean("backstay_staleness_versions", staleness), "mean"),
+                    query(most("backstay_staleness_versions", staleness), "stalest, at most"),
+                    width=24,
+                    defaults=asynchronous,
+                )
+            ],
+        ),
+        row(
+            "Containers (cAdvisor)",
+            collapsed=[
+                graph(
+                    "Processors by pod",
+                    "Of the container trainer: the ten busiest.",
+                    query(
+                        f"topk(10, sum by (namespace, pod) (rate(container_cpu_usage_seconds_total{{{container}}}[{WINDOW}])) {joined})",
+                        "{{role}} {{index}}",
+                    ),
+                    defaults=advisor,
+                ),
+                graph(
+                    "Processor throttled",
+                    "Share of the scheduler's periods in which the container was held back by its limit.",
+                    query(
+                        f"topk(10, sum by (namespace, pod) (rate(container_cpu_cfs_throttled_periods_total{{{container}}}[{WINDOW}]))"
+                        f" / sum by (namespace, pod) (rate(container_cpu_cfs_periods_total{{{container}}}[{WINDOW}])) {joined})",
+                        "{{role}} {{index}}",
+                    ),
+                    unit="percentunit",
+                    defaults=advisor,
+                ),
+                graph(
+                    "Memory of its limit",
+                    "Working set, as a share of the container's limit: at 100 % the kernel kills it.",
+                    query(
+                        f"topk(10, sum by (namespace, pod) (container_memory_working_set_bytes{{{container}}})"
+                        f" / (sum by (namespace, pod) (container_spec_memory_limit_bytes{{{container}}}) > 0) {joined})",
+                        "{{role}} {{index}}",
+                    ),
+                    unit="percentunit",
+                    defaults=advisor,
+                ),
+            ],
+        ),
+        row(
+            "GPUs (DCGM)",
+            collapsed=[
+                graph(
+                    title,
+                    text,
+                    query(
+                        f"topk(10, max by (namespace, pod, gpu) ({metric}{{{pod}}}) {joined})",
+                        "{{role}} {{index}} GPU {{gpu}}",
+                    ),
+                    unit=unit,
+                    width=6,
+                    defaults=gpu,
+                )
+                for title, text, metric, unit in (
+                    ("GPU busy", "Share of time in which a kernel ran.", "DCGM_FI_DEV_GPU_UTIL", "percent"),
+                    ("GPU memory", "Frame buffer in use, in MiB.", "DCGM_FI_DEV_FB_USED", "mbytes"),
+                    ("GPU power", "Power draw.", "DCGM_FI_DEV_POWER_USAGE", "watt"),
+                    ("GPU temperature", "Of the chip.", "DCGM_FI_DEV_GPU_TEMP", "celsius"),
+                )
+            ],
+        ),
+    )
+
+
+def job() -> Json:
+    """The dashboard."""
+    board = Board()
+    first_row(board)
+    throughput(board)
+    step_time(board)
+    pods(board)
+    storage(board)
+    hidden(board)
+    died = 'max by (role, cause) (backstay_job_last_death_timestamp_seconds{%s, cause%s"%s"})'
+    variables = [
+        source("datasource", "Prometheus", "prometheus"),
+        source("logs", "Loki", "loki", hidden=True),
+        variable("namespace", "Namespace", "label_values(backstay_job_phase, namespace)"),
+        variable("training_job", "Job", 'label_values(backstay_job_phase{namespace=~"$namespace"}, training_job)'),
+        RESOLUTION,
+    ]
+    return dashboard(
+        "backstay-job",
+        "Backstay / Job",
+        "One TrainingJob: state, progress, goodput, where a step's time goes, pods and deaths.",
+        board,
+        variables,
+        annotations=[
+            marks("Crashes", died % (JOB, "=~", CRASHES), COLOURS["crashes"], "{{role}} died", "{{cause}}"),
+            marks("Disruptions", died % (JOB, "!~", CRASHES), COLOURS["disruptions"], "{{role}} died", "{{cause}}"),
+        ],
+        since="now-1h",
+    )

@@ -1,0 +1,166 @@
+"""The chart's recording rules and alerts, as a file that Prometheus and promtool read.
+
+Each alert has a page of the same name in `docs/runbooks`. What the chart's values choose (prices, the least goodput) is
+in rules that the chart's template adds: `backstay:pod_price:per_hour` and `backstay:goodput_threshold:ratio`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import yaml
+from parts import Json
+from promql import BY_JOB, goodput
+
+RUNBOOKS: Final = "https://github.com/backstay-dev/backstay/blob/main/docs/runbooks"
+_ON: Final = "on (namespace, training_job)"
+_JOB: Final = "{{ $labels.namespace }}/{{ $labels.training_job }}"
+#: Only jobs that are to train have this series.
+_TO_TRAIN: Final = f"and {_ON} backstay_job_training"
+_UPDATES: Final = "training_job:backstay_updates:rate5m"
+#: Seconds of the usual update: the median of the last six hours in which there were updates.
+_USUAL: Final = f"(1 / quantile_over_time(0.5, ({_UPDATES} > 0)[6h:1m]))"
+_SINCE_UPDATE: Final = f"(time() - max {BY_JOB} (backstay_job_last_update_timestamp_seconds))"
+_AGE: Final = f"(time() - max {BY_JOB} (backstay_job_checkpoint_timestamp_seconds))"
+_INTERVAL: Final = f"max {BY_JOB} (backstay_job_checkpoint_interval_seconds)"
+
+
+def _alert(name: str, expr: str, lasts: str, severity: str, summary: str, description: str) -> Json:
+    made: Json = {"alert": name, "expr": " ".join(expr.split())}
+    if lasts:
+        made["for"] = lasts
+    return made | {
+        "labels": {"severity": severity},
+        "annotations": {"summary": summary, "description": description, "runbook_url": f"{RUNBOOKS}/{name}.md"},
+    }
+
+
+RECORDING: Final = [
+    {"record": _UPDATES, "expr": f"sum {BY_JOB} (rate(backstay_updates_total[5m]))"},
+    {"record": "training_job:backstay_goodput:ratio30m", "expr": goodput("", "30m")},
+]
+
+JOBS: Final = [
+    _alert(
+        "BackstayJobNotUpdating",
+        f"{_SINCE_UPDATE} > 10 * clamp_min({_USUAL}, 6) {_TO_TRAIN}",
+        "30s",
+        "critical",
+        f"{_JOB} applies no updates",
+        f"The last update of {_JOB} is {{{{ $value | humanizeDuration }}}} old: more than ten times its usual step.",
+    ),
+    _alert(
+        "BackstayJobFailed",
+        f'(max {BY_JOB} (backstay_job_phase{{phase="Failed"}}) == 1)'
+        f" and {_ON} (time() - backstay_job_completion_timestamp_seconds < 86400)",
+        "",
+        "critical",
+        f"{_JOB} has failed",
+        f"{_JOB} has failed within the last 24 hours. Its condition Failed says why.",
+    ),
+    _alert(
+        "BackstayRestartBudgetLow",
+        "max by (namespace, training_job, role) (backstay_job_restarts_total)"
+        " / (max by (namespace, training_job, role) (backstay_job_restarts_limit) > 0) > 0.8"
+        f" {_TO_TRAIN}",
+        "",
+        "warning",
+        f"{_JOB} has used {{{{ $value | humanizePercentage }}}} of its restarts",
+        f"Pods of the role {{{{ $labels.role }}}} of {_JOB} crash. When maxRestarts is used up, the job fails.",
+    ),
+    _alert(
+        "BackstayCheckpointOld",
+        f"((({_AGE} > 3 * {_INTERVAL}) unless {_ON} ({_AGE} <= 3 * {_USUAL}))"
+        f" or ((time() - max {BY_JOB} (backstay_job_start_timestamp_seconds) > 3 * {_INTERVAL})"
+        f" unless {_ON} backstay_job_checkpoint_timestamp_seconds"
+        f" unless {_ON} ((time() - max {BY_JOB} (backstay_job_start_timestamp_seconds)) <= 3 * {_USUAL})))"
+        f" {_TO_TRAIN}",
+        "2m",
+        "warning",
+        f"{_JOB} has no recent checkpoint",
+        f"{_JOB} has stored no whole checkpoint for {{{{ $value | humanizeDuration }}}}: more than three of its intervals."
+        " The loss of a server without standby goes back that far.",
+    ),
+    _alert(
+        "BackstayCheckpointsFail",
+        f"sum {BY_JOB} (increase(backstay_checkpoint_failures_total[10m])) > 0 {_TO_TRAIN}",
+        "",
+        "warning",
+        f"{_JOB} cannot store checkpoints",
+        f"{_JOB} failed to store {{{{ $value | humanize }}}} checkpoints in ten minutes. Training goes on. The condition"
+        " Checkpointing says why.",
+    ),
+    _alert(
+        "BackstayStandbyOutOfSync",
+        f"(max {BY_JOB} (backstay_job_standbys) > {_ON} max {BY_JOB} (backstay_job_standbys_in_sync)) {_TO_TRAIN}",
+        "5m",
+        "warning",
+        f"{_JOB} has a shard without a standby that could take over",
+        f"{{{{ $value }}}} standbys are asked for in {_JOB}, and fewer hold what their servers do. The loss of such a"
+        " server goes back to a checkpoint.",
+    ),
+    _alert(
+        "BackstayStragglers",
+        f"(count {BY_JOB} (backstay_straggler_delay_seconds) > {_ON} max {BY_JOB} (backstay_job_backups)) {_TO_TRAIN}",
+        "10m",
+        "warning",
+        f"{_JOB} waits for slow workers",
+        f"{{{{ $value }}}} workers of {_JOB} are slow: more than its backups make up for. Every update waits for one.",
+    ),
+    _alert(
+        "BackstayNotFinite",
+        f"sum {BY_JOB} (increase(backstay_updates_skipped_total[10m])) > 0 {_TO_TRAIN}",
+        "",
+        "warning",
+        f"{_JOB} computes gradients that are not finite",
+        f"{{{{ $value | humanize }}}} updates of {_JOB} were skipped in ten minutes. maxNonFinite of them in a row fail the job.",
+    ),
+    _alert(
+        "BackstayGoodputLow",
+        f"(training_job:backstay_goodput:ratio30m < on () group_left () backstay:goodput_threshold:ratio) {_TO_TRAIN}"
+        f" and {_ON} (time() - backstay_job_start_timestamp_seconds > 1800)",
+        "15m",
+        "warning",
+        f"{_JOB} wastes its workers",
+        f"{{{{ $value | humanizePercentage }}}} of the worker seconds of {_JOB} in the last 30 minutes were useful.",
+    ),
+]
+
+OPERATOR: Final = [
+    _alert(
+        "BackstayNoLeader",
+        "(sum(backstay_operator_leader) or vector(0)) < 1",
+        "2m",
+        "critical",
+        "No operator of Backstay acts",
+        "No operator holds the Lease, or none can be scraped. Jobs train on, but nothing replaces dead pods.",
+    ),
+    _alert(
+        "BackstayWatchStale",
+        "max by (pod) (backstay_operator_watch_overdue_seconds) > 60",
+        "2m",
+        "critical",
+        "The operator {{ $labels.pod }} does not see what changes",
+        "A watch has not brought one of the operator's own writes for {{ $value | humanizeDuration }}. Dead pods may go"
+        " unnoticed.",
+    ),
+    _alert(
+        "BackstayTargetDown",
+        'max by (namespace, training_job, role, index, component, pod) (up{component="backstay-operator"} == 0'
+        ' or up{training_job!="", role!=""} == 0)',
+        "5m",
+        "warning",
+        "{{ $labels.pod }} cannot be scraped",
+        "Prometheus gets no metrics from the pod {{ $labels.pod }}. The other alerts may be blind to it.",
+    ),
+]
+
+
+def rules() -> str:
+    """The file."""
+    groups = [
+        {"name": "backstay.recording", "rules": RECORDING},
+        {"name": "backstay.jobs", "rules": JOBS},
+        {"name": "backstay.operator", "rules": OPERATOR},
+    ]
+    return "# Made by helm/dashboards; do not edit.\n" + yaml.safe_dump({"groups": groups}, sort_keys=False, width=1000)

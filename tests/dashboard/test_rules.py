@@ -1,0 +1,302 @@
+"""Each alert fires when its condition holds and not when it does not, and has a page that says what to do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MINUTES = 120
+JOB = {"namespace": "ns", "training_job": "job"}
+SERVER = {**JOB, "role": "ParameterServer", "index": "0", "pod": "a"}
+WORKER = {**JOB, "role": "Worker", "index": "0", "pod": "w"}
+LIMIT = "backstay:goodput_threshold:ratio"
+
+
+def series(name: str, values: str, **labels: str) -> dict[str, str]:
+    given = ", ".join(f'{label}="{value}"' for label, value in labels.items())
+    return {"series": f"{name}{{{given}}}", "values": values}
+
+
+def of_job(name: str, values: str, **labels: str) -> dict[str, str]:
+    return series(f"backstay_job_{name}", values, **JOB, **labels)
+
+
+def training(values: str = f"1x{MINUTES}") -> dict[str, str]:
+    return of_job("training", values)
+
+
+def updates(values: str = f"0+60x{MINUTES}") -> dict[str, str]:
+    """By default one a second."""
+    return series("backstay_updates_total", values, **SERVER)
+
+
+def started(values: str = f"0x{MINUTES}") -> dict[str, str]:
+    return of_job("start_timestamp_seconds", values)
+
+
+def goodput(applied: float) -> list[dict[str, str]]:
+    """Of one worker slot: so many useful seconds of each minute's 60."""
+    return [
+        series("backstay_worker_seconds_total", f"0+{applied}x{MINUTES}", **WORKER, part="applied"),
+        of_job("slot_seconds_total", f"0+60x{MINUTES}", role="Worker"),
+        series(LIMIT, f"0.5x{MINUTES}"),
+    ]
+
+
+# name -> (series, minute, what fires then: labels beside severity, or None)
+INTERVAL = of_job("checkpoint_interval_seconds", f"60x{MINUTES}")
+NOW = "0+60x"  # a Unix time that goes on with the test's clock, which begins at 0
+STOPS = f"{NOW}60 3600x60"
+CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | None]]] = {
+    "BackstayJobNotUpdating": {
+        "stopped after an hour of an update a second": (
+            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training()],
+            63,
+            JOB,
+        ),
+        "still, an hour later": (
+            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training()],
+            115,
+            JOB,
+        ),
+        "updates": ([of_job("last_update_timestamp_seconds", f"{NOW}{MINUTES}"), updates(), training()], 63, None),
+        "steps of ten minutes, the last nine minutes ago": (
+            [
+                of_job("last_update_timestamp_seconds", f"0x60 3600x{MINUTES - 60}"),
+                updates("0x9 1x9 2x9 3x9 4x9 5x9 6x60"),
+                training(),
+            ],
+            69,
+            None,
+        ),
+        "stopped because it is over": (
+            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training("1x60 stale")],
+            66,
+            None,
+        ),
+    },
+    "BackstayJobFailed": {
+        "failed": (
+            [of_job("phase", f"1x{MINUTES}", phase="Failed"), of_job("completion_timestamp_seconds", f"60x{MINUTES}")],
+            5,
+            JOB,
+        ),
+        "runs": ([of_job("phase", f"0x{MINUTES}", phase="Failed")], 5, None),
+        "succeeded": (
+            [of_job("phase", f"0x{MINUTES}", phase="Failed"), of_job("completion_timestamp_seconds", f"60x{MINUTES}")],
+            5,
+            None,
+        ),
+    },
+    "BackstayRestartBudgetLow": {
+        "9 of 10": (
+            [
+                of_job("restarts_total", f"9x{MINUTES}", role="Worker"),
+                of_job("restarts_limit", f"10x{MINUTES}", role="Worker"),
+                training(),
+            ],
+            5,
+            {**JOB, "role": "Worker"},
+        ),
+        "8 of 10": (
+            [
+                of_job("restarts_total", f"8x{MINUTES}", role="Worker"),
+                of_job("restarts_limit", f"10x{MINUTES}", role="Worker"),
+                training(),
+            ],
+            5,
+            None,
+        ),
+    },
+    "BackstayCheckpointOld": {
+        "none for ten intervals": (
+            [of_job("checkpoint_timestamp_seconds", f"600x{MINUTES}"), INTERVAL, updates(), started(), training()],
+            20,
+            JOB,
+        ),
+        "absent": ([INTERVAL, updates(), started(), training()], 20, JOB),
+        "absent in a crash loop, without updates": ([INTERVAL, started(), training("0x120")], 20, JOB),
+        "each minute": (
+            [of_job("checkpoint_timestamp_seconds", f"{NOW}{MINUTES}"), INTERVAL, updates(), started(), training()],
+            20,
+            None,
+        ),
+        "just begun": ([INTERVAL, updates(), started(f"1140x{MINUTES}"), training()], 20, None),
+        "an update takes ten minutes, and so does a checkpoint": (
+            [
+                of_job("checkpoint_timestamp_seconds", f"0x60 3600x{MINUTES - 60}"),
+                INTERVAL,
+                updates("0x9 1x9 2x9 3x9 4x9 5x9 6x60"),
+                started(),
+                training(),
+            ],
+            69,
+            None,
+        ),
+        "a job that stores nothing": ([updates(), started(), training()], 20, None),
+    },
+    "BackstayCheckpointsFail": {
+        "one failed": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), training()], 15, JOB),
+        "long ago": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), training()], 30, None),
+    },
+    "BackstayStandbyOutOfSync": {
+        "one of two": (
+            [of_job("standbys", f"2x{MINUTES}"), of_job("standbys_in_sync", "2x10 1x100"), training()],
+            20,
+            JOB,
+        ),
+        "for two minutes": (
+            [of_job("standbys", f"2x{MINUTES}"), of_job("standbys_in_sync", "2x10 1x2 2x100"), training()],
+            20,
+            None,
+        ),
+        "both": (
+            [of_job("standbys", f"2x{MINUTES}"), of_job("standbys_in_sync", f"2x{MINUTES}"), training()],
+            20,
+            None,
+        ),
+    },
+    "BackstayStragglers": {
+        "two slow ranks, one backup": (
+            [
+                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
+                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="2"),
+                of_job("backups", f"1x{MINUTES}"),
+                training(),
+            ],
+            15,
+            JOB,
+        ),
+        "one slow rank, one backup": (
+            [
+                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
+                of_job("backups", f"1x{MINUTES}"),
+                training(),
+            ],
+            15,
+            None,
+        ),
+    },
+    "BackstayNotFinite": {
+        "one skipped": ([series("backstay_updates_skipped_total", "0x10 1x100", **SERVER), training()], 15, JOB),
+        "none skipped": ([series("backstay_updates_skipped_total", f"0x{MINUTES}", **SERVER), training()], 15, None),
+    },
+    "BackstayGoodputLow": {
+        "a third": ([*goodput(20), started(), training()], 60, JOB),
+        "two thirds": ([*goodput(40), started(), training()], 60, None),
+        "a third, just begun": ([*goodput(20), started(f"3000x{MINUTES}"), training()], 60, None),
+    },
+    "BackstayNoLeader": {
+        "two that do not lead": (
+            [
+                series("backstay_operator_leader", f"0x{MINUTES}", pod="a"),
+                series("backstay_operator_leader", f"0x{MINUTES}", pod="b"),
+            ],
+            5,
+            {},
+        ),
+        "no operator at all": ([series("up", f"1x{MINUTES}", job="other")], 5, {}),
+        "one leads": (
+            [
+                series("backstay_operator_leader", f"0x{MINUTES}", pod="a"),
+                series("backstay_operator_leader", f"1x{MINUTES}", pod="b"),
+            ],
+            5,
+            None,
+        ),
+        "a change of a minute": (
+            [series("backstay_operator_leader", "1x4 0 1x100", pod="a")],
+            6,
+            None,
+        ),
+    },
+    "BackstayWatchStale": {
+        "two minutes overdue": (
+            [series("backstay_operator_watch_overdue_seconds", f"{NOW}{MINUTES}", pod="a")],
+            5,
+            {"pod": "a"},
+        ),
+        "a slow API server": ([series("backstay_operator_watch_overdue_seconds", f"5x{MINUTES}", pod="a")], 5, None),
+    },
+    "BackstayTargetDown": {
+        "a worker": ([series("up", f"0x{MINUTES}", **WORKER)], 10, WORKER),
+        "the operator": (
+            [series("up", f"0x{MINUTES}", component="backstay-operator", pod="a")],
+            10,
+            {"component": "backstay-operator", "pod": "a"},
+        ),
+        "a pod that starts": ([series("up", "0x3 1x100", **WORKER)], 10, None),
+        "another's pod": ([series("up", f"0x{MINUTES}", job="other")], 10, None),
+    },
+}
+TWICE = [(name, case) for name, cases in CASES.items() for case in cases]
+
+
+@pytest.fixture(scope="session")
+def alerts(rule_groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {rule["alert"]: rule for group in rule_groups for rule in group["rules"] if "alert" in rule}
+
+
+@pytest.mark.tool("promtool")
+def test_each_alert_fires_when_it_should_and_not_else(
+    root: Path, alerts: dict[str, dict[str, Any]], tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    tests = []
+    for name, case in TWICE:
+        given, minute, labels = CASES[name][case]
+        fires = []
+        if labels is not None:
+            fires = [{"exp_labels": {**labels, "severity": alerts[name]["labels"]["severity"]}}]
+        tests.append(
+            {
+                "name": f"{name}: {case}",
+                "interval": "1m",
+                "input_series": given,
+                "alert_rule_test": [{"eval_time": f"{minute}m", "alertname": name, "exp_alerts": fires}],
+            }
+        )
+    # The texts are templates over the value: promtool compares them, so the rules are tested without them.
+    groups = yaml.safe_load((root / "helm/backstay/rules/backstay.yaml").read_text())
+    for group in groups["groups"]:
+        for rule in group["rules"]:
+            rule.pop("annotations", None)
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups))
+
+    def run(made: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "tests.yaml"
+        document = {"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": made}
+        file.write_text(yaml.safe_dump(document))
+        return subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True)
+
+    done = run(tests)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests[0]["alert_rule_test"][0]["exp_alerts"] = []
+    assert run(tests[:1]).returncode != 0  # the test can fail
+
+
+def test_each_alert_is_tested_firing_and_not_firing(alerts: dict[str, dict[str, Any]]) -> None:
+    assert set(CASES) == set(alerts)
+    for name, cases in CASES.items():
+        assert {case[2] is None for case in cases.values()} == {True, False}, name
+
+
+def test_each_alert_has_a_page_that_says_what_to_do(root: Path, alerts: dict[str, dict[str, Any]]) -> None:
+    for name, alert in alerts.items():
+        notes = alert["annotations"]
+        assert notes["summary"]
+        assert notes["description"].endswith(".")
+        assert notes["runbook_url"].endswith(f"/docs/runbooks/{name}.md")
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        page = (root / "docs" / "runbooks" / f"{name}.md").read_text()
+        assert page.startswith(f"# {name}\n")
+        headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+        assert headings == ["What it means", "What to look at", "What to do"], name
+        assert f"runbooks/{name}.md" in (root / "mkdocs.yml").read_text()
+    pages = {path.stem for path in (root / "docs" / "runbooks").glob("Backstay*.md")}
+    assert pages == set(alerts)
