@@ -180,8 +180,8 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
 
 def _alone(script: Script) -> Result:
     from ._coordination import Rate
+    from ._roles._alone import Report, train_alone
     from ._roles._epochs import epochs_of
-    from ._roles._local import Update, train_local
     from ._roles._reports import Throttle
 
     configure("text", "", "")
@@ -189,17 +189,19 @@ def _alone(script: Script) -> Result:
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
     samples = epochs_of(script)
 
-    def on_update(update: Update) -> bool:
+    def on_update(update: Report) -> bool:
         nonlocal samples
         now = time.monotonic()
         rate.add(now, update.examples if update.applied else 0)
         stops, last = False, update.step == script.steps
-        if every and update.step % every == 0 and not last:
+        if update.model is not None and not last:
             assert script.evaluate is not None
-            metrics = evaluation_of(script.evaluate, update.params, update.state, has_state=script.has_state)
+            params, state = update.model
+            metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
             _log_evaluation(update.step, metrics)
             stops = script.stop_when is not None and bool(script.stop_when(metrics))
-        reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
+        if last or stops or reporter.due(now):  # reading the loss takes its time
+            reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
         if script.on_update is not None and throttle.due(now, force=last or stops):
             script.on_update(update.step, update.loss, update.metrics)
         if samples is not None:
@@ -210,20 +212,7 @@ def _alone(script: Script) -> Result:
             _LOG.info("stop_when ends training: the evaluation of step %d", update.step)
         return stops
 
-    result = train_local(
-        script.init if script.start_from is None else lambda key: script.initial(),
-        script.loss,
-        script.batches,
-        script.optimizer,
-        script.steps,
-        evaluate=script.evaluate,
-        has_state=script.has_state,
-        has_rng=script.has_rng,
-        seed=script.seed,
-        clip_norm=script.clip_norm,
-        deterministic=script.deterministic,
-        on_update=on_update,
-    )
+    result = train_alone(script, model_every=every, on_update=on_update)
     if result.metrics:
         _log_evaluation(result.step, result.metrics)
     return result

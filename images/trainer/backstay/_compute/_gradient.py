@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._update._objective import Objective
 from .._update._tree import TreeSpec
 from ..errors import ConfigurationError
+from ._placement import Placement
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -59,7 +59,11 @@ class Gradient:
 
 
 class GradientFn:
-    """``loss`` and its gradient, compiled once for each shape of batch."""
+    """``loss`` and its gradient, compiled once for each shape of batch.
+
+    Attributes:
+        placement: of the model and of batches.
+    """
 
     def __init__(
         self,
@@ -89,13 +93,12 @@ class GradientFn:
         self._objective = Objective(loss, tree, has_rng=has_rng, seed=seed)
         self._tree = tree
         self._pack = pack
-        self._devices = list(devices) if devices is not None else jax.local_devices()
-        mesh = Mesh(np.asarray(self._devices), ("batch",))
-        spec: Any = PartitionSpec  # which JAX leaves untyped
-        self._everywhere = NamedSharding(mesh, spec())
-        self._split = NamedSharding(mesh, spec("batch"))
-        options = {"xla_gpu_deterministic_ops": True} if deterministic and self._on("gpu", "cuda", "rocm") else None
-        self._function = jax.jit(self._compute, out_shardings=self._everywhere, compiler_options=options)
+        self.placement = Placement(devices)
+        self._function = jax.jit(
+            self._compute,
+            out_shardings=self.placement.everywhere,
+            compiler_options=self.placement.options(deterministic=deterministic),
+        )
 
     def __call__(self, params: Any, batch: Any, at: tuple[int, int] = (0, 0)) -> Gradient:
         """Dispatch the computation and return.
@@ -104,8 +107,7 @@ class GradientFn:
             params: a pytree like the tree's, of host or device arrays: parameters, or ``(params, state)``.
                 64-byte-aligned host memory is used where it lies when there is one CPU device: it must stay unchanged
                 until the gradient was read.
-            batch: any pytree of arrays. Arrays whose leading axis the number of devices divides are laid out over
-                them, others are everywhere.
+            batch: any pytree of arrays, or what `placement.batch` made of it.
             at: step and rank of the batch, for the random key.
 
         Raises:
@@ -115,9 +117,10 @@ class GradientFn:
         if treedef != self._tree.treedef:
             raise ConfigurationError(f"the model has the structure {treedef}: must be {self._tree.treedef}")
         # A jitted function takes a thousand arrays of the host ten times as fast as `device_put` does.
-        placed = flat if self.on_host else jax.device_put(flat, self._everywhere, may_alias=True)
-        loss, metrics, finite, leaves = self._function(placed, self._placed(batch), np.asarray(at, np.uint32))
-        if len(self._devices) > 1:
+        placed = flat if self.on_host else jax.device_put(flat, self.placement.everywhere, may_alias=True)
+        placed_batch = self.placement.batch(batch)
+        loss, metrics, finite, leaves = self._function(placed, placed_batch, np.asarray(at, np.uint32))
+        if len(self.placement.devices) > 1:
             loss, metrics, finite, leaves = jax.tree_util.tree_map(
                 lambda value: value.addressable_data(0), (loss, metrics, finite, leaves)
             )
@@ -129,26 +132,15 @@ class GradientFn:
         Raises:
             ConfigurationError: as a call does.
         """
-        sharding = None if self.on_host else self._everywhere
+        sharding = None if self.on_host else self.placement.everywhere
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         leaves = [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in self._tree.leaves]
-        self._function.lower(leaves, self._placed(batch), np.zeros(2, np.uint32)).compile()
-
-    def _placed(self, batch: Any) -> Any:
-        return jax.tree_util.tree_map(lambda leaf: jax.device_put(leaf, self._layout(leaf)), batch)
+        self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
 
     @property
     def on_host(self) -> bool:
-        """Whether it computes on one device that shares the host's memory: arrays of the host are as good there."""
-        return len(self._devices) == 1 and self._on("cpu")
-
-    def _on(self, *platforms: str) -> bool:
-        return all(device.platform in platforms for device in self._devices)
-
-    def _layout(self, leaf: Any) -> NamedSharding:
-        shape = np.shape(leaf)
-        divides = bool(shape) and shape[0] > 0 and shape[0] % len(self._devices) == 0
-        return self._split if divides else self._everywhere
+        """See `Placement.on_host`."""
+        return self.placement.on_host
 
     def _compute(self, leaves: list[Any], batch: Any, at: Any) -> Any:
         outcome = self._objective(leaves, batch, at)

@@ -61,6 +61,10 @@ class Reporter:
         self._log = logging.getLogger(f"{_ROOT}.progress")
         self._last: float | None = None
 
+    def due(self, now: float) -> bool:
+        """Whether `report` writes a line at `now`."""
+        return self._last is None or now - self._last >= self._seconds
+
     def report(
         self,
         now: float,
@@ -80,7 +84,7 @@ class Reporter:
             metrics: what `loss` returned beside the loss.
             force: write the line in any case.
         """
-        if not force and self._last is not None and now - self._last < self._seconds:
+        if not force and not self.due(now):
             return
         self._last = now
         shown = "" if loss is None else f"  loss {loss:.6g}"

@@ -28,6 +28,7 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
+from .._compute._placement import Placement
 from .._control import ControlClient, Heartbeats, News
 from .._coordination import Outcome, Rate
 from .._coordination._decisions import OUTCOME_OF
@@ -116,7 +117,7 @@ class Worker:
         self._buffers = ParamBuffers(self._arrangement)
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
         self._zero = ZeroLeaves(plan.partition.tree)
-        self._batches = Prefetcher(script.batches)
+        self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps)
         self._rate = Rate()
         self._seconds = WorkerSeconds(

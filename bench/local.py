@@ -1,0 +1,95 @@
+"""`train` in one process beside a plain jitted loop: the time of a step, in one run and by turns.
+
+Both train the same network on the same batches with Adam. The plain loop is what a JAX user writes: one jitted function
+with donated buffers, nothing read before the end. Prints one line for each size, and the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import backstay
+from backstay._roles._alone import train_alone
+from backstay._roles._script import Script
+
+SIZES = {"0.3 ms": (64, 64), "1 ms": (256, 96), "5 ms": (512, 256), "20 ms": (1024, 384)}  # width, batch
+WARM = 20
+
+
+def model(width: int) -> Any:
+    def init(key: Any) -> Any:
+        keys = jax.random.split(key, 3)
+        return [jax.random.normal(k, (width, width)) / np.sqrt(width) for k in keys]
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, y = batch
+        for weight in params:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean((x - y) ** 2)
+
+    return init, loss
+
+
+def plain(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
+    """Seconds a step."""
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    params = init(jax.random.key(0))
+    state = optimizer.init(params)
+    began = 0.0
+    for number in range(steps):
+        if number == WARM:
+            jax.block_until_ready(params)
+            began = time.perf_counter()
+        params, state, value = jitted(params, state, batches(backstay.BatchKey(number, 0, 1)))
+    jax.block_until_ready((params, value))
+    return (time.perf_counter() - began) / (steps - WARM)
+
+
+def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
+    """Seconds a step."""
+    times = []
+
+    def on_update(report: Any) -> None:
+        if report.step in (WARM, steps):
+            jax.block_until_ready(report.applied)
+            times.append(time.perf_counter())
+
+    train_alone(Script(init=init, loss=loss, batches=batches, optimizer=optimizer, steps=steps), on_update=on_update)
+    return (times[1] - times[0]) / (steps - WARM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each loop and turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--size", choices=SIZES, help="one of them only")
+    arguments = parser.parse_args()
+    print(f"{'size':>8} {'plain':>10} {'train':>10} {'ratio':>7}")
+    for name in [arguments.size] if arguments.size else SIZES:
+        width, batch = SIZES[name]
+        data = np.random.default_rng(0).normal(size=(4096, width)).astype(np.float32)
+        batches = backstay.from_dataset((data, np.sin(data)), batch_size=batch, seed=0)
+        what = (*model(width), batches, optax.adam(1e-3))
+        steps = WARM + max(20, int(arguments.seconds / plain(*what, WARM + 20)))
+        pairs = [(plain(*what, steps), ours(*what, steps)) for _ in range(arguments.turns)]
+        middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
+        ratio = statistics.median(own / other for other, own in pairs)
+        print(f"{name:>8} {middle[0] * 1e3:8.2f}ms {middle[1] * 1e3:8.2f}ms {ratio:7.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Where a process puts its arrays: over all its devices (in-graph replication)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """The model is on every device; a batch is cut along its leading axis.
+
+    Attributes:
+        devices: the devices of this process.
+        everywhere: the sharding of arrays that every device has whole.
+    """
+
+    def __init__(self, devices: Sequence[Any] | None = None) -> None:
+        """`devices`: all local devices by default."""
+        self.devices = list(devices) if devices is not None else jax.local_devices()
+        mesh = Mesh(np.asarray(self.devices), ("batch",))
+        spec: Any = PartitionSpec  # which JAX leaves untyped
+        self.everywhere = NamedSharding(mesh, spec())
+        self._split = NamedSharding(mesh, spec("batch"))
+
+    def batch(self, batch: Any) -> Any:
+        """`batch` on the devices: arrays whose leading axis the number of devices divides are cut, others are on every
+        device. Safe to call from any thread.
+
+        On one device that shares the host's memory it stays as it is: a compiled function takes arrays of the host
+        there in a tenth of the time that `device_put` needs.
+        """
+        if self.on_host:
+            return batch
+        leaves, treedef = jax.tree_util.tree_flatten(batch)
+        return jax.tree_util.tree_unflatten(treedef, jax.device_put(leaves, [self._layout(leaf) for leaf in leaves]))
+
+    def placing(self, batches: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`batches`, on the devices: with a prefetcher they are there before their step is due."""
+        if self.on_host:
+            return batches
+
+        def placed(key: Any) -> Any:
+            return self.batch(batches(key))
+
+        for name in ("workers", "ahead", "ahead_bytes"):  # how a prefetcher calls it
+            if hasattr(batches, name):
+                setattr(placed, name, getattr(batches, name))
+        return placed
+
+    def on(self, *platforms: str) -> bool:
+        """Whether all devices are of these platforms."""
+        return all(device.platform in platforms for device in self.devices)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is one device that shares the host's memory: arrays of the host are as good there."""
+        return len(self.devices) == 1 and self.on("cpu")
+
+    def options(self, *, deterministic: bool) -> dict[str, Any] | None:
+        """Compiler options for functions that run there; `deterministic`: with the same bits run after run."""
+        return {"xla_gpu_deterministic_ops": True} if deterministic and self.on("gpu", "cuda", "rocm") else None
+
+    def _layout(self, leaf: Any) -> NamedSharding:
+        shape = np.shape(leaf)
+        divides = bool(shape) and shape[0] > 0 and shape[0] % len(self.devices) == 0
+        return self._split if divides else self.everywhere

@@ -1,0 +1,254 @@
+"""`train` in one process: one compiled function a step, whose results the host reads later.
+
+Parameters, model state and optimizer state stay on the devices, in donated buffers. The host is a few steps ahead of
+the devices: it reads the loss of a step, and whether its gradient was finite, after it has dispatched later steps.
+`train_local` is the same loop written plainly; a test compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._compute._gradient import examples_of
+from .._compute._placement import Placement
+from .._data._batch_key import BatchKey
+from .._data._prefetch import Prefetcher
+from .._result import Result
+from .._update._objective import Objective
+from .._update._rules import called
+from .._update._tree import TreeSpec, describe
+from .._update._untrained import UPDATES, Untrained, ZeroLeaves, warning
+from ..errors import JobFailed
+from ._script import Script, evaluation_of
+
+__all__ = ["AHEAD", "Report", "train_alone"]
+
+_LOG = logging.getLogger(__name__)
+
+AHEAD: Final = 2
+"""How many steps are dispatched before the host waits for the first of them."""
+
+
+class Report:
+    """One step, perhaps still being computed: what is read waits for it.
+
+    Attributes:
+        step: the number of updates including this one.
+        examples: in its batch.
+        model: parameters and state after the update, where `train_alone` was asked for them; valid until `on_update`
+            returns.
+    """
+
+    def __init__(self, step: int, examples: int, outcome: Mapping[str, Any], model: tuple[Any, Any] | None) -> None:
+        self.step = step
+        self.examples = examples
+        self.model = model
+        self._outcome = outcome
+
+    @cached_property
+    def applied(self) -> bool:
+        """False if the update was skipped for a gradient that is not finite."""
+        return bool(self._outcome["finite"])
+
+    @property
+    def loss(self) -> float:
+        """What `loss` returned for the batch, before the update."""
+        return float(self._outcome["loss"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What `loss` returned beside it."""
+        return {name: float(value) for name, value in self._outcome["metrics"].items()}
+
+    def nonzero(self, leaves: list[int]) -> dict[int, list[Any]]:
+        """For each leaf whether its gradient has an element that is not zero, as an array."""
+        flags = np.asarray(self._outcome["nonzero"])
+        return {leaf: [flags[leaf : leaf + 1]] for leaf in leaves}
+
+
+def train_alone(
+    script: Script,
+    *,
+    max_non_finite: int = 3,
+    devices: Any = None,
+    model_every: int = 0,
+    on_update: Callable[[Report], bool] | None = None,
+) -> Result:
+    """Train in this process.
+
+    Args:
+        script: the arguments of `train`.
+        max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
+        devices: to use; all local devices by default.
+        model_every: `Report.model` is there after each so many updates, for which the host waits; 0: never.
+        on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
+            True for a report with a model.
+
+    Raises:
+        ConfigurationError: what a function of the script returns is wrong.
+        JobFailed: ``NonFiniteGradients``.
+    """
+    model = script.initial()
+    tree = describe(model, has_state=script.has_state)
+    placement = Placement(devices)
+    carry = _first(model, tree, script, placement)
+    step = _step_of(script, tree, placement)
+    fetch, close = _fetching(script, placement)
+    judge = _Judge(tree, max_non_finite)
+    waiting: deque[Report] = deque()
+    newest: Report | None = None
+
+    def settle() -> bool:
+        report = waiting.popleft()
+        judge.examine(report)
+        return on_update is not None and on_update(report)
+
+    ended = script.steps
+    try:
+        for number in range(script.steps):
+            key = BatchKey(step=number, rank=0, world=1, seed=script.seed)
+            batch = fetch(key)
+            carry, outcome = step(carry, batch)
+            shown = bool(model_every) and (number + 1) % model_every == 0
+            newest = Report(number + 1, examples_of(batch), outcome, _model(carry, tree) if shown else None)
+            waiting.append(newest)
+            stops = False
+            while len(waiting) > (0 if shown else AHEAD):
+                stops = settle()
+            newest.model = None  # the next step consumes it
+            if shown and stops:
+                ended = number + 1
+                break
+        while waiting:
+            settle()
+    finally:
+        close()
+    params, state = _model(carry, tree)
+    metrics: Mapping[str, float] = {}
+    if script.evaluate is not None:
+        metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+    return Result(
+        params=params,
+        state=state,
+        step=ended,
+        loss=None if newest is None else newest.loss,
+        metrics=metrics,
+        train_metrics={} if newest is None else newest.metrics,
+    )
+
+
+def _fetching(script: Script, placement: Placement) -> tuple[Callable[[BatchKey], Any], Callable[[], None]]:
+    """A function of a key that gives its batch, on the devices; and one that ends it.
+
+    The host is ahead of the devices, so one thread prepares batches beside the computation without a second one.
+    """
+    batches = placement.placing(script.batches)
+    if getattr(batches, "workers", 1) <= 1:
+        return batches, lambda: None
+    prefetcher = Prefetcher(batches)
+    return lambda key: prefetcher.get(key, script.steps - 1), prefetcher.close
+
+
+def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
+    """Parameters and state."""
+    model = tree.unflatten([*carry["params"], *carry["state"]])
+    return model if tree.has_state else (model, None)
+
+
+def _first(model: Any, tree: TreeSpec, script: Script, placement: Placement) -> dict[str, Any]:
+    """What steps hand on, in memory of its own, because it is donated."""
+    count = len(tree.parameters.leaves)
+    leaves = [
+        jnp.array(leaf, spec.dtype, copy=True)
+        for leaf, spec in zip(jax.tree_util.tree_leaves(model), tree.leaves, strict=True)
+    ]
+    params = tree.parameters.unflatten(leaves[:count])
+    held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
+    # The optimizer's state may be the very parameters.
+    held = jax.tree_util.tree_map(lambda leaf: leaf.copy(), held)
+    carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": jnp.uint32(0)}
+    placed: dict[str, Any] = jax.device_put(carry, placement.everywhere)
+    return placed
+
+
+def _step_of(script: Script, tree: TreeSpec, placement: Placement) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """``(carry, batch) -> (carry, outcome)``, compiled for each shape of batch; `carry` is donated."""
+    objective = Objective(script.loss, tree, has_rng=script.has_rng, seed=script.seed)
+    optimizer, count = script.optimizer, len(tree.parameters.leaves)
+
+    def step(carry: Any, batch: Any) -> Any:
+        number = carry["step"]
+        at = jnp.stack([number, jnp.zeros_like(number)])
+        made = objective([*carry["params"], *carry["state"]], batch, at)
+        gradients, state = made.leaves[:count], made.leaves[count:]
+        clipped = gradients if script.clip_norm is None else _clipped(gradients, script.clip_norm)
+        params = tree.parameters.unflatten(carry["params"])
+
+        def update() -> Any:
+            updates, held = optimizer.update(tree.parameters.unflatten(clipped), carry["optimizer"], params)
+            return optax.apply_updates(params, updates), held
+
+        new, held = called("update", optimizer, update)
+        after = {"params": jax.tree_util.tree_leaves(new), "state": state, "optimizer": held}
+        before = {name: carry[name] for name in after}
+        kept = jax.tree_util.tree_map(lambda a, b: jnp.where(made.finite, a, b), after, before)
+        # Read in the first steps only; afterwards it costs nothing.
+        nonzero = jax.lax.cond(number < UPDATES, _any_nonzero, lambda each: jnp.ones(len(each), bool), gradients)
+        outcome = {"loss": made.loss, "metrics": made.metrics, "finite": made.finite, "nonzero": nonzero}
+        return kept | {"step": number + 1}, outcome
+
+    options = placement.options(deterministic=script.deterministic)
+    return jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
+
+
+def _any_nonzero(leaves: list[Any]) -> Any:
+    return jnp.stack([jnp.any(leaf != 0) for leaf in leaves]) if leaves else jnp.ones(0, bool)
+
+
+def _clipped(gradients: list[Any], clip_norm: float) -> list[Any]:
+    """The gradients, multiplied so that their norm is at most `clip_norm`. In the widest floats that are enabled."""
+    wide = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(np.float64))
+    sizes = [jnp.abs(leaf).astype(wide) for leaf in gradients if leaf.size]
+    if not sizes:
+        return gradients
+    largest = jnp.max(jnp.stack([jnp.max(size) for size in sizes]))
+    # Divided by the largest, because the squares of large float32 numbers are infinite.
+    scale = jnp.where(largest > 0, largest, 1)
+    norm = scale * jnp.sqrt(sum(jnp.sum(jnp.square(size / scale)) for size in sizes))
+    factor = jnp.where(norm <= clip_norm, 1, clip_norm / norm)
+    return [leaf * factor.astype(leaf.real.dtype) for leaf in gradients]
+
+
+class _Judge:
+    """Ends training after too many gradients that are not finite, and warns of leaves that no gradient reaches."""
+
+    def __init__(self, tree: TreeSpec, max_non_finite: int) -> None:
+        self._tree = tree
+        self._most = max_non_finite
+        self._in_a_row = 0
+        self._zero, self._untrained = ZeroLeaves(tree), Untrained()
+
+    def examine(self, report: Report) -> None:
+        """
+        Raises:
+            JobFailed: ``NonFiniteGradients``.
+        """
+        if found := self._untrained.update([self._zero.examine(report.step - 1, report.nonzero)]):
+            leaves = self._tree.parameters.leaves
+            _LOG.warning("%s", warning([leaves[leaf].path for leaf in found], len(leaves)))
+        self._in_a_row = 0 if report.applied else self._in_a_row + 1
+        if self._in_a_row >= self._most:
+            raise JobFailed(
+                "NonFiniteGradients",
+                f"the gradients of {self._in_a_row} updates in a row were not finite, the last at step "
+                f"{report.step - 1} of rank 0 (loss {report.loss:g})",
+            )
