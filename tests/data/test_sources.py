@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,37 @@ def test_each_kind_of_source_gives_the_same_batches(tmp_path: Path, kind: str, t
         np.testing.assert_array_equal(batch["y"], numbers)
         np.testing.assert_array_equal(batch["x"], X[numbers] * (2 if transformed else 1))
         assert batch["x"].shape == (4, 3)
+
+
+class OnDisk:
+    """As an array of h5py or zarr: rows by number, and whoever asks for all of it reads the whole file."""
+
+    shape, dtype, chunks = X.shape, X.dtype, (1, 3)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, row: int) -> np.ndarray[Any, Any]:
+        assert isinstance(row, int)
+        return X[row]
+
+    def __array__(self, *arguments: Any, **more: Any) -> Any:
+        raise AssertionError("the whole file is read")
+
+
+def test_an_array_on_disk_is_read_row_by_row() -> None:
+    batch = from_dataset({"x": OnDisk(), "y": Y}, batch_size=4)(BatchKey(0, 0, 1))
+    np.testing.assert_array_equal(batch["x"], X[batch["y"]])
+    np.testing.assert_array_equal(from_dataset(OnDisk(), batch_size=4, shuffle=False)(BatchKey(0, 0, 1)), X[:4])
+
+
+def test_lists_and_jax_arrays_are_columns() -> None:
+    batch = from_dataset({"x": X.tolist(), "y": jnp.asarray(Y)}, batch_size=4)(BatchKey(0, 0, 1))
+    np.testing.assert_array_equal(batch["x"], X[batch["y"]])
+    rows = from_dataset(jnp.asarray(X), batch_size=4, shuffle=False)(BatchKey(0, 0, 1))
+    np.testing.assert_array_equal(rows, X[:4])
+    with pytest.raises(ConfigurationError, match="must be arrays of one length"):
+        from_dataset({"x": X, "y": [1, 2]}, batch_size=1)
 
 
 def test_nested_columns_and_pairs() -> None:

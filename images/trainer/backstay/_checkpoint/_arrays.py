@@ -201,7 +201,10 @@ def _fingerprint(uri: str) -> str:
     digest = hashlib.sha256()
     try:
         files.invalidate_cache()
-        found = files.find(path, detail=True)
+        try:
+            found = files.find(path, detail=True)
+        except FileNotFoundError:
+            found = {}
         known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
         if not found or not known:
             what = "there is nothing" if not found else f"found {len(found)} files, such as {min(found)}"

@@ -126,7 +126,7 @@ class PosixFolder:
     def append(self, name: str, content: bytes, start: int) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with (self.path / name).open("r+b" if start else "xb") as file:
+            with (self.path / name).open("r+b" if start else "wb") as file:
                 file.seek(start)
                 file.write(content[start:])
         except OSError as error:

@@ -40,14 +40,14 @@ class Source(Protocol):
 
 
 class _Columns:
-    """A pytree of arrays of one length; a batch is their rows."""
+    """A pytree of arrays of one length; a batch is their rows. Lists are columns, too."""
 
     def __init__(self, tree: Any) -> None:
         import jax
 
-        self._tree = jax.tree.map(np.asarray, tree)
+        self._tree = jax.tree.map(_column, tree, is_leaf=lambda node: isinstance(node, list))
         paths = jax.tree_util.tree_leaves_with_path(self._tree)
-        lengths = {jax.tree_util.keystr(path) or "it": len(array) if array.ndim else None for path, array in paths}
+        lengths = {jax.tree_util.keystr(path) or "it": len(array) if array.shape else None for path, array in paths}
         if not lengths or None in lengths.values() or len(set(lengths.values())) != 1:
             raise ConfigurationError(f"from_dataset: the columns must be arrays of one length, these have {lengths}")
         self.size = int(next(iter(lengths.values())) or 0)
@@ -55,12 +55,26 @@ class _Columns:
     def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
         import jax
 
-        return jax.tree.map(lambda column: column[numbers], self._tree)
+        return jax.tree.map(lambda column: _rows(column, numbers), self._tree)
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
         import jax
 
         return [jax.tree.map(lambda column, row=row: column[row], self._tree) for row in numbers]
+
+
+def _column(column: Any) -> Any:
+    """As a NumPy array, unless it may be larger than the memory: an array of h5py or zarr, for example, is read row by
+    row."""
+    on_disk = hasattr(column, "shape") and hasattr(column, "chunks")
+    return column if on_disk else np.asarray(column)
+
+
+def _rows(column: Any, numbers: _Numbers) -> NDArray[Any]:
+    if isinstance(column, np.ndarray):
+        rows: NDArray[Any] = column[numbers]
+        return rows
+    return np.stack([np.asarray(column[number]) for number in numbers.tolist()])
 
 
 class _Items:
@@ -210,9 +224,7 @@ def source_of(data: Any) -> Source:
         return _Columns(data)
     if isinstance(data, tuple) and data and all(hasattr(column, "shape") for column in data):
         return _Columns(data)
-    if hasattr(data, "__array__") and hasattr(data, "shape") and not hasattr(data, "__getitems__"):
-        return _Columns(data)
-    return _Items(data)
+    return _Columns(data) if type(data).__module__.startswith("jax") else _Items(data)
 
 
 def stacked(samples: Sequence[Any]) -> Any:
