@@ -57,7 +57,7 @@ class Round:
     Attributes:
         servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
         token: the job's.
-        world, incarnations, checkpoint, stall_seconds: what is sent to the servers.
+        world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
         workers: URLs of the health ports of some running workers, by uid of the pod.
         worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: there is none.
     """
@@ -68,6 +68,7 @@ class Round:
     incarnations: Mapping[str, int]
     checkpoint: control_pb2.CheckpointSettings
     stall_seconds: float
+    grace: control_pb2.Grace
     workers: Mapping[str, str] = field(default_factory=dict)
     worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
 
@@ -80,6 +81,7 @@ class Round:
             incarnations=dict(self.incarnations),
             checkpoint=self.checkpoint,
             stall_seconds=self.stall_seconds,
+            grace=self.grace,
         )
 
 

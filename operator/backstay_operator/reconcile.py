@@ -21,6 +21,7 @@ from backstay_operator.watching import JobKey
 from backstay_rpc import control_pb2
 from backstay_spec import contract, names
 from backstay_spec.causes import Blocked
+from backstay_spec.grace import grace_seconds
 from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Updates
 from backstay_spec.plan import plan, refuse
 from backstay_spec.token import token_for
@@ -206,7 +207,7 @@ class Reconciler:
         ]
         if not servers:
             return None
-        stored = spec.checkpoint
+        stored, grace = spec.checkpoint, grace_seconds(spec.update.grace)
         return Round(
             servers=servers,
             token=token_for(self._key, memory.uid),
@@ -216,6 +217,7 @@ class Reconciler:
                 every_steps=stored.every_steps or 0, every_seconds=stored.every_seconds, keep=stored.keep
             ),
             stall_seconds=spec.workers.stall_seconds,
+            grace=control_pb2.Grace(seconds=grace or 0.0, auto=grace is None),
             workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
             worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )

@@ -449,7 +449,7 @@ class Done(_message.Message):
     def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
-    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds")
+    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -463,13 +463,23 @@ class ProgressRequest(_message.Message):
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     expected_incarnation: int
     world: int
     incarnations: _containers.ScalarMap[str, int]
     checkpoint: CheckpointSettings
     stall_seconds: float
-    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ...) -> None: ...
+    grace: Grace
+    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ..., grace: _Optional[_Union[Grace, _Mapping]] = ...) -> None: ...
+
+class Grace(_message.Message):
+    __slots__ = ("seconds", "auto")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    auto: bool
+    def __init__(self, seconds: _Optional[float] = ..., auto: bool = ...) -> None: ...
 
 class CheckpointSettings(_message.Message):
     __slots__ = ("every_steps", "every_seconds", "keep")

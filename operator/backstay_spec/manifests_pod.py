@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from backstay_spec import contract, names
+from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
 from backstay_spec.runtime import CheckpointConfig, RuntimeConfig, Trained
@@ -40,6 +41,8 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
         workers=spec.workers.replicas,
         mode=spec.update.mode,
         backups=spec.update.backups,
+        grace_seconds=grace_seconds(spec.update.grace),
+        weighting=spec.update.weighting,
         max_non_finite=spec.update.max_non_finite,
         max_staleness=spec.update.max_staleness,
         staleness_damping=spec.update.staleness_damping,

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from backstay_spec import grace
 from backstay_spec.contract import CONTAINER, ENV_PREFIX, GROUP, LABEL_JOB
 
 __all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "Bound", "Change", "Rule"]
@@ -127,6 +128,12 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         max_length=4,
         pattern=r"^(0|[1-9][0-9]?)%$",
         valid="a whole number of pods, or whole percents from '0%' to '99%'",
+    ),
+    Bound(
+        "spec.update.grace",
+        max_length=16,
+        pattern=grace.PATTERN,
+        valid="Auto, or a duration such as 0s, 500ms or 1m30s",
     ),
     _count("spec.update.maxNonFinite", 1),
     _count("spec.update.maxStaleness", 0),
@@ -262,6 +269,22 @@ RULES: Final[tuple[Rule, ...]] = (
         cel="self.mode == 'Sync' || (type(self.backups) == int ? self.backups == 0 : self.backups == '0%')",
         holds=_backups_in_sync,
         message="must be left out in mode Async, which never waits for a worker; backups are for mode Sync",
+    ),
+    Rule(
+        at="spec.update",
+        field="grace",
+        reads=("mode", "grace"),
+        cel="self.mode == 'Sync' || self.grace == '0s'",
+        holds=lambda update: update["mode"] == "Sync" or update["grace"] == "0s",
+        message="must be left out in mode Async, which never waits for a worker; it is for mode Sync",
+    ),
+    Rule(
+        at="spec.update",
+        field="weighting",
+        reads=("mode", "weighting"),
+        cel="self.mode == 'Sync' || self.weighting == 'Equal'",
+        holds=lambda update: update["mode"] == "Sync" or update["weighting"] == "Equal",
+        message="must be Equal in mode Async, where an update has one gradient; Examples is for mode Sync",
     ),
     Rule(
         at="spec.update",
@@ -482,7 +505,12 @@ CHANGES: Final[tuple[Change, ...]] = tuple(
         "workers.template?",
         "evaluator!",
         "evaluator?.template?",
-        "update",
+        "update.mode",
+        "update.backups",
+        "update.weighting",
+        "update.maxNonFinite",
+        "update.maxStaleness?",
+        "update.stalenessDamping",
         "checkpoint.uri?",
         "checkpoint.volume?",
         "checkpoint.continueFrom",

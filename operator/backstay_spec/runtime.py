@@ -32,6 +32,8 @@ class RuntimeConfig(BaseModel):
     workers: int = Field(ge=1)
     mode: Literal["Sync", "Async"] = "Sync"
     backups: int | str = 0  # a number, or whole percents such as "5%": see `backstay_spec.quorum.backups_of`
+    grace_seconds: float | None = Field(default=0.0, ge=0)  # None: `Auto`
+    weighting: Literal["Equal", "Examples"] = "Equal"
     max_non_finite: int = Field(default=3, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
     staleness_damping: bool = False

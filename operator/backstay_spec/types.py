@@ -31,6 +31,7 @@ __all__ = [
     "TrainingJobStatus",
     "Update",
     "UpdateMode",
+    "Weighting",
     "Workers",
 ]
 
@@ -38,6 +39,7 @@ Json: TypeAlias = dict[str, Any]
 """A Kubernetes object that we pass on: a pod template, a volume, an environment variable."""
 
 UpdateMode: TypeAlias = Literal["Sync", "Async"]
+Weighting: TypeAlias = Literal["Equal", "Examples"]
 CleanPods: TypeAlias = Literal["Running", "All", "None"]
 
 
@@ -120,6 +122,14 @@ class Update(SpecModel):
     backups: int | str = 0
     """Sync only: workers that an update does not wait for. A number of pods, or whole percents: "5%" is N + N*5% pods
     for an update of N gradients."""
+
+    grace: str = "0s"
+    """Sync only: how long an update still waits for more gradients when (workers - backups) of them are complete: a
+    duration such as `500ms` or `2s`, or `Auto`: the wait that gives the most applied gradients a second. An update
+    never waits for a worker that is known to be dead, replaced or stalled. May change while the job runs."""
+
+    weighting: Weighting = "Equal"
+    """Sync only: `Equal` weighs all gradients of an update alike, `Examples` by their numbers of examples."""
 
     max_non_finite: int = 3
     """This many non-finite gradients in a row fail the job; fewer are counted, and change nothing."""

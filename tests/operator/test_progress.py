@@ -65,6 +65,7 @@ def round_of(*servers: Server, token: str = TOKEN) -> Round:
         incarnations={"worker-0": 2},
         checkpoint=pb.CheckpointSettings(every_steps=10, every_seconds=60, keep=3),
         stall_seconds=300,
+        grace=pb.Grace(auto=True),
     )
 
 

@@ -157,6 +157,7 @@ def test_the_defaults_are_the_designs() -> None:
     assert (spec.parameter_servers.max_restarts, spec.workers.max_restarts) == (10, 100)
     assert (spec.workers.replicas, spec.workers.stall_seconds) == (1, 300)
     assert (spec.update.mode, spec.update.backups, spec.update.max_non_finite) == ("Sync", 0, 3)
+    assert (spec.update.grace, spec.update.weighting) == ("0s", "Equal")
     assert (spec.update.max_staleness, spec.update.staleness_damping) == (None, False)
     assert (spec.checkpoint.uri, spec.checkpoint.volume, spec.checkpoint.keep) == (None, None, 3)
     assert (spec.run_policy.suspend, spec.run_policy.clean_pods) == (False, "Running")

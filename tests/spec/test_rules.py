@@ -113,6 +113,8 @@ SPECS = st.fixed_dictionaries(
         "update": optional(
             mode=st.sampled_from(["Sync", "Async", "sync"]),
             backups=BACKUPS,
+            grace=st.sampled_from(["Auto", "0s", "500ms", "1m30s", "1", "s", "auto", "-1s", "1s\n", "٣s"]),
+            weighting=st.sampled_from(["Equal", "Examples", "equal"]),
             maxNonFinite=SMALL,
             maxStaleness=SMALL,
             stalenessDamping=st.booleans(),
@@ -184,12 +186,19 @@ def test_cel_and_python_agree_on_every_rule_at_every_place(job: dict[str, Any]) 
 def test_cel_and_python_agree_on_every_kind_of_update() -> None:
     """Few enough to try them all."""
     kinds = itertools.product(
-        ("Sync", "Async"), (0, 1, 2, "0%", "1%", "100%"), ({}, {"maxStaleness": 0}), (True, False), (1, 2, 3)
+        ("Sync", "Async"),
+        (0, 1, 2, "0%", "1%", "100%"),
+        ({}, {"maxStaleness": 0}),
+        (True, False),
+        (1, 2, 3),
+        ("0s", "Auto"),
+        ("Equal", "Examples"),
     )
     rules = [rule for rule in RULES if "update" in f"{rule.at}.{rule.field}"]
-    assert len(rules) == 4
-    for mode, backups, bound, damping, replicas in kinds:
-        update = {"mode": mode, "backups": backups, "stalenessDamping": damping, **bound}
+    assert len(rules) == 6
+    for mode, backups, bound, damping, replicas, grace, weighting in kinds:
+        update = {"mode": mode, "backups": backups, "stalenessDamping": damping, "grace": grace, **bound}
+        update["weighting"] = weighting
         spec = {"update": update, "workers": {"replicas": replicas}}
         for rule in rules:
             value = spec if rule.at == "spec" else update

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from backstay_rpc.control_pb2 import ReplicaState, Rollback, Staged
@@ -38,6 +38,7 @@ __all__ = ["Driving", "Observer", "Storage"]
 
 _LOG = logging.getLogger(__name__)
 
+_TICK = 1.0
 Clock = Callable[[], float]
 
 
@@ -83,6 +84,8 @@ class Driving:
         self._slow: queue.SimpleQueue[Decision | None] = queue.SimpleQueue()
         self._restoring_since: float | None = None
         self._closed = threading.Event()
+        self._alarm = threading.Event()
+        self._wakes_at: float | None = None
         self._threads = [
             threading.Thread(target=self._do_slow, name="backstay-storing", daemon=True),
             threading.Thread(target=self._tick, name="backstay-deadlines", daemon=True),
@@ -99,6 +102,7 @@ class Driving:
     def close(self) -> None:
         """Decide nothing more; what is being stored is finished."""
         self._closed.set()
+        self._alarm.set()
         self._slow.put(None)
 
     # ---- Links ----
@@ -159,6 +163,14 @@ class Driving:
         """A worker left on purpose."""
         self._do(lambda now: self._coordinator.left(now, rank, incarnation))
 
+    def disconnected(self, rank: int, incarnation: int) -> None:
+        """A worker's data stream to shard 0 ended."""
+        self._do(lambda now: self._coordinator.disconnected(now, rank, incarnation))
+
+    def silent(self, ranks: Iterable[int]) -> None:
+        """See `Coordinator.silent`."""
+        self._do(lambda now: self._coordinator.silent(now, ranks))
+
     def evaluated(self, step: int) -> None:
         """An evaluation was reported."""
         self._do(lambda now: self._coordinator.evaluated(now, step))
@@ -183,6 +195,10 @@ class Driving:
     def wish(self, world: int, intervals: Intervals | None) -> None:
         """What the operator wishes."""
         self._do(lambda now: self._coordinator.wish(now, world, intervals))
+
+    def set_grace(self, grace: float | None) -> None:
+        """See `Coordinator.set_grace`."""
+        self._do(lambda now: self._coordinator.set_grace(now, grace))
 
     def state(self) -> CoordinatorState:
         """A copy of what is decided."""
@@ -234,6 +250,9 @@ class Driving:
                 return
             now = self._clock()
             decisions = event(now)
+            if self._wakes_at != (wakes_at := self._coordinator.wakes_at):
+                self._wakes_at = wakes_at
+                self._alarm.set()
             # To those that are linked now: who links later is told by its own hello what it has missed.
             sinks = list(self._sinks.items())
             self._outbox.extend((now, decision, sinks) for decision in decisions)
@@ -314,5 +333,10 @@ class Driving:
         self._do(restart)
 
     def _tick(self) -> None:
-        while not self._closed.wait(1.0):
+        while not self._closed.is_set():
+            with self._lock:
+                wakes_at = self._wakes_at
+            seconds = _TICK if wakes_at is None else wakes_at - self._clock()
+            self._alarm.wait(min(max(seconds, 0.0), _TICK))
+            self._alarm.clear()
             self._do(self._coordinator.tick)

@@ -35,14 +35,18 @@ class Async:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
-        del wished_world
+        del wished_world, more  # each update has one contribution
         if not complete:
             return None
         gradient = complete[0].id
         weight = 1.0 / (1 + _staleness(state, gradient)) if rules.staleness_damping else 1.0
         return (Contribution(id=gradient, weight=weight),)
+
+    def quorum(self, backups: int | str, world: int) -> int:
+        del backups, world
+        return 1
 
     def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
         if gradient.rank >= state.world:
@@ -76,7 +80,3 @@ class Async:
     def answered_by(self, outcome: RejectReason, gradient_version: int, version: int) -> bool:
         del gradient_version, version
         return outcome != _ACCEPTED
-
-    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
-        del rules_backups, world
-        return (1,)

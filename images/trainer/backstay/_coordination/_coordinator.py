@@ -4,6 +4,7 @@
 |---|---|
 | `Intake` | which gradients are accepted, and which are complete? |
 | `UpdateMode` | which of them make the next update? |
+| `Grace` | how long does an update wait for more of them than its quorum? |
 | `History` | what is decided, what is certain, what has each shard applied? |
 | `Succession` | whose account of the history counts after a server was replaced? |
 | `Conclusion` | when is a checkpoint written, and when is the job done? |
@@ -32,13 +33,14 @@ from backstay_rpc.control_pb2 import (
 
 from ._conclusion import Conclusion
 from ._decisions import Decision, Finished, Restart, Send, Updated
+from ._grace import Grace
 from ._history import History, start_of
 from ._intake import Intake
 from ._modes import MODES
 from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
 from ._succession import Succession
-from ._world import next_world
+from ._world import effective_world, next_world
 from .seam import Report
 
 __all__ = ["Coordinator"]
@@ -73,6 +75,7 @@ class Coordinator:
         self._conclusion.begin(now, checkpoint)
         self._intake = Intake(rules, self._mode, self._history, self._conclusion)
         self._succession = Succession(rules, self._history)
+        self._grace = Grace(rules.grace, now, state.version)
 
     @classmethod
     def resume(
@@ -246,17 +249,22 @@ class Coordinator:
         out = self._intake.begin()
         self._history.begin(state, start_of(state, checkpoint))
         self._conclusion.begin(now, checkpoint)
+        self._grace.begin(now, state.version)
         return [*out, Send(None, self._history.start), *self._conclusion.end_if_over(now)]
 
     def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
         """A shard holds all of a gradient."""
         out, complete = self._intake.staged(shard, staged)
-        return [*out, *self._advance(now)] if complete else out
+        if complete:
+            self._grace.arrived(now, staged.id)
+            out += self._advance(now)
+        return out
 
     def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
-        """A gradient's stream to a shard ended before its end mark."""
-        del now
+        """A gradient's stream to a shard ended before its end mark; or all of it came, too late to be used."""
         self._intake.ledger.lose(shard, gradient)
+        if shard == 0 and gradient.term == self.state.term and gradient.version < self.state.version:
+            self._grace.arrived(now, gradient)
         return []
 
     def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
@@ -295,16 +303,24 @@ class Coordinator:
 
     def joined(self, now: float, rank: int, incarnation: int) -> list[Decision]:
         """A worker joined."""
-        del now
         if rank == 0:
             self._conclusion.evaluator_joined()
-        return self._intake.joined(rank, incarnation)
+        self._grace.joined(rank, incarnation)
+        return [*self._intake.joined(rank, incarnation), *self._end_wait(now)]
 
     def left(self, now: float, rank: int, incarnation: int) -> list[Decision]:
         """A worker left on purpose."""
-        del now
         self._intake.left(rank, incarnation)
-        return []
+        return self.disconnected(now, rank, incarnation)
+
+    def disconnected(self, now: float, rank: int, incarnation: int) -> list[Decision]:
+        """A worker's data stream to shard 0 ended: it is dead, or connects again."""
+        self._grace.gone(rank, incarnation)
+        return self._end_wait(now)
+
+    def silent(self, now: float, ranks: Iterable[int]) -> list[Decision]:
+        """These ranks, and no others, send no heartbeats or no contributions."""
+        return self._end_wait(now) if self._grace.absent(ranks) else []
 
     def evaluates(self) -> None:
         """An evaluator joined."""
@@ -313,6 +329,11 @@ class Coordinator:
     def evaluated(self, now: float, step: int) -> list[Decision]:
         """An evaluation of version `step` was reported."""
         return self._conclusion.evaluated(now, step)
+
+    def set_grace(self, now: float, grace: float | None) -> list[Decision]:
+        """What the operator asks for; `grace` is as in `Rules`."""
+        self._grace.change(grace)
+        return self._end_wait(now)
 
     def wish(self, now: float, world: int, intervals: Intervals | None = None) -> list[Decision]:
         """What the operator asks for; a world of 0 and intervals of None change nothing."""
@@ -339,8 +360,13 @@ class Coordinator:
         return self._conclusion.fail(reason, why)
 
     def tick(self, now: float) -> list[Decision]:
-        """Deadlines: call it once a second or so (T8)."""
-        return self._conclusion.tick(now)
+        """Deadlines: call it once a second or so, and at `wakes_at` (T8)."""
+        return [*self._end_wait(now), *self._conclusion.tick(now)]
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When an update stops to wait for more contributions; None: none waits."""
+        return self._grace.until
 
     # ---- Decisions ----
 
@@ -349,8 +375,12 @@ class Coordinator:
         out: list[Decision] = []
         while not self._history.over and self.finished is None:
             complete = self._intake.ledger.complete
-            chosen = self._mode.choose(self.state, self.rules, complete, self._wished_world)
+            chosen = self._mode.choose(self.state, self.rules, complete, self._wished_world, more=self._grace.waits)
             if chosen is None:
+                self._grace.incomplete()
+                break
+            world = effective_world(self.state.world, self._wished_world)
+            if not self._grace.is_over(now, {contribution.id.rank for contribution in chosen}, world):
                 break
             by_rank = {staged.id.rank: staged.info for staged in complete}
             infos = tuple(by_rank[contribution.id.rank] for contribution in chosen)
@@ -365,6 +395,7 @@ class Coordinator:
         pending = history.decide(chosen, infos, world=world)
         commit = pending.commit
         self._conclusion.decided(now, commit)
+        self._grace.decided(now, history.state.version, self._mode.quorum(self.rules.backups, world), world)
         out: list[Decision] = []
         if self.rules.replicates:
             pending.counted = tuple(counted)  # when it is certain
@@ -388,8 +419,13 @@ class Coordinator:
         out: list[Decision] = []
         for pending in self._history.release():
             out += pending.counted
-            out += [Send(None, pending.commit), Updated(pending.commit, pending.infos, ended=pending.ended)]
+            updated = Updated(pending.commit, pending.infos, ended=pending.ended, grace=self._grace.choice)
+            out += [Send(None, pending.commit), updated]
         return out
+
+    def _end_wait(self, now: float) -> list[Decision]:
+        """Decide an update that waited for more contributions, if it need not wait any longer."""
+        return [] if self._grace.until is None else self._advance(now)
 
     def _adopt(self, now: float, commit: Commit, infos: tuple[GradientInfo, ...]) -> list[Decision]:
         """The previous coordinator sent this commit to a shard: it is part of the history."""

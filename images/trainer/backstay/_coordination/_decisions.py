@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit, File, GradientId, GradientInfo, RejectReason
 
+from ._grace import NO_WAIT, Choice
 from ._samples import EpochEnded
 from .seam import Message
 
@@ -77,15 +78,17 @@ class Updated:
     """An update was decided.
 
     Attributes:
-        infos: of its gradients, in order of rank.
-        adopted: by the previous coordinator, which has most likely reported it.
+        infos: of its contributions, in order of rank.
+        adopted: the previous coordinator decided it, and has most likely reported it.
         ended: the accounts of the epochs that ended with it.
+        grace: how long the next update waits for more contributions than its quorum.
     """
 
     commit: Commit
     infos: tuple[GradientInfo, ...]
     adopted: bool = False
     ended: tuple[EpochEnded, ...] = ()
+    grace: Choice = NO_WAIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class UpdateMode(Protocol):
         """
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
         """The contributions of the next update in order of rank; None while there are too few.
 
@@ -39,7 +39,11 @@ class UpdateMode(Protocol):
                 each of them.
             wished_world: the number of ranks that the operator asks for. If it is below the world in force, only the
                 ranks that stay contribute.
+            more: whether all that are complete contribute, and not only the first that are enough.
         """
+
+    def quorum(self, backups: int | str, world: int) -> int:
+        """The fewest contributions of an update, with `world` ranks in force and `update.backups`."""
 
     def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
         """What a decision makes of an accepted gradient that it did not use; `state` is the state after the decision.
@@ -83,6 +87,3 @@ class UpdateMode(Protocol):
         Args:
             outcome: why the gradient was refused; `REJECT_UNSPECIFIED`: nothing is decided about it.
         """
-
-    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
-        """The numbers of contributions that updates usually have: what a shard compiles before training."""

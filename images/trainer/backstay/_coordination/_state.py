@@ -12,6 +12,7 @@ from .._timeouts import Timeouts
 from ._samples import EpochEnded, Samples
 
 Mode: TypeAlias = Literal["Sync", "Async"]
+Weighting: TypeAlias = Literal["Equal", "Examples"]
 
 __all__ = ["CoordinatorState", "Rules", "World", "after", "apply", "count_samples"]
 
@@ -23,6 +24,9 @@ class Rules:
     Attributes:
         steps: the job ends when this many updates were made.
         backups: as in `backstay_spec.quorum.quorum_of`.
+        grace: Sync; how long an update waits for more contributions after its quorum is complete, in seconds; None is
+            `Auto`. `Coordinator.wish` changes it.
+        weighting: Sync; how the contributions of an update are weighted.
         max_non_finite: this many updates in a row with a gradient that is not finite fail the job.
         max_staleness: Async; None is no bound.
         clip_norm: upper bound of the mean gradient's norm; None clips nothing.
@@ -36,6 +40,8 @@ class Rules:
     shards: int
     steps: int
     backups: int | str = 0
+    grace: float | None = 0.0
+    weighting: Weighting = "Equal"
     max_non_finite: int = 3
     max_staleness: int | None = None
     staleness_damping: bool = False

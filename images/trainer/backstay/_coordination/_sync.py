@@ -33,15 +33,19 @@ class Sync:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
         world = effective_world(state.world, wished_world)
-        staying = [staged.id for staged in complete if staged.id.rank < world]
-        quorum = quorum_of(rules.backups, world)
+        staying = [staged for staged in complete if staged.id.rank < world]
+        quorum = self.quorum(rules.backups, world)
         if len(staying) < quorum:
             return None
-        chosen = sorted(staying[:quorum], key=lambda gradient: gradient.rank)
-        return tuple(Contribution(id=gradient, weight=1.0) for gradient in chosen)
+        chosen = sorted(staying if more else staying[:quorum], key=lambda staged: staged.id.rank)
+        weights = _weights(rules, [staged.info.examples for staged in chosen])
+        return tuple(Contribution(id=staged.id, weight=weight) for staged, weight in zip(chosen, weights, strict=True))
+
+    def quorum(self, backups: int | str, world: int) -> int:
+        return quorum_of(backups, world)
 
     def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
         del state, rules, gradient
@@ -72,5 +76,13 @@ class Sync:
     def answered_by(self, outcome: RejectReason, gradient_version: int, version: int) -> bool:
         return outcome not in _ANSWERED_BY_NEXT_VERSION or version > gradient_version
 
-    def counts(self, rules_backups: int | str, world: int) -> tuple[int, ...]:
-        return (quorum_of(rules_backups, world),)
+
+def _weights(rules: Rules, examples: Sequence[int]) -> list[float]:
+    """The weights of an update's contributions. They add up to their number, by which the weighted sum is divided.
+
+    Equal numbers of examples give weights of exactly 1, and so the same mean bit for bit as equal weighting.
+    """
+    total = sum(examples)
+    if rules.weighting == "Equal" or total == 0:
+        return [1.0] * len(examples)
+    return [len(examples) * own / total for own in examples]

@@ -80,6 +80,7 @@ def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str,
         "steps": str(script.steps),
         "clip_norm": str(script.clip_norm),
         "update.mode": config.mode,
+        "update.weighting": config.weighting,
         "update.stalenessDamping": str(config.staleness_damping),
     }
 
@@ -215,6 +216,8 @@ def _rules(environment: Environment, script: Script) -> Rules:
         shards=config.shards,
         steps=script.steps,
         backups=config.backups,
+        grace=config.grace_seconds,
+        weighting=config.weighting,
         max_non_finite=config.max_non_finite,
         max_staleness=config.max_staleness,
         staleness_damping=config.staleness_damping,

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -109,6 +109,8 @@ class Leader:
         self._metrics.updates.inc()
         self._metrics.examples.inc(examples)
         self._metrics.world.set(commit.world)
+        self._metrics.grace_seconds.set(updated.grace.wait)
+        self._metrics.grace_rate.set(updated.grace.per_second or 0.0)
         if commit.skip:
             self._metrics.skipped.inc()
             ranks = [c.id.rank for c, info in zip(commit.contributions, infos, strict=True) if not info.finite]
@@ -122,7 +124,7 @@ class Leader:
             self._rate.add(now, examples)
             self._update_rate.add(now, 1)
             rate = self._per_second = self._rate.per_second(now)
-            loss = self._know(infos)
+            loss = self._know(infos, [contribution.weight for contribution in commit.contributions])
             train_metrics = self._train_metrics
             self._compare_examples({info.examples for info in infos})
         self._metrics.loss.set(loss)
@@ -149,11 +151,17 @@ class Leader:
                 self._untrained_leaves = [self._leaves[leaf] for leaf in found]
             _LOG.warning("%s", warning(self._untrained_leaves, len(self._leaves)))
 
-    def _know(self, infos: Sequence[GradientInfo]) -> float:
-        """The mean loss of an update's gradients."""
-        loss = self._loss = sum(info.loss for info in infos) / len(infos)
+    def _know(self, infos: Sequence[GradientInfo], weights: Sequence[float] = ()) -> float:
+        """The mean loss of an update's gradients, with the weights of the gradients; without any, the plain mean."""
+        weights = weights or [1.0] * len(infos)
+        total = sum(weights)
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
+
+        loss = self._loss = mean(info.loss for info in infos)
         names = set(infos[0].metrics).intersection(*(info.metrics for info in infos))
-        self._train_metrics = {name: sum(i.metrics[name] for i in infos) / len(infos) for name in sorted(names)}
+        self._train_metrics = {name: mean(info.metrics[name] for info in infos) for name in sorted(names)}
         return loss
 
     def _compare_examples(self, counts: set[int]) -> None:

@@ -96,6 +96,14 @@ class Metrics:
             "From the first contribution to a version to the decision of its update.",
             _SECONDS,
         )
+        self.grace_seconds = self._gauge(
+            of, "grace_seconds", "How long an update waits for more gradients after its quorum."
+        )
+        self.grace_rate = self._gauge(
+            of,
+            "grace_applied_per_second",
+            "Applied gradients a second that update.grace: Auto expects of the wait it chose; 0: no estimate.",
+        )
         self.live_workers = self._gauge(of, "live_workers", "Workers with a heartbeat in the last 10 s.")
         self.world = self._gauge(of, "world_size", "Ranks in force.")
         self._loss = self._family(

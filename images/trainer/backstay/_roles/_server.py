@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from backstay_rpc.control_pb2 import (
     EvaluatedRequest,
     HeartbeatReply,
     HeartbeatRequest,
+    Hello,
     JoinReply,
     Norm,
     Peer,
@@ -28,28 +28,29 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 
 from .. import _instrument
-from .._control import Agreement, ControlServer, Driving, Link, Peers
-from .._coordination import MODES, Intervals, Liveness
+from .._control import Agreement, Driving, Link, Peers
+from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
-from .._process._compiling import one_compiles
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, write_termination
 from .._shard import ShardRuntime
 from .._shard._follower import Held
 from .._shard._replication import Replication
-from .._update._engine import ShardEngine
 from .._wire.server import DataServer
-from ..errors import BackstayError, CheckpointError, JobFailed, Superseded
+from ..errors import BackstayError, JobFailed, Superseded
+from ._arbiter import Arbiter
 from ._farewell import Farewell, wait_applied
 from ._history import begin_history
 from ._last_save import ask_to_save, wait_until
 from ._leader import Leader
+from ._loading import Loader, build
 from ._manifests import ManifestStorage, NoStorage
-from ._metrics import HttpPort, Metrics
+from ._metrics import Metrics
+from ._ports import control_port, http_port
 from ._script import Plan, Script
 from ._standby import Inherited
 from ._status_page import StatusPage
-from ._storing import CheckpointWriter, open_store, restore
+from ._storing import CheckpointWriter, open_store
 
 __all__ = ["Server"]
 
@@ -79,11 +80,8 @@ class Server:
         self._lock = threading.Lock()
         self._liveness = Liveness(config.mode, environment.timeouts)
         self._peers = Peers() if inherited is None else inherited.peers
-        self._asking = False  # whether its standby was promoted
-        self._told_active = 0.0  # when the operator last said that this incarnation serves
-        self._superseded: Superseded | None = None
+        self._arbiter = Arbiter(self.shard, environment.timeouts)
         self._closing = False
-        self._told = threading.Event()
         self._wake = threading.Event()
         stop.then(self._wake.set)
         self._ready = False
@@ -96,7 +94,6 @@ class Server:
         self._crash: BaseException | None = None
         self._saved = threading.Event()
         self._commit_arrived: dict[int, float] = {}
-        self._rollbacks: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
         self._already_complete = False
         self._farewell = Farewell(self._times, incarnation=self.incarnation, took_over=inherited is not None)
         self._newcomers_until = 0.0 if inherited is None else time.monotonic() + self._times.newcomer
@@ -149,7 +146,7 @@ class Server:
                 plan.agreement.digest,
                 incarnation=self.incarnation,
                 admitted=lambda: self._runtime.admit_replica(),  # noqa: PLW0108  # it is made below
-                let_go=self._let_go,
+                let_go=self._standby_lost,
                 coordinator=self._describe,
                 timeouts=environment.timeouts,
             )
@@ -164,7 +161,7 @@ class Server:
             timeouts=environment.timeouts,
         )
         if inherited is None:
-            self._http = HttpPort(metrics, lambda: self._ready, bind=environment.bind, port=environment.metrics_port)
+            self._http = http_port(metrics, lambda: self._ready, environment)
         else:
             self._http = inherited.http
             inherited.become_ready(lambda: self._ready)
@@ -175,24 +172,18 @@ class Server:
             port=environment.data_port,
             token=environment.token,
             replicate=None if self._replication is None else self._replication.serve,
+            ended=self._stream_ended,
             timeouts=environment.timeouts,
         )
         self._held = held
         if held is not None:
             self._inherit(held)
         if inherited is None:
-            self._control = ControlServer(
-                self,
-                self._peers,
-                bind=environment.bind,
-                port=environment.port,
-                token=environment.token,
-                timeouts=environment.timeouts,
-            )
+            self._control = control_port(self, self._peers, environment)
         else:
             self._control = inherited.control
             self._control.serve(self)
-        self._loader = threading.Thread(target=self._load_forever, name="backstay-loading", daemon=True)
+        self._loader = Loader(self._load, self._load_failed)
 
     def _describe(self, state: ReplicaState) -> bool:
         state.history = self._history
@@ -201,8 +192,7 @@ class Server:
     def _folder_lost(self, error: BackstayError) -> None:
         """Another process has the checkpoint folder. Called by any thread."""
         if isinstance(error, Superseded):
-            self._superseded = error
-            self._told.set()
+            self._arbiter.supersede(error)
         elif self._driving is not None:
             self._driving.fail(type(error).__name__, str(error))
         else:
@@ -220,32 +210,14 @@ class Server:
             self._link.inherit(held.term, held.engine.version, held.last, prepared)
         self._ready = True
 
-    def _let_go(self, when: float, closed: bool) -> None:
-        """The standby was lost: go on alone once it is certain that it was not promoted. Called by the apply thread.
+    def _stream_ended(self, hello: Hello) -> None:
+        if self._driving is not None and not self._closing:
+            self._driving.disconnected(hello.peer.index, hello.peer.incarnation)
 
-        Only the operator promotes, and reports it. A process that died closes its connections; a promoted one does not,
-        and does not connect again. Without an operator training goes on (O5). If it had promoted the standby just
-        before, what was done meanwhile is given up for a new term (T6).
-        """
-        assert self._replication
-        _LOG.warning("the standby is lost: asking whether it was promoted")
-        patience = self._times.standby_closed if closed else self._times.standby_silent
-        self._asking = True
-        try:
-            while not self._closing and self._superseded is None:
-                if self._told_active > when or self._replication.dialled:
-                    return
-                if patience <= 0:
-                    _LOG.warning("the operator does not say whether the standby was promoted: going on without it")
-                    return
-                began = time.monotonic()
-                self._told.wait(0.2)
-                self._told.clear()
-                # A process that is stopped here must not find its patience at an end.
-                patience -= min(time.monotonic() - began, 1.0)
-        finally:
-            self._asking = False
-        raise Superseded("PERMISSION_DENIED", f"another incarnation serves shard {self.shard} now")
+    def _standby_lost(self, when: float, closed: bool) -> None:
+        replication = self._replication
+        assert replication is not None
+        self._arbiter.standby_lost(when, closed, lambda: replication.dialled)
 
     # ---- The life of the process ----
 
@@ -269,8 +241,8 @@ class Server:
                 self._wake.clear()
                 if self._crash is not None:
                     raise self._crash
-                if self._superseded is not None:
-                    raise self._superseded
+                if self._arbiter.superseded is not None:
+                    raise self._arbiter.superseded
                 if self._link is not None and self._link.refused is not None:
                     raise self._link.refused
                 self._metrics.step.set(self._runtime.version)
@@ -278,6 +250,10 @@ class Server:
                     now = time.monotonic()
                     self._liveness.tick(now)
                     live = self._liveness.live(now, contract.ROLE_WORKER)
+                    silent = {peer.index for peer in self._liveness.lost(now) if peer.role == contract.ROLE_WORKER}
+                    stalled = self._liveness.stalled(now, self._stall_seconds, self._world)
+                if self._driving is not None:
+                    self._driving.silent(silent | {hung.rank for hung in stalled})
                 self._metrics.live_workers.set(len(live))
                 if self._done is not None:
                     return self._end(self._done)
@@ -365,6 +341,7 @@ class Server:
     def _close(self) -> None:
         self._ready = False
         self._closing = True
+        self._arbiter.close()
         if self._link is not None:
             self._link.close()
         if self._driving is not None:
@@ -380,20 +357,11 @@ class Server:
 
     # ---- Building the shard ----
 
-    def _load_forever(self) -> None:
-        while True:
-            rollback = self._rollbacks.get()
-            while not self._rollbacks.empty():
-                rollback = self._rollbacks.get()
-            try:
-                self._load(rollback)
-            except BaseException as error:  # noqa: BLE001  # `run` raises it
-                self._crash = error
-                self._wake.set()
-                return
+    def _load_failed(self, error: BaseException) -> None:
+        self._crash = error
+        self._wake.set()
 
     def _load(self, rollback: Rollback) -> None:
-        plan, config = self._plan, self._env.config
         if rollback.term < self._term:
             return
         if rollback.term == self._term:
@@ -402,20 +370,7 @@ class Server:
                 self._link.started(rollback.term, self._runtime.version)
             self._ready = True
             return
-        if rollback.checkpoint:
-            uri = rollback.checkpoint
-            if self._env.checkpoint_uri:  # the folder may have another name in this pod
-                uri = f"{self._env.checkpoint_uri.rstrip('/')}/{uri.rpartition('/')[2]}"
-            engine = restore(uri, plan.partition, self.shard, plan.rule)
-            if engine.version != rollback.version:
-                raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {rollback.version}")
-        else:
-            with one_compiles("init", plan.agreement.digest, seconds=self._env.timeouts.compiling):
-                parameters = self._script.initial(rollback.start_from)
-            engine = ShardEngine(plan.partition, self.shard, plan.rule, parameters)
-        counts = MODES[config.mode].counts(config.backups, min(rollback.world, self._wished_world))
-        with _instrument.span("compile"):
-            engine.compile(counts, weighted=config.staleness_damping, clipped=self._script.clip_norm is not None)
+        engine = build(rollback, self._env, self._script, self._plan, self._wished_world)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
         self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)
@@ -435,7 +390,7 @@ class Server:
             case Rollback():
                 self._ready = False
                 self._commit_arrived.clear()
-                self._rollbacks.put(message)
+                self._loader.put(message)
             case Done():
                 self._done = message
         self._runtime.deliver(message)
@@ -546,8 +501,7 @@ class Server:
         now = time.monotonic()
         serving = request.incarnations.get(self._env.name, 0)
         if serving == self.incarnation:
-            self._told_active = now
-            self._told.set()
+            self._arbiter.confirm()
         elif serving > self.incarnation and self._env.config.standbys:
             self.superseded(serving)
         reply = ProgressReply(
@@ -568,6 +522,8 @@ class Server:
                 intervals = Intervals(wished.every_steps or None, wished.every_seconds or None)
             self._wished_world = request.world or self._wished_world
             self._driving.wish(request.world, intervals)
+            if request.HasField("grace"):
+                self._driving.set_grace(None if request.grace.auto else request.grace.seconds)
             self._leader.fill(now, reply, self._driving.state(), self._stall_seconds, self._driving.start_of_term)
         if self._replication is not None:
             reply.standby = self._replication.standby
@@ -578,12 +534,12 @@ class Server:
         return reply
 
     def asks(self) -> bool:
-        return self._asking
+        return self._arbiter.asking
 
     def superseded(self, by: int) -> None:
         """Another incarnation serves this shard: this process ends."""
-        self._superseded = Superseded("PERMISSION_DENIED", f"incarnation {by} serves shard {self.shard} now")
-        self._told.set()
+        error = Superseded("PERMISSION_DENIED", f"incarnation {by} serves shard {self.shard} now")
+        self._arbiter.supersede(error)
         self._wake.set()
 
     def fence(self, incarnations: Mapping[str, int]) -> None:

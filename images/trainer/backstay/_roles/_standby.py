@@ -28,6 +28,7 @@ from .._update._engine import ShardEngine
 from .._wire.flight import ClientStream
 from ..errors import PeerLost, Refused, Superseded
 from ._metrics import HttpPort, Metrics
+from ._ports import control_port, http_port
 from ._script import Plan, Script
 
 __all__ = ["Inherited", "Standby"]
@@ -66,16 +67,9 @@ class Standby:
         self._promoted = False
         self._error: BaseException | None = None
         self._is_ready: Callable[[], bool] = lambda: self._follower.held is not None
-        self._http = HttpPort(metrics, self._ready_now, bind=environment.bind, port=environment.metrics_port)
+        self._http = http_port(metrics, self._ready_now, environment)
         self._peers = Peers()
-        self._control = ControlServer(
-            self,
-            self._peers,
-            bind=environment.bind,
-            port=environment.port,
-            token=environment.token,
-            timeouts=environment.timeouts,
-        )
+        self._control = control_port(self, self._peers, environment)
 
     def run(self) -> Inherited | None:
         """Follow until this server is promoted; None when it was told to stop instead.

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ..errors import CheckpointError
-from ._kernels import Kernels, Mean, enable_x64, kernels_of
+from ._kernels import FUSED, Kernels, Mean, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
 from ._tree import arrays
@@ -154,7 +154,10 @@ class ShardEngine:
             clipped: whether updates may have clip factors other than 1; compiles `sum_of_squares` too.
         """
         done: set[object] = set()
-        for count in contributions:
+        if max(contributions, default=0) > FUSED:
+            self._warm_fold()
+        # More contributions than that are one, their mean, where an update is computed.
+        for count in sorted({count if count <= FUSED else 1 for count in contributions}):
             for factor in (1.0, 0.5) if clipped else (1.0,):
                 for weight in (1.0, 0.5) if weighted else (1.0,):
                     mean = Mean.of([weight] * count, count, factor)
@@ -184,6 +187,8 @@ class ShardEngine:
         """
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, clip_factor)
         self._check(gradients, mean)
+        if mean.count > FUSED:
+            gradients, mean = [self._folded(gradients, mean)], Mean.of([1.0], 1, clip_factor)
         shared = self._shared
         with self._lock:
             self._shared, scalars = self._kernels.advance(shared, self._wanted)
@@ -239,6 +244,8 @@ class ShardEngine:
         """
         how = Mean.of(weights, divisor, 1.0)
         self._check(gradients, how)
+        if how.count > FUSED:
+            return self._folded(gradients, how)
         return [
             (self._kernels.mean(how) if block.trained else self._kernels.state(how))(
                 tuple(_device(contribution[index]) for contribution in gradients), self._scalars(block, how)
@@ -253,6 +260,8 @@ class ShardEngine:
         state is not a part of it."""
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, 1.0)
         self._check(gradients, mean)
+        if mean.count > FUSED:
+            gradients, mean = [self._folded(gradients, mean)], Mean.of([1.0], 1, 1.0)
         with enable_x64():
             parts = [
                 self._kernels.squares(mean)(
@@ -391,6 +400,23 @@ class ShardEngine:
                         f"contribution {rank}, block {index} is {value.dtype}{list(value.shape)}: must be "
                         f"{block.dtype}[{block.size}]"
                     )
+
+    def _folded(self, gradients: Sequence[Sequence[Any]], mean: Mean) -> list[Any]:
+        """The mean of many contributions, block by block; see `Kernels.folded`."""
+        return [
+            self._kernels.folded(
+                tuple(_device(contribution[index]) for contribution in gradients),
+                self._scalars(block, mean),
+                trained=block.trained,
+            )
+            for index, block in enumerate(self._layout.blocks)
+        ]
+
+    def _warm_fold(self) -> None:
+        mean = Mean.of([1.0] * (2 * FUSED), 2 * FUSED, 1.0)
+        for block in {(block.size, block.dtype, block.trained): block for block in self._layout.blocks}.values():
+            zero = _device(np.zeros(block.size, block.dtype))
+            self._kernels.folded((zero,) * mean.count, self._scalars(block, mean), trained=block.trained)
 
     def _warm(self, mean: Mean, done: set[object], clipped: bool) -> None:
         """Run each distinct executable once, on zeros."""

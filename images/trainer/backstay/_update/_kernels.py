@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +121,10 @@ def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalar
     return jnp.where(equal, values[0], (result / total.astype(wide)).astype(dtype))
 
 
+FUSED: Final = 4
+"""An update of at most so many contributions is one program for each number of them. `Kernels.folded` adds up more."""
+
+
 class Kernels:
     """The jitted functions of one rule."""
 
@@ -186,6 +190,50 @@ class Kernels:
         # An update leaves the division and the clip factor of gradients out: they must not compile it again.
         key = ("state", form[0], form[1])
         return self._get(key, lambda: jax.jit(lambda values, scalars: state_mean(values, form, scalars)))
+
+    def folded(self, values: Sequence[Any], scalars: Sequence[Any], *, trained: bool) -> Any:
+        """The mean of any number of contributions to one block, as `mean` or `state_mean`, without the clip factor.
+
+        `FUSED` contributions are added at a time, in order, so the same three programs serve every number of them. The
+        last group is filled up with contributions that do not count.
+
+        Args:
+            scalars: `Mean.scalars`, or of a block of the model state (`trained` is false) `Mean.state_scalars`.
+        """
+        first = values[0]
+        dtype = first.dtype
+        if not trained and not jnp.issubdtype(dtype, jnp.inexact):
+            return self._get(("copy",), lambda: jax.jit(jnp.copy))(first)
+        wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
+        missing = -len(values) % FUSED
+        values = (*values, *(first,) * missing)
+        weights = np.concatenate([scalars[0], np.zeros(missing, scalars[0].dtype)])
+        counts = np.arange(len(values)) < len(values) - missing
+
+        def add(total: Any, equal: Any, first: Any, group: Any, weights: Any, counts: Any) -> Any:
+            for index, value in enumerate(group):
+                term = jnp.where(counts[index], value.astype(wide) * weights[index].astype(wide), 0)
+                total = term if total is None else total + term
+                if not trained:
+                    equal = value == first if equal is None else equal & (value == first)
+            return total, equal
+
+        def start(*group: Any) -> Any:
+            return add(None, None, *group)
+
+        def finish(total: Any, equal: Any, first: Any, divisor: Any) -> Any:
+            result = (total / divisor.astype(wide)).astype(dtype)
+            return result if trained else jnp.where(equal, first, result)
+
+        kind = (trained, str(np.dtype(dtype)))
+        begin = self._get(("start", *kind), lambda: jax.jit(start))
+        more = self._get(("add", *kind), lambda: jax.jit(add, donate_argnums=(0, 1)))
+        end = self._get(("finish", *kind), lambda: jax.jit(finish))
+        total, equal = begin(first, values[:FUSED], weights[:FUSED], counts[:FUSED])
+        for at in range(FUSED, len(values), FUSED):
+            group = slice(at, at + FUSED)
+            total, equal = more(total, equal, first, values[group], weights[group], counts[group])
+        return end(total, equal, first, scalars[1])
 
     def squares(self, how: Mean) -> Any:
         """``(gradients, scalars) ->`` the sum of squares of the mean in float64; to be called with x64 enabled."""

@@ -183,6 +183,7 @@ class DataServer:
         port: int,
         token: str,
         replicate: Callable[[Hello, FrameStream], None] | None = None,
+        ended: Callable[[Hello], None] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         """Listens at once.
@@ -190,6 +191,7 @@ class DataServer:
         Args:
             shard: serves the streams, from many threads.
             replicate: serves the streams of servers: standbys.
+            ended: called when the stream of a worker has ended.
             host: address to bind, such as ``0.0.0.0``.
             port: 0 for any.
             token: the job's, not empty.
@@ -206,8 +208,12 @@ class DataServer:
         def serve(hello: Hello, stream: FrameStream) -> None:
             if replicate is not None and hello.peer.role == contract.ROLE_SERVER:
                 replicate(hello, stream)
-            else:
+                return
+            try:
                 workers(hello, stream)
+            finally:
+                if ended is not None:
+                    ended(hello)
 
         self._listener: Listener = Listener(host, port, token, serve, timeouts)
 

@@ -1,0 +1,84 @@
+"""Which of a shard's servers serves: whether the operator promoted the standby, or another incarnation (T6)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import Superseded
+
+if TYPE_CHECKING:
+    from .._timeouts import Timeouts
+
+__all__ = ["Arbiter"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Arbiter:
+    """What a server has been told about who serves its shard. Thread-safe.
+
+    Attributes:
+        superseded: why this server must end; None while it serves.
+        asking: whether the apply thread waits for the operator's answer.
+    """
+
+    def __init__(self, shard: int, timeouts: Timeouts) -> None:
+        self._shard, self._times = shard, timeouts
+        self._changed = threading.Event()
+        self._confirmed_at = 0.0
+        self._closed = False
+        self.superseded: Superseded | None = None
+        self.asking = False
+
+    def confirm(self) -> None:
+        """The operator says that this incarnation serves."""
+        self._confirmed_at = time.monotonic()
+        self._changed.set()
+
+    def supersede(self, error: Superseded) -> None:
+        """Another incarnation serves."""
+        self.superseded = error
+        self._changed.set()
+
+    def close(self) -> None:
+        """This server ends: nothing waits for an answer any more."""
+        self._closed = True
+        self._changed.set()
+
+    def standby_lost(self, when: float, closed: bool, connects_again: Callable[[], bool]) -> None:
+        """The standby was lost: return once it is certain that it was not promoted. Called by the apply thread.
+
+        Only the operator promotes, and reports it. A process that died closes its connections; a promoted one does not,
+        and does not connect again. Without an operator training continues (O5). If it had promoted the standby just
+        before, what was done meanwhile is given up for a new term (T6).
+
+        Args:
+            when: on the clock of `time.monotonic`.
+            closed: whether the standby's connection was closed.
+            connects_again: whether a standby waits to be filled.
+
+        Raises:
+            Superseded: it was promoted, or this server ends.
+        """
+        _LOG.warning("the standby is lost: asking whether it was promoted")
+        patience = self._times.standby_closed if closed else self._times.standby_silent
+        self.asking = True
+        try:
+            while not self._closed and self.superseded is None:
+                if self._confirmed_at > when or connects_again():
+                    return
+                if patience <= 0:
+                    _LOG.warning("the operator does not say whether the standby was promoted: continuing without it")
+                    return
+                began = time.monotonic()
+                self._changed.wait(0.2)
+                self._changed.clear()
+                # A process that is stopped here must not find its patience at an end.
+                patience -= min(time.monotonic() - began, 1.0)
+        finally:
+            self.asking = False
+        raise Superseded("PERMISSION_DENIED", f"another incarnation serves shard {self._shard} now")

@@ -1,0 +1,82 @@
+"""T7, T8: when checkpoints are written, and how a job ends: the pure coordinator."""
+
+from __future__ import annotations
+
+import pytest
+
+from backstay._coordination import (
+    Coordinator,
+    CoordinatorState,
+    Finished,
+    Intervals,
+    Rules,
+    Send,
+)
+from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Save, Staged, Written
+
+
+def staged(rank: int, version: int, *, attempt: int = 1, incarnation: int = 0, finite: bool = True) -> Staged:
+    gradient = GradientId(
+        term=1, version=version, rank=rank, key_step=version, incarnation=incarnation, attempt=attempt
+    )
+    return Staged(id=gradient, info=GradientInfo(finite=finite, examples=2, loss=0.5))
+
+
+def commits(decisions: list[object]) -> list[Commit]:
+    return [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Commit)]
+
+
+def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None:
+    """T8: and the evaluation is waited for only so long."""
+    rules = Rules(mode="Sync", shards=1, steps=1, stores=True, evaluates=True)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    assert commits(job.staged(0, 0, staged(0, 0)))[0].checkpoint
+    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    assert job.tick(1.5) == []
+    (again,) = job.tick(2)
+    assert again.message == Save(term=1, version=1)
+    (failed,) = job.written(3, 0, Written(term=1, version=1, error="disk full"))
+    assert failed.error == "shard 0: disk full; it is the last version: the job fails unless it is stored within 600 s"
+    assert job.tick(4) == []
+    (again,) = job.tick(5)
+    (write,) = job.written(13, 0, Written(term=1, version=1))
+    assert job.manifest(13, 1, "the-uri") == []
+    assert write.version == 1
+    assert job.tick(600) == []
+    done, finished = job.tick(613)
+    assert done.message.checkpoint == "the-uri"
+    assert finished.reason == ""
+
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    job.staged(0, 0, staged(0, 0))
+    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    failed = job.tick(601)[-1]
+    assert failed.reason == "CheckpointFailed"
+    assert "disk full" in failed.why
+
+
+def test_a_history_that_starts_at_its_end_is_over_at_once() -> None:
+    """T7: AlreadyComplete."""
+    rules = Rules(mode="Sync", shards=1, steps=5, stores=True, evaluates=True)
+    job = Coordinator(rules, CoordinatorState(term=2, version=7, world=1), checkpoint="uri")
+    assert job.start(0)[-1] == Finished(7)
+
+
+def test_seconds_and_stopping_make_checkpoints() -> None:
+    rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_seconds=10))
+    assert not commits(job.staged(9, 0, staged(0, 0)))[0].checkpoint
+    assert commits(job.staged(10, 0, staged(0, 1)))[0].checkpoint
+    assert not commits(job.staged(30, 0, staged(0, 2)))[0].checkpoint  # one at a time
+    job.written(31, 0, Written(term=1, version=2))
+    job.manifest(31, 2, "two")
+    assert [d.message for d in job.save(32)] == [Save(term=1, version=3)]
+    assert job.save(32) == []
+    assert job.checkpoint == "two"
+
+
+def test_the_state_survives_a_manifest() -> None:
+    state = CoordinatorState(term=3, version=9, world=2, key_steps={0: 4, 1: 5}, non_finite_run=1, redone=7)
+    assert CoordinatorState.from_json(state.to_json()) == state
+    with pytest.raises(ValueError, match="keySteps"):
+        CoordinatorState.from_json({"term": 1, "version": 2, "world": 3})

@@ -1,0 +1,115 @@
+"""T1, T4: an update of any number of contributions, by the same programs."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from backstay._update._engine import ShardEngine
+from backstay._update._kernels import FUSED, Mean, enable_x64, kernels_of, state_mean
+from backstay._update._partition import partition
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
+
+MANY = (1, FUSED + 1, 3 * FUSED + 1)
+
+
+def engine_of(params, optimizer=None):
+    tree = describe(params)
+    rule = analyse(optimizer or optax.sgd(1.0), tree)
+    parts = partition(tree, rule, 1, 512)
+    return rule, ShardEngine(parts, 0, rule, params)
+
+
+def contributions_of(engine, count, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return [
+        [(scale * rng.normal(size=block.size)).astype(block.dtype) for block in engine.blocks] for _ in range(count)
+    ]
+
+
+def params_of(dtype):
+    return {"a": np.zeros((13, 17), dtype), "b": np.zeros(5, dtype)}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.chain(optax.centralize(), optax.sgd(1.0))])
+def test_t1_the_mean_of_any_number_of_contributions(weighted, optimizer) -> None:
+    """In float64, against NumPy; elementwise and of whole leaves."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else enable_x64():
+        for count in MANY:
+            weights = [0.5 + rank for rank in range(count)] if weighted else [1.0] * count
+            _, engine = engine_of({"b": np.zeros(33)}, optimizer)
+            given = contributions_of(engine, count)
+            want = sum(w * np.concatenate(g) for w, g in zip(weights, given, strict=True)) / count
+            engine.apply(given, weights=weights, divisor=count, clip_factor=0.25)
+            got = np.concatenate([engine.block(b) for b in range(len(engine.blocks))])
+            np.testing.assert_allclose(got, -0.25 * want, rtol=1e-12, atol=1e-15)
+            _, other = engine_of({"b": np.zeros(33)}, optimizer)
+            norm = other.sum_of_squares(given, weights, count)
+            assert norm == pytest.approx(float(np.sum(want**2)), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_t4_a_standby_repeats_an_update_of_many_bit_for_bit(dtype) -> None:
+    """It gets the mean, and applies it alone."""
+    optimizer = optax.adam(1e-2)
+    _, active = engine_of(params_of(dtype), optimizer)
+    _, standby = engine_of(params_of(dtype), optimizer)
+    for step in range(3):
+        given = contributions_of(active, FUSED + 3, step)
+        weights = [1.0 + rank / 3 for rank in range(len(given))]
+        mean = [np.asarray(block) for block in active.mean(given, weights=weights, divisor=len(given))]
+        active.apply(given, weights=weights, divisor=len(given), clip_factor=0.5)
+        standby.apply([mean], weights=[1.0], divisor=1, clip_factor=0.5)
+        for b in range(len(active.blocks)):
+            assert active.block(b).tobytes() == standby.block(b).tobytes()
+
+
+def test_t4_the_sum_of_many_is_in_order_of_rank() -> None:
+    """1e8 + 1 - 1e8 is 0 in float32 in this order, and 1 in another."""
+    for order, mean in [((1e8, 1.0, -1e8, 0.0, 0.0, 0.0), 0.0), ((1e8, -1e8, 0.0, 0.0, 0.0, 1.0), 1.0)]:
+        _, engine = engine_of({"b": np.zeros(8, np.float32)})
+        engine.apply([[np.full(8, value, np.float32)] for value in order], divisor=1)
+        assert np.all(engine.block(0) == np.float32(-mean))
+
+
+def test_another_number_of_contributions_compiles_nothing() -> None:
+    rule, engine = engine_of(params_of(np.float32), optax.adam(1e-2))
+    engine.compile(range(2, FUSED + 2), weighted=True, clipped=True)
+
+    def executables() -> int:
+        return sum(function._cache_size() for function in kernels_of(rule)._jitted.values())
+
+    before = executables()
+    for count in (2, 3, 4, 5, 8, 11, 39):
+        given = contributions_of(engine, count)
+        engine.apply(given, weights=[1.0 + rank for rank in range(count)], divisor=count, clip_factor=0.5)
+        engine.apply(given, divisor=count)
+        engine.sum_of_squares(given, divisor=count)
+    engine.ready(0)
+    assert executables() == before
+
+
+def test_the_state_of_many_is_that_of_few() -> None:
+    """As `state_mean`: equal values stay, infinities too, integers are those of the first."""
+    rng = np.random.default_rng(3)
+    rule, _ = engine_of(params_of(np.float32))
+    for count in (FUSED + 1, 2 * FUSED):
+        values = [rng.normal(size=64).astype(np.float32) for _ in range(count)]
+        for value in values:
+            value[:16] = 0.1
+            value[16:32] = np.inf
+        values[1][20:24] = 7.0
+        how = Mean.of([1.0 + rank for rank in range(count)], count, 1.0)
+        scalars = how.state_scalars(np.dtype(np.float32))
+        got = np.asarray(kernels_of(rule).folded(tuple(map(jax.numpy.asarray, values)), scalars, trained=False))
+        want = np.asarray(state_mean([jax.numpy.asarray(value) for value in values], how.form, scalars))
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        assert got[:16].tobytes() == values[0][:16].tobytes()
+        whole = [np.full(4, rank, np.int32) for rank in range(count)]
+        got = kernels_of(rule).folded(tuple(map(jax.numpy.asarray, whole)), scalars, trained=False)
+        assert np.asarray(got).tolist() == [0] * 4
