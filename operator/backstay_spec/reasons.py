@@ -254,7 +254,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "ZeroGradients",
         "Warning",
         "The gradient of the named parameters was exactly zero in the first updates of every worker.",
-        "Remove these parameters, or correct `loss`. Gradients do not train running statistics.",
+        "Remove these parameters, correct `loss`, or make them model state with `has_state=True`.",
     ),
     EventDoc(
         "TrainingInterrupted",

@@ -1,4 +1,4 @@
-"""What `train` gives back."""
+"""The result of `train`."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """Everything that Backstay raises on purpose, as one tree.
 
 * `BackstayError`
-    * `ConfigurationError` -- an argument, a function of the script or the environment is wrong; also a `ValueError`
-        * `TreeError` -- the parameters are no tree of arrays that can be trained
-        * `OptimizerError` -- the optimizer cannot be computed shard by shard
-    * `CheckpointError` -- a checkpoint cannot be written or read, or does not fit
+    * `ConfigurationError` -- an argument, a function of the script or the environment is invalid; also a `ValueError`
+        * `TreeError` -- the parameters are not a pytree of arrays that can be trained
+        * `OptimizerError` -- the servers cannot compute the optimizer on their shards
+    * `CheckpointError` -- a checkpoint cannot be written or read, or belongs to other parameters
         * `CheckpointInUse` -- another run writes into the folder
         * `CheckpointOfAnotherJob` -- the checkpoints in the folder belong to another job or another seed
-        * `CheckpointFolderUnusable` -- this process may not write or read the folder
-        * `StorageError` -- the place where checkpoints are errs: trying again may help
-    * `Refused` -- a server said no, and would say it again
-        * `Superseded` -- a newer incarnation of this pod lives: this one must stop
-    * `PeerLost` -- a connection broke or fell silent: connecting again may help
-        * `WaitedTooLong` -- it did not help within the limit
+        * `CheckpointFolderUnusable` -- this process cannot write or read the folder
+        * `StorageError` -- the storage of checkpoints fails; another attempt may succeed
+    * `Refused` -- a server refused a call, and would refuse it again
+        * `Superseded` -- a newer incarnation of this pod runs, and this one must stop
+    * `PeerLost` -- a connection broke or timed out; another connection may succeed
+        * `WaitedTooLong` -- no connection succeeded within the limit
     * `JobFailed` -- the job as a whole has failed
 """
 
@@ -41,15 +41,15 @@ class BackstayError(Exception):
 
 
 class ConfigurationError(BackstayError, ValueError):
-    """Something that the user wrote is wrong; the message says what would be right."""
+    """An argument, a function of the script or the environment is invalid; the message names a valid one."""
 
 
 class TreeError(ConfigurationError):
-    """The parameters are no tree of arrays that can be trained; the message names the leaf."""
+    """The parameters are not a pytree of arrays that can be trained; the message names the leaf."""
 
 
 class OptimizerError(ConfigurationError):
-    """The optimizer's update mixes what different shards hold, or has a form that shards cannot compute."""
+    """The optimizer's update mixes values of different shards, or has a form that shards cannot compute."""
 
 
 class CheckpointError(BackstayError):
@@ -65,15 +65,15 @@ class CheckpointOfAnotherJob(CheckpointError):  # noqa: N818
 
 
 class CheckpointFolderUnusable(CheckpointError):  # noqa: N818
-    """This process may not write or read the checkpoint folder; the message names the path, the uid and the cause."""
+    """This process cannot write or read the checkpoint folder; the message names the path, the uid and the cause."""
 
 
 class StorageError(CheckpointError):
-    """The place where checkpoints are cannot be read now, which says nothing about what is in it."""
+    """The storage of checkpoints fails now. The checkpoints in it may be complete."""
 
 
-class Refused(BackstayError):  # noqa: N818  # it is what happened, as in "connection refused"
-    """A server refused for good. `code` is a gRPC status name such as ``INVALID_ARGUMENT``."""
+class Refused(BackstayError):  # noqa: N818  # as in "connection refused"
+    """A server refused a call permanently. `code` is a gRPC status name such as ``INVALID_ARGUMENT``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{message} ({code})")
@@ -82,15 +82,15 @@ class Refused(BackstayError):  # noqa: N818  # it is what happened, as in "conne
 
 
 class Superseded(Refused):
-    """A newer incarnation of this pod lives; this one must stop."""
+    """A newer incarnation of this pod runs; this one must stop."""
 
 
 class PeerLost(BackstayError):  # noqa: N818
-    """A connection broke or fell silent; connecting again may help."""
+    """A connection broke or timed out; another connection may succeed."""
 
 
 class WaitedTooLong(PeerLost):
-    """Connecting again did not help within the limit."""
+    """No connection succeeded within the limit."""
 
 
 class JobFailed(BackstayError):  # noqa: N818
