@@ -334,7 +334,8 @@ def test_o6_the_operator_can_work_with_the_chart_s_rights_and_no_more(
         ("patch", "trainingjobs.backstay.dev"),
         ("create", "rolebindings.rbac.authorization.k8s.io"),
         ("get", "configmaps"),
-        ("delete", "services"),
+        ("update", "services"),
+        ("deletecollection", "services"),
         ("get", "leases.coordination.k8s.io"),
         ("update", "leases.coordination.k8s.io/another"),
     ):
