@@ -181,6 +181,7 @@ def view_of(
         checkpoint_step=(status.get("checkpoint") or {}).get("step"),
         checkpoint_time=unix_time((status.get("checkpoint") or {}).get("time")),
         history=_history(status, events),
+        blame=tuple(status.get("waitedFor") or ()),
         job=job,
     )
     if before is None:
@@ -302,7 +303,7 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         for pod in page.get("pods") or []
     }
     view = replace(view, goal_steps=page.get("goalSteps") or view.goal_steps, doings=doings, live=True)
-    view = replace(view, blame=tuple(page.get("blame") or ()), waits=page.get("waits") or {})
+    view = replace(view, blame=tuple(page.get("blame") or view.blame), waits=page.get("waits") or {})
     if not page.get("step"):
         return view
     evaluated = page.get("evaluatedStep")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -221,6 +222,25 @@ def _counts(view: JobView) -> Iterator[str | tuple[str, str]]:
         yield (count(view.disruptions, "disruption"), "yellow" if view.disruptions else "dim")
 
 
+_PARTS = {
+    "batch_wait": "its input batches",
+    "compute": "its computation",
+    "push": "sending its contributions",
+    "pull": "receiving the parameters",
+}
+
+
+def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
+    """Such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 minutes``."""
+    rank, shard, part = entry.get("rank"), entry.get("shard"), str(entry.get("part", ""))
+    who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
+    node = next((row.node for row in rows(view) if row.slot == who and row.node), "")
+    where = f" on {node}" if node else ""
+    what = "" if shard is not None else f", {_PARTS.get(part, part)}"
+    seconds, updates = float(entry.get("seconds") or 0.0), int(entry.get("updates") or 0)
+    return f"{who}{where}{what}: {duration(seconds)} in {count(updates, 'update')} of the last 5 minutes"
+
+
 def page(view: JobView, now: float, cluster: str) -> Group:
     """The page of `backstay status`: one screen that explains the job."""
     ended = view.completed if view.completed is not None else now
@@ -229,7 +249,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     if view.message and view.phase != "Running":
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
-    blame = [_line(("waited for  ", "dim"), str(entry.get("text", ""))) for entry in view.blame[:3]]
+    blame = [_line(("waited for  ", "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.step is not None:

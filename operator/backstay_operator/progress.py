@@ -29,7 +29,7 @@ from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
 from backstay_rpc.channels import open_aio_channel
 from backstay_spec import contract
-from backstay_spec.observed import Contact, Progress, Stalled, TermStart
+from backstay_spec.observed import Contact, Progress, Stalled, TermStart, WaitedFor
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ def combine(
             "examples_per_second": coordinator.examples_per_second,
             "goal_steps": coordinator.goal_steps or None,
             "updates_per_second": coordinator.updates_per_second or None,
+            "waited_for": tuple(_waited_for(entry) for entry in coordinator.waited_for),
+            "waits": coordinator.waits,
             "world": coordinator.world or None,
             "metrics": dict(coordinator.metrics),
             "train_metrics": dict(coordinator.train_metrics),
@@ -154,6 +156,10 @@ def carried(before: Progress | None, after: Progress) -> Progress:
         last=here or before.last,
         step_before_term=before.last[1] if began_now and before.last else before.step_before_term,
     )
+
+
+def _waited_for(entry: control_pb2.WaitedFor) -> WaitedFor:
+    return WaitedFor(entry.rank, entry.shard if entry.has_shard else None, entry.part, entry.seconds, entry.updates)
 
 
 def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:

@@ -111,20 +111,29 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing")
+    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
     activity: Activity
     step_seconds: float
     doing: Doing
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ...) -> None: ...
+    parts: _containers.ScalarMap[str, float]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Doing(_message.Message):
     __slots__ = ("point", "step", "has_step", "seconds")
@@ -538,7 +547,7 @@ class TermStart(_message.Message):
     def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "waits")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -593,6 +602,8 @@ class ProgressReply(_message.Message):
     EVALUATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     GOAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     UPDATES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
@@ -619,7 +630,25 @@ class ProgressReply(_message.Message):
     evaluation_error: str
     goal_steps: int
     updates_per_second: float
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ...) -> None: ...
+    waited_for: _containers.RepeatedCompositeFieldContainer[WaitedFor]
+    waits: str
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., waits: _Optional[str] = ...) -> None: ...
+
+class WaitedFor(_message.Message):
+    __slots__ = ("rank", "shard", "has_shard", "part", "seconds", "updates")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    HAS_SHARD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    shard: int
+    has_shard: bool
+    part: str
+    seconds: float
+    updates: int
+    def __init__(self, rank: _Optional[int] = ..., shard: _Optional[int] = ..., has_shard: bool = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ..., updates: _Optional[int] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("peer", "term", "step", "metrics", "error")

@@ -47,6 +47,25 @@ class TermStart:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitedFor:
+    """A rank that updates waited for after all others that they needed.
+
+    Attributes:
+        rank: the rank.
+        shard: the server that received its contributions much later than the others; None: there was no such server.
+        part: of the rank's step, such as ``batch_wait``.
+        seconds: added up over the updates.
+        updates: their number.
+    """
+
+    rank: int
+    shard: int | None
+    part: str
+    seconds: float
+    updates: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The newest answers of a job's servers on the control channel (O8), combined from one round of calls.
 
@@ -57,6 +76,8 @@ class Progress:
         term, step, loss, examples_per_second, metrics: of the coordinator; None where its answer has none.
         goal_steps: the updates that training ends with.
         updates_per_second: the recent rate; None: not known yet.
+        waited_for: whom the updates of the last minutes waited for, the longest first.
+        waits: what the next update waits for, where it has waited for long.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
@@ -82,6 +103,8 @@ class Progress:
     examples_per_second: float | None = None
     goal_steps: int | None = None
     updates_per_second: float | None = None
+    waited_for: tuple[WaitedFor, ...] = ()
+    waits: str = ""
     world: int | None = None
     stalled: tuple[Stalled, ...] = ()
     contributed: Mapping[int, int] = field(default_factory=dict)

@@ -27,6 +27,7 @@ __all__ = [
     "RoleStatus",
     "Time",
     "TrainingJobStatus",
+    "WaitedForStatus",
     "format_precise_time",
     "format_time",
     "slot_key",
@@ -190,6 +191,25 @@ class HistoryEntry(StatusModel):
     """When the slot took part in training again: a worker with a contribution, a server with an update."""
 
 
+class WaitedForStatus(StatusModel):
+    """A rank that updates waited for after all others that they needed."""
+
+    rank: int
+    """The rank."""
+
+    shard: int | None = None
+    """The server that received its contributions much later than the others."""
+
+    part: str
+    """Of the rank's step: `batch_wait`, `compute`, `push` (sending) or `pull` (receiving)."""
+
+    seconds: float
+    """Added up over the updates of the last 5 minutes."""
+
+    updates: int
+    """How many updates waited."""
+
+
 class TrainingJobStatus(StatusModel):
     """The state of the job that was last observed."""
 
@@ -266,6 +286,9 @@ class TrainingJobStatus(StatusModel):
     checkpoint: CheckpointStatus | None = None
     """The newest whole checkpoint."""
 
+    waited_for: list[WaitedForStatus] = Field(default_factory=list)
+    """The ranks that the updates of the last minutes waited for, the longest first; at most three."""
+
     history: list[HistoryEntry] = Field(default_factory=list)
     """The newest 50 events, oldest first. The API server itself deletes events after an hour."""
 
@@ -276,5 +299,5 @@ class TrainingJobStatus(StatusModel):
         return {
             name: value
             for name, value in written.items()
-            if value or name not in ("metrics", "trainMetrics", "backoff", "history")
+            if value or name not in ("metrics", "trainMetrics", "backoff", "history", "waitedFor")
         }

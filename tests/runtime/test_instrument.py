@@ -110,3 +110,11 @@ def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip_lately() -> No
     assert (offset, error) == (pytest.approx(95.2), pytest.approx(0.1))
     clocks.observe(0, 100.0, 195.4, 100.4)  # clocks drift: an old offset is given up
     assert clocks.offsets()[0][1] == pytest.approx(0.2)
+
+
+def test_means_are_those_since_the_previous_call() -> None:
+    _instrument.means(())
+    _instrument.record("p", 0.0, 1.0)
+    _instrument.record("p", 0.0, 3.0)
+    assert _instrument.means(("p", "q")) == {"p": 2.0}
+    assert _instrument.means(("p",)) == {}

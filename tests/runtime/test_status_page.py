@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
+from backstay._roles._leader import Leader
 from backstay._roles._status_page import StatusPage
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Doing, HeartbeatRequest, Peer
 
@@ -23,7 +25,9 @@ class Clock:
 
 def test_a_pod_is_shown_with_what_it_does_and_for_how_long() -> None:
     clock = Clock()
-    page = StatusPage(lambda now: {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf")]}}, clock=clock)
+    leader = Mock(spec=Leader)
+    leader.status.return_value = {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf")]}}
+    page = StatusPage(leader, clock=clock)
     page.beat(beat(1, activity=TRAINING, doing=Doing(point="compute", step=0, has_step=True, seconds=2.0)))
     clock.now = 105.0
     page.beat(beat(0, activity=WAITING))
@@ -37,7 +41,7 @@ def test_a_pod_is_shown_with_what_it_does_and_for_how_long() -> None:
 
 def test_a_replaced_pod_and_one_that_left_are_not_shown() -> None:
     clock = Clock()
-    page = StatusPage(lambda now: {}, clock=clock)
+    page = StatusPage(clock=clock)
     page.beat(beat(0, 2))
     page.beat(beat(0, 1))  # it was stopped, and sends an old heartbeat
     page.left(beat(0, 1).peer)

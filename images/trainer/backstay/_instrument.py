@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,6 +27,7 @@ __all__ = [
     "doing",
     "follow_this_thread",
     "keep",
+    "means",
     "observe",
     "reach",
     "record",
@@ -125,6 +126,7 @@ clocks: Final = _Clocks()
 _striker: Striker | None = None
 _ring: deque[tuple[str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
 _observers: dict[str, Callable[[float], None]] = {}
+_sums: dict[str, tuple[float, int]] = {}  # seconds and number of the spans since `means` was called, by point
 _followed = 0
 _open: list[_Open] = []
 _monotonic = time.monotonic
@@ -158,8 +160,10 @@ class _Open:
         self._leave()
         if kind is not None:
             self._notes["raised"] = kind.__name__
-        elif (observer := _observers.get(self._point)) is not None:
-            observer(ended - self._began)
+        else:
+            _sum(self._point, ended - self._began)
+            if (observer := _observers.get(self._point)) is not None:
+                observer(ended - self._began)
         if _ring is not None:
             _ring.append((self._point, self._began, ended, self._step, _thread_id(), self._notes or None))
 
@@ -200,8 +204,10 @@ def alter(point: str, value: _T) -> _T:
 
 def record(point: str, began: float, ended: float, step: int | None = None, **notes: Any) -> None:
     """Keep a span that was measured elsewhere; no fault strikes."""
+    seconds = max(0.0, ended - began)
+    _sum(point, seconds)
     if (observer := _observers.get(point)) is not None:
-        observer(max(0.0, ended - began))
+        observer(seconds)
     if _ring is not None:
         _ring.append((point, began, ended, step, _thread_id(), notes or None))
 
@@ -223,6 +229,19 @@ def doing() -> Doing | None:
     """What the followed thread is doing; None: no span is open there."""
     innermost = _open[-1:]
     return innermost[0].as_doing() if innermost else None
+
+
+def means(points: Iterable[str]) -> dict[str, float]:
+    """How many seconds the spans at each of these points took on average since the previous call; a point without a
+    span is left out. Only one thread may call it."""
+    global _sums
+    sums, _sums = _sums, {}
+    return {point: sums[point][0] / sums[point][1] for point in points if point in sums}
+
+
+def _sum(point: str, seconds: float) -> None:
+    total, number = _sums.get(point, (0.0, 0))
+    _sums[point] = total + seconds, number + 1
 
 
 def follow_this_thread() -> None:

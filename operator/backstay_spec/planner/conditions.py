@@ -258,7 +258,8 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
     )
     reason = stopped or "NoUpdate"
-    text = f"{since}: {_why(servers, no_worker)}"
+    waits = facts.progress.waits if facts.progress is not None and not stopped else ""
+    text = f"{since}: {waits or _why(servers, no_worker)}"
     known = facts.conditions.get(status.TRAINING)
     is_new = known is None or known.status != "False" or known.reason == "NotStarted"
     # Servers, then workers, then only updates may be missing: one interruption is one event.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -21,6 +22,7 @@ from backstay_spec.types_status import (
     Role,
     RoleStatus,
     TrainingJobStatus,
+    WaitedForStatus,
     slot_key,
 )
 
@@ -209,6 +211,11 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         said["examples_per_second"] = readable(progress.examples_per_second, 4)
     if progress.updates_per_second is not None:
         said["updates_per_second"] = readable(progress.updates_per_second, 4)
+    said["waited_for"] = [
+        WaitedForStatus(rank=w.rank, shard=w.shard, part=w.part, seconds=float(f"{w.seconds:.3g}"), updates=w.updates)
+        for w in progress.waited_for
+        if math.isfinite(w.seconds)
+    ]
     if progress.loss is not None:
         said["loss"] = readable(progress.loss, 6)
     if progress.metrics:

@@ -36,6 +36,10 @@ __all__ = ["ControlClient", "Heartbeats", "News"]
 _LOG = logging.getLogger(__name__)
 
 
+# Of a worker's step: what shard 0 compares between ranks.
+_PARTS = ("batch_wait", "compute", "pull")
+
+
 class Moved(PeerLost):
     """Another incarnation of the server answers: join again."""
 
@@ -166,6 +170,8 @@ class ControlClient:
         if (doing := _instrument.doing()) is not None:
             request.doing.point, request.doing.seconds = doing.point, began - doing.began
             request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
+        if shard == 0:
+            request.parts.update(_instrument.means(_PARTS))
         reply: HeartbeatReply = self._call(shard, "Heartbeat", request)
         if reply.clock:
             _instrument.clocks.observe(shard, began, reply.clock, time.monotonic())

@@ -139,6 +139,8 @@ class Driving:
     def hear(self, shard: int, sink: ShardSink, report: Report) -> None:
         """What a shard's server reports on its link. Nothing happens when another link has taken its place: a server
         that was only stopped may still report after the one that replaced it (T6)."""
+        if isinstance(report, Staged) and self._sinks.get(shard) is sink:
+            self._observer.staged(self._clock(), shard, report)
         self._do(lambda now: self._coordinator.report(now, shard, report) if self._sinks.get(shard) is sink else ())
 
     def detach(self, shard: int, sink: ShardSink) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backstay_spec.quorum import quorum_of
+
 from .._checkpoint import FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
 from .._coordination import Coordinator, CoordinatorState, Intervals, Rules, Samples
@@ -113,6 +115,9 @@ def begin_history(
         CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
         SystemExit: the process was told to stop while it waited for the folder.
     """
+    config = environment.config
+    if config.mode == "Sync":
+        leader.watch_waits(config.shards, lambda ranks: quorum_of(config.backups, ranks))
     storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
     leader.reports = storage.reports = _reports(environment, script, store)
     try:

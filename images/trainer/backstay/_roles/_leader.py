@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from backstay_rpc.control_pb2 import (
     Done,
     EvaluatedRequest,
     GradientInfo,
+    HeartbeatRequest,
     ProgressReply,
     Rollback,
     Staged,
@@ -30,6 +31,7 @@ from .._process._logs import Reporter
 from .._update._untrained import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
+from ._waits import Waits
 
 __all__ = ["Leader"]
 
@@ -80,11 +82,18 @@ class Leader:
         self._examples: int | None = None  # of each contribution of the newest update
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
+        self._waits: Waits | None = None  # Async: no update waits for a rank
+
+    def watch_waits(self, shards: int, quorum: Callable[[int], int]) -> None:
+        """Keep account of what updates wait for, from now on; call it before `start`. See `Waits`."""
+        self._waits = Waits(shards, quorum, self._metrics)
 
     # ---- Observer ----
 
     def staged(self, now: float, shard: int, staged: Staged) -> None:
-        """A shard holds a gradient; only what this one's own tells counts, which is the same for all."""
+        """A shard holds a gradient. For everything but blame, the reports of shard 0 stand for those of all."""
+        if self._waits is not None:
+            self._waits.staged(now, shard, staged)
         if shard != 0:
             return
         gradient = staged.id
@@ -105,6 +114,8 @@ class Leader:
         """See `Observer`."""
         commit, infos = updated.commit, updated.infos
         self._step = commit.version + 1
+        if self._waits is not None:
+            self._waits.updated(now, commit)
         examples = 0 if commit.skip else sum(info.examples for info in infos)
         self._metrics.updates.inc()
         self._metrics.examples.inc(examples)
@@ -189,6 +200,8 @@ class Leader:
             self._redone_before = state.redone
             self._step = state.version
             self._redone = lost
+            if self._waits is not None:
+                self._waits.restarted(now, state)
             self._liveness.moved(now, state.version)
         self.reports.begin(state.version)
         self._metrics.redone.inc(lost)
@@ -244,6 +257,8 @@ class Leader:
         """Where the history begins, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
         gradients of its last update, if known."""
         self._step = state.version
+        if self._waits is not None:
+            self._waits.restarted(time.monotonic(), state)
         self._redone_before = state.redone
         self.reports.begin(state.version)
         if infos:
@@ -362,9 +377,16 @@ class Leader:
             self._set(reply.metrics, self._evaluation)
             reply.evaluation_step, reply.evaluation_error = self._evaluation_step, self._evaluation_error
             self._set(reply.train_metrics, self._train_metrics)
+        if self._waits is not None:
+            self._waits.fill(now, reply)
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)
         self._tell_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
+
+    def beat(self, now: float, request: HeartbeatRequest) -> None:
+        """A heartbeat of a worker or evaluator."""
+        if self._waits is not None:
+            self._waits.beat(now, request)
 
     def status(self, now: float) -> dict[str, Any]:
         """The job's part of the page `/status`, of the newest update."""
@@ -382,6 +404,7 @@ class Leader:
                 "evaluationError": self._evaluation_error,
                 "checkpoint": {"step": checkpoint.step, "uri": checkpoint.uri, "unixSeconds": checkpoint.unix_seconds},
                 "checkpointError": checkpoint.error,
+                **({} if self._waits is None else self._waits.status(now)),
             }
 
     def _tell_stragglers(self, now: float, delays: dict[int, float]) -> None:

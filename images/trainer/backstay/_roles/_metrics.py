@@ -136,6 +136,13 @@ class Metrics:
             (*_WHO, "rank"),
         )
         self._slow: set[int] = set()
+        self._waited = self._family(
+            of,
+            Counter,
+            "waited_for_seconds",
+            "Seconds that updates waited for a rank after all others that they needed, by the part of the rank's step.",
+            (*_WHO, "rank", "part"),
+        )
         self.checkpoints = self._counter(of, "checkpoints", "Whole checkpoints stored.")
         self._checkpoint_timestamp = self._family(
             of,
@@ -239,6 +246,10 @@ class Metrics:
             self._stragglers.remove(*self._who, str(rank))
         for rank, delay in slowest:
             self._stragglers.labels(*self._who, str(rank)).set(delay)
+
+    def waited_for(self, rank: int, point: str) -> Counter:
+        """Of a rank that updates waited for, by the point of `_instrument` that measures the part of its step."""
+        return self._waited.labels(*self._who, str(rank), STEP_PARTS.get(point, point))
 
     def step_part(self, part: str) -> Summary:
         """Of one of the values of `STEP_PARTS`."""

@@ -165,7 +165,7 @@ class Server:
         else:
             self._http = inherited.http
             inherited.become_ready(lambda: self._ready)
-        self._page = StatusPage((lambda _: {}) if self._leader is None else self._leader.status, self._http)
+        self._page = StatusPage(self._leader, self._http)
         self._data = DataServer(
             self._runtime,
             host=environment.bind,

@@ -11,6 +11,7 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
 
+from ._leader import Leader
 from ._metrics import HttpPort
 
 __all__ = ["StatusPage"]
@@ -34,25 +35,27 @@ class StatusPage:
 
     def __init__(
         self,
-        job: Callable[[float], dict[str, Any]],
+        leader: Leader | None = None,
         port: HttpPort | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            job: ``job(now)`` returns what is to be shown of the job.
+            leader: what is to be shown of the job; None: nothing.
             port: serves the page.
         """
         if port is not None:
             port.status = self.page
-        self._job, self._clock = job, clock
+        self._leader, self._clock = leader, clock
         self._lock = threading.Lock()
         self._heard: dict[tuple[str, int], _Heard] = {}
 
     def beat(self, request: HeartbeatRequest) -> None:
         """A heartbeat; one of an older incarnation counts for nothing."""
         now, peer = self._clock(), request.peer
+        if self._leader is not None:
+            self._leader.beat(now, request)
         key = peer.role, peer.index
         doing = request.doing if request.HasField("doing") else None
         with self._lock:
@@ -81,7 +84,7 @@ class StatusPage:
         with self._lock:
             heard = sorted(self._heard.items())
         pods = [_pod(now, one) for _, one in heard if now - one.at < _FORGET_SECONDS]
-        page: dict[str, Any] = _finite({**self._job(now), "pods": pods})
+        page: dict[str, Any] = _finite({**({} if self._leader is None else self._leader.status(now)), "pods": pods})
         return page
 
 

@@ -1,0 +1,174 @@
+"""What updates wait for, on shard 0: blame over the last minutes, and what the next update waits for now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from backstay_rpc.control_pb2 import Commit, Doing, HeartbeatRequest, ProgressReply, Staged, WaitedFor
+
+from .. import _instrument
+from .._coordination._blame import Blame, Blamed
+
+if TYPE_CHECKING:
+    from .._coordination import CoordinatorState
+    from ._metrics import Metrics
+
+__all__ = ["Waits"]
+
+_LOG = logging.getLogger(__name__)
+
+LONG: Final = 20.0
+"""Seconds without an update after which the missing ranks are named."""
+
+_NAMED: Final = 3
+_AGAIN: Final = 60.0
+_SILENT: Final = 6.0
+_PARTS: Final = {
+    "batch_wait": "its input batches",
+    "compute": "its computation",
+    "push": "sending its contributions",
+    "pull": "receiving the parameters",
+}
+_DOES: Final = {
+    "batch_wait": "waits for its input batch",
+    "compute": "computes",
+    "compile": "compiles",
+    "exchange": "sends its contribution, or waits for the servers",
+    "join": "tries to join the servers",
+    "first_pull": "receives the parameters",
+}
+
+
+class Waits:
+    """Thread-safe.
+
+    Args:
+        shards: how many servers a contribution goes to.
+        quorum: ``quorum(world)`` returns how many contributions an update needs.
+        metrics: of shard 0.
+    """
+
+    def __init__(
+        self, shards: int, quorum: Callable[[int], int], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lock = threading.Lock()
+        self._blame = Blame(shards, now=clock())
+        self._quorum, self._metrics = quorum, metrics
+        self._term, self._version, self._world = 0, 0, 0
+        self._heard: dict[int, tuple[float, Doing | None]] = {}  # by rank
+        self._told = -_AGAIN
+
+    def beat(self, now: float, request: HeartbeatRequest) -> None:
+        """A heartbeat."""
+        if request.peer.role != "worker":
+            return
+        with self._lock:
+            self._heard[request.peer.index] = now, request.doing if request.HasField("doing") else None
+            self._blame.parts(request.peer.index, request.parts)
+
+    def staged(self, now: float, shard: int, staged: Staged) -> None:
+        """A shard holds all of a contribution."""
+        found = staged.id
+        with self._lock:
+            at = found.term, found.version
+            self._blame.staged(now, shard, found.rank, at, found.incarnation, found.attempt)
+
+    def updated(self, now: float, commit: Commit) -> None:
+        """An update was decided."""
+        ranks = [contribution.id.rank for contribution in commit.contributions]
+        with self._lock:
+            charge = self._blame.updated(now, commit.term, commit.version, ranks)
+            self._term, self._version, self._world = commit.term, commit.version + 1, commit.world
+        if charge is not None and len(ranks) > 1:
+            self._metrics.waited_for(charge.rank, charge.part).inc(charge.seconds)
+            shard = {} if charge.shard is None else {"shard": charge.shard}
+            began = now - charge.seconds
+            _instrument.record("blame", began, now, commit.version, rank=charge.rank, part=charge.part, **shard)
+
+    def restarted(self, now: float, state: CoordinatorState) -> None:
+        """The history begins here."""
+        with self._lock:
+            self._blame.restarted(now)
+            self._term, self._version, self._world = state.term, state.version, state.world
+
+    def status(self, now: float) -> dict[str, Any]:
+        """For the page `/status`: whom updates waited for, and what the next one waits for."""
+        with self._lock:
+            worst = self._blame.worst(now)
+            seconds, text = self._waiting(now)
+        return {
+            "blame": [
+                {
+                    "rank": one.rank,
+                    "shard": one.shard,
+                    "part": one.part,
+                    "seconds": round(one.seconds, 3),
+                    "updates": one.updates,
+                    "windowSeconds": round(one.window, 1),
+                    "text": _text(one),
+                }
+                for one in worst
+                if one.seconds > 0
+            ],
+            "waits": {"seconds": round(seconds, 1), "text": text},
+        }
+
+    def fill(self, now: float, reply: ProgressReply) -> None:
+        """The same for the operator, and a line in the log where an update is waited for for long."""
+        with self._lock:
+            worst = self._blame.worst(now)
+            seconds, text = self._waiting(now)
+            report = seconds >= LONG and now - self._told >= _AGAIN
+            if report:
+                self._told = now
+            elif seconds < LONG:
+                self._told = -_AGAIN
+        if report:
+            _LOG.warning("no update for %.0f s: %s", seconds, text)
+        if seconds >= LONG:
+            reply.waits = text
+        for one in worst:
+            if one.seconds > 0:
+                entry = WaitedFor(rank=one.rank, part=one.part, seconds=one.seconds, updates=one.updates)
+                if one.shard is not None:
+                    entry.shard, entry.has_shard = one.shard, True
+                reply.waited_for.append(entry)
+
+    def _waiting(self, now: float) -> tuple[float, str]:
+        if not self._world:
+            return 0.0, ""
+        waiting = self._blame.waiting(now, self._term, self._version, self._world, self._quorum(self._world))
+        named = [self._does(now, rank, waiting.shards.get(rank, ())) for rank in waiting.missing[:_NAMED]]
+        more = len(waiting.missing) - len(named)
+        if not named:
+            return waiting.seconds, "every rank has contributed: the servers have not applied the update"
+        text = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
+        if waiting.needed < len(waiting.missing):
+            text += f" ({waiting.needed} of these {len(waiting.missing)} contributions are needed)"
+        return waiting.seconds, text
+
+    def _does(self, now: float, rank: int, shards: tuple[int, ...]) -> str:
+        """What a rank without a contribution does, by its newest heartbeat."""
+        if rank not in self._heard:
+            return f"worker {rank} has not joined"
+        at, doing = self._heard[rank]
+        if now - at >= _SILENT:
+            return f"worker {rank} has sent no heartbeat for {now - at:.0f} s"
+        if shards:
+            return f"worker {rank} has not reached server {', '.join(map(str, shards))}"
+        if doing is None:
+            return f"worker {rank} is in no part of a step"
+        point = _DOES.get(doing.point, doing.point)
+        return f"worker {rank} {point}, for {doing.seconds + now - at:.0f} s"
+
+
+def _text(one: Blamed) -> str:
+    where, part = f"worker {one.rank}", _PARTS.get(one.part, one.part)
+    if one.shard is not None:
+        where, part = f"server {one.shard}", f"receiving from worker {one.rank}"
+    window = f"{one.window / 60:.0f} min" if one.window >= 60 else f"{one.window:.0f} s"
+    return f"{where}, {part}: {one.seconds:.1f} s of the last {window}, in {one.updates} updates"

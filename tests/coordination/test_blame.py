@@ -1,0 +1,89 @@
+"""Blame: the rank that an update waited for is named, with the part of its step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._coordination._blame import Blame, Charge
+
+
+def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 1, late: float = 0.0) -> Charge | None:
+    """Each rank's contribution is complete at its time; on the last shard `late` seconds later."""
+    for rank, when in ends.items():
+        for shard in range(shards):
+            blame.staged(when + (late if shard == shards - 1 else 0.0), shard, rank, (1, version), 1, version)
+    return blame.updated(max(ends.values()) + late, 1, version, ends)
+
+
+def test_the_rank_that_completes_the_set_is_charged_with_what_it_came_later_than_the_one_before() -> None:
+    blame = Blame(1, now=0.0)
+    blame.parts(0, {"batch_wait": 0.1, "compute": 1.0})
+    blame.parts(1, {"batch_wait": 0.1, "compute": 1.1})
+    blame.parts(2, {"batch_wait": 9.0, "compute": 1.0})
+    assert update(blame, 0, {0: 10.0, 1: 11.0, 2: 19.0}) == Charge(2, None, "batch_wait", 8.0)
+    blame.parts(2, {"batch_wait": 0.1, "compute": 1.0})
+    blame.parts(1, {"batch_wait": 0.1, "compute": 5.0})
+    assert update(blame, 1, {0: 30.0, 1: 35.0, 2: 31.0}) == Charge(1, None, "compute", 4.0)
+    worst = blame.worst(40.0)
+    assert [(one.rank, one.part, one.seconds, one.updates, one.window) for one in worst] == [
+        (2, "batch_wait", 8.0, 1, 40.0),
+        (1, "compute", 4.0, 1, 40.0),
+    ]
+    assert blame.worst(320.0)[0].rank == 1, "the window is 5 minutes"
+    assert blame.worst(400.0) == []
+
+
+def test_a_rank_whose_parts_are_like_the_others_is_slow_in_sending() -> None:
+    blame = Blame(1, now=0.0)
+    for rank in range(3):
+        blame.parts(rank, {"compute": 1.0})
+    assert update(blame, 0, {0: 1.0, 1: 1.1, 2: 4.0}) == Charge(2, None, "push", pytest.approx(2.9))
+
+
+def test_a_shard_that_receives_later_than_the_others_is_charged() -> None:
+    blame = Blame(3, now=0.0)
+    charge = update(blame, 0, {0: 1.0, 1: 1.0}, shards=3, late=0.0)
+    assert charge == Charge(1, None, "push", 0.0)
+    for shard, when in ((0, 2.0), (1, 2.0), (2, 2.0)):
+        blame.staged(when, shard, 0, (1, 1), 1, 1)
+    for shard, when in ((0, 2.1), (1, 9.0), (2, 2.2)):
+        blame.staged(when, shard, 1, (1, 1), 1, 1)
+    assert blame.updated(9.0, 1, 1, (0, 1)) == Charge(1, 1, "push", 7.0)
+
+
+def test_what_the_next_update_waits_for_names_ranks_and_shards() -> None:
+    blame = Blame(2, now=0.0)
+    update(blame, 0, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, shards=2)
+    for shard in (0, 1):
+        blame.staged(2.0, shard, 0, (1, 1), 1, 1)
+    blame.staged(2.0, 0, 1, (1, 1), 1, 1)
+    waiting = blame.waiting(31.0, 1, 1, world=4, quorum=3)
+    assert (waiting.seconds, waiting.missing, waiting.shards, waiting.needed) == (30.0, (1, 2, 3), {1: (1,)}, 2)
+    assert blame.waiting(31.0, 2, 1, world=2, quorum=2).missing == (0, 1), "another term"
+
+
+def test_an_attempt_that_was_abandoned_and_an_older_update_count_for_nothing() -> None:
+    blame = Blame(2, now=0.0)
+    blame.staged(1.0, 0, 0, (1, 5), 1, 1)
+    blame.staged(2.0, 1, 0, (1, 5), 1, 2)  # sent again after the stream to shard 0 broke
+    assert blame.waiting(3.0, 1, 5, world=1, quorum=1).shards == {0: (0,)}
+    blame.staged(4.0, 0, 0, (1, 5), 1, 1)
+    assert blame.waiting(5.0, 1, 5, world=1, quorum=1).missing == (0,)
+    blame.staged(6.0, 0, 0, (1, 5), 1, 2)
+    blame.staged(7.0, 0, 1, (1, 4), 1, 9)
+    assert blame.updated(8.0, 1, 5, (0,)) == Charge(0, 0, "push", 6.0)
+    blame.restarted(9.0)
+    assert blame.waiting(10.0, 2, 3, world=1, quorum=1).seconds == 1.0
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 4), st.floats(0, 10), min_size=1, max_size=5), min_size=1, max_size=30))
+def test_the_charges_never_add_up_to_more_than_the_time(rounds: list[dict[int, float]]) -> None:
+    blame, now = Blame(1, now=0.0), 0.0
+    for version, delays in enumerate(rounds):
+        charge = update(blame, version, {rank: now + delay for rank, delay in delays.items()})
+        assert charge is not None
+        assert 0 <= charge.seconds <= max(delays.values()) + 1e-9
+        now += max(delays.values())
+    assert sum(one.seconds for one in blame.worst(now, 100)) <= now + 1e-6

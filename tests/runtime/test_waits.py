@@ -1,0 +1,68 @@
+"""What the next update waits for is said with the rank and what that rank does (the rank is named within 30 s)."""
+
+from __future__ import annotations
+
+from backstay._coordination import CoordinatorState
+from backstay._roles._metrics import Metrics
+from backstay._roles._waits import Waits
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    Doing,
+    GradientId,
+    HeartbeatRequest,
+    Peer,
+    ProgressReply,
+    Staged,
+)
+
+
+def beat(rank: int, **more: object) -> HeartbeatRequest:
+    return HeartbeatRequest(peer=Peer(role="worker", index=rank, incarnation=1), **more)  # type: ignore[arg-type]
+
+
+def staged(rank: int, version: int) -> Staged:
+    return Staged(id=GradientId(term=1, version=version, rank=rank, incarnation=1, attempt=1))
+
+
+def commit(version: int, ranks: range) -> Commit:
+    return Commit(
+        term=1, version=version, world=4, contributions=[Contribution(id=staged(r, version).id) for r in ranks]
+    )
+
+
+def test_the_missing_ranks_are_named_with_what_they_do() -> None:
+    waits = Waits(2, lambda world: world - 1, Metrics("job", "ParameterServer", 0), lambda: 0.0)
+    waits.restarted(0.0, CoordinatorState(term=1, version=0, world=4))
+    for rank in range(4):
+        for shard in range(2):
+            waits.staged(10.0 + rank, shard, staged(rank, 0))
+    waits.updated(12.0, commit(0, range(3)))
+    waits.staged(13.0, 0, staged(0, 1))
+    waits.staged(13.0, 1, staged(0, 1))
+    waits.staged(13.0, 0, staged(1, 1))
+    waits.beat(41.0, beat(1, doing=Doing(point="exchange", seconds=28.0)))
+    waits.beat(41.0, beat(2, doing=Doing(point="batch_wait", step=1, has_step=True, seconds=27.0)))
+    waits.beat(15.0, beat(3))
+    reply = ProgressReply()
+    waits.fill(42.0, reply)
+    assert reply.waits == (
+        "worker 1 has not reached server 1; worker 2 waits for its input batch, for 28 s; "
+        "worker 3 has sent no heartbeat for 27 s (2 of these 3 contributions are needed)"
+    )
+    assert [(entry.rank, entry.part, entry.updates) for entry in reply.waited_for] == [(2, "push", 1)]
+    status = waits.status(42.0)
+    assert status["waits"] == {"seconds": 30.0, "text": reply.waits}
+    assert status["blame"][0]["text"] == "worker 2, sending its contributions: 1.0 s of the last 42 s, in 1 updates"
+
+
+def test_a_short_wait_is_not_worth_a_message() -> None:
+    waits = Waits(1, lambda world: world, Metrics("job", "ParameterServer", 0), lambda: 0.0)
+    reply = ProgressReply()
+    waits.fill(1.0, reply)
+    assert reply.waits == ""
+    waits.restarted(0.0, CoordinatorState(term=1, version=0, world=2))
+    waits.fill(19.0, reply)
+    assert reply.waits == ""
+    waits.fill(20.0, reply)
+    assert reply.waits == "worker 0 has not joined; worker 1 has not joined"
