@@ -176,11 +176,11 @@ def test_early_ends_that_cannot_be_are_refused() -> None:
 def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> None:
     """With an evaluator; two servers; TensorBoard shows the folder; the same job again is complete."""
     folder = tmp_path / "checkpoints"
-    tiny = job(2, 2, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
+    tiny = job(2, 1, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
     tiny.environment = {"STEPS": "100000", "STOPS": "1"}
     tiny.start_all()
     evaluator = tiny.start("evaluator", 0)
-    assert [pod.wait() for pod in (*tiny.pods,)] == [0] * 5
+    assert [pod.wait() for pod in (*tiny.pods,)] == [0] * 4
     server, worker = tiny.pods[0], tiny.pods[2]
     words = server.words()
     assert (words["result"], words["reason"]) == ("Succeeded", "StoppedEarly")
@@ -190,12 +190,12 @@ def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> 
     assert backstay.load(str(folder)).step == step
     assert (worker.words()["step"], worker.words()["reason"]) == (step, "StoppedEarly")
     assert f"on_update {step} ['error']" in server.output()
-    assert not any("on_update" in pod.output() for pod in [*tiny.pods[1:4], evaluator])
+    assert not any("on_update" in pod.output() for pod in [*tiny.pods[1:3], evaluator])
     shown = scalars(folder)
     assert shown["loss"][-1][0] == step
     assert shown["evaluation/squares"][-1][0] == step
     assert {"train/error", "throughput/examples_per_second", "throughput/updates_per_second"} <= set(shown)
-    again = job(1, 2, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
+    again = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
     again.environment = {"STEPS": "100000", "STOPS": "1", "BACKSTAY_JOB_UID": "2"}
     server = again.server(0)
     assert server.wait() == 0
