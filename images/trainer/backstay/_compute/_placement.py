@@ -32,8 +32,8 @@ class Placement:
         """`batch` on the devices: arrays whose leading axis the number of devices divides are cut, others are on every
         device. Safe to call from any thread.
 
-        On one device that shares the host's memory it stays as it is: a compiled function takes arrays of the host
-        there in a tenth of the time that `device_put` needs.
+        On one device that shares the host's memory, the batch stays as it is. There a compiled function takes arrays
+        of the host in a tenth of the time that `device_put` needs.
         """
         if self.on_host:
             return batch

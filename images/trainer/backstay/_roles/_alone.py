@@ -1,8 +1,8 @@
 """`train` in one process: one compiled function a step, whose results the host reads later.
 
 Parameters, model state and optimizer state stay on the devices, in donated buffers. The host is a few steps ahead of
-the devices: it reads the loss of a step, and whether its gradient was finite, after it has dispatched later steps.
-`train_local` is the same loop written plainly; a test compares them.
+the devices. It reads the loss and the finite flag of a step after it has dispatched later steps.
+`train_local` is the same loop as a reference; a test compares them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Report:
     Attributes:
         step: the number of updates including this one.
         examples: in its batch.
-        model: parameters and state after the update, where `train_alone` was asked for them; valid until `on_update`
-            returns.
+        model: parameters and state after the update, after every `model_every` steps, else None; valid until
+            `on_update` returns.
     """
 
     def __init__(self, step: int, examples: int, outcome: Mapping[str, Any], model: tuple[Any, Any] | None) -> None:
@@ -61,12 +61,12 @@ class Report:
 
     @property
     def loss(self) -> float:
-        """What `loss` returned for the batch, before the update."""
+        """The value that `loss` returned for the batch, before the update."""
         return float(self._outcome["loss"])
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What `loss` returned beside it."""
+        """The metrics that `loss` returned for the batch."""
         return {name: float(value) for name, value in self._outcome["metrics"].items()}
 
     def nonzero(self, leaves: list[int]) -> dict[int, list[Any]]:
@@ -94,7 +94,7 @@ def train_alone(
             True for a report with a model.
 
     Raises:
-        ConfigurationError: what a function of the script returns is wrong.
+        ConfigurationError: a function of the script returns an invalid value.
         JobFailed: ``NonFiniteGradients``.
     """
     model = script.initial()
@@ -165,7 +165,7 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
 
 
 def _first(model: Any, tree: TreeSpec, script: Script, placement: Placement) -> dict[str, Any]:
-    """What steps hand on, in memory of its own, because it is donated."""
+    """The values that each step passes to the next, copied, because their memory is donated."""
     count = len(tree.parameters.leaves)
     leaves = [
         jnp.array(leaf, spec.dtype, copy=True)
@@ -173,7 +173,7 @@ def _first(model: Any, tree: TreeSpec, script: Script, placement: Placement) -> 
     ]
     params = tree.parameters.unflatten(leaves[:count])
     held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
-    # The optimizer's state may be the very parameters.
+    # The optimizer's state may be the same arrays as the parameters.
     held = jax.tree_util.tree_map(lambda leaf: leaf.copy(), held)
     carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": jnp.uint32(0)}
     placed: dict[str, Any] = jax.device_put(carry, placement.everywhere)

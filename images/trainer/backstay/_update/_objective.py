@@ -1,4 +1,4 @@
-"""What one batch contributes to an update: the gradient of ``loss``, and the new model state. To be traced."""
+"""The contribution of one batch to an update: the gradient of ``loss``, and the new model state. To be traced."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
 
 
 def _all_finite(arrays: Sequence[Any]) -> Any:
-    """0 * x is 0 for finite x and else NaN; five times as fast on a CPU as asking for every element.
+    """0 * x is 0 for finite x and else NaN; on a CPU this takes a fifth of the time of `isfinite`.
 
-    Arrays of one shape and dtype are added up first, some at a time: a reduction of each would compile for longer than
-    the loss itself.
+    Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer than the
+    loss itself.
     """
     alike: dict[Any, list[Any]] = {}
     for array in arrays:

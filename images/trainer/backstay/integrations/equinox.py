@@ -1,0 +1,188 @@
+"""Equinox models: `adapt` makes the arguments of `backstay.train`. Needs ``pip install backstay[equinox]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..errors import ConfigurationError
+from ._adapter import Adapter, Path, cast, check_function, keys_of, nest, pick, scalar_and_metrics
+
+__all__ = ["adapt"]
+
+
+def adapt(
+    make: Any,
+    loss: Callable[..., Any],
+    evaluate: Callable[..., Mapping[str, float]] | None = None,
+    *,
+    has_rng: bool = False,
+    trained: Any = eqx.is_inexact_array,
+    compute_dtype: Any = None,
+) -> Adapter:
+    """Make the arguments of `train` from an Equinox model.
+
+    The arrays that `trained` selects are the parameters. The model's other arrays are part of the model state and keep
+    their values, and so is an ``eqx.nn.State``. An array that occurs several times in the model is one parameter, as
+    with ``eqx.nn.Shared``. All other fields, functions and sizes for example, are what `make` gives them.
+
+    Args:
+        make: ``make(key)`` returns the model, or ``(model, state)`` as ``eqx.nn.make_with_state`` does; or such a model
+            or pair, whose values training starts from.
+        loss: ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: scalar})``. Where `make` returns a state,
+            ``loss(model, state, batch)`` returns ``(scalar, new_state)``, or ``(scalar, new_state, {name: scalar})``.
+            With `has_rng` a key is its last argument.
+        evaluate: ``evaluate(model)``, or ``evaluate(model, state)``, returns ``{name: number}``; the model is in
+            inference mode (``eqx.nn.inference_mode``).
+        has_rng: whether `loss` gets a random key, such as for dropout.
+        trained: what ``eqx.partition`` takes: a function of a leaf, or a tree of booleans.
+        compute_dtype: a floating-point dtype, in which `loss` gets the floating-point arrays of the parameters and the
+            batch. Gradients and updates keep the parameters' dtype. None: as they are.
+
+    Raises:
+        ConfigurationError: an argument is something else, or the model has no parameters.
+    """
+    check_function("loss", loss)
+    check_function("evaluate", evaluate, optional=True)
+    model = _Model(make, trained)
+
+    def loss_of(params: Any, *rest: Any) -> Any:
+        values = list(rest)
+        key = values.pop() if has_rng else None
+        batch = values.pop()
+        held = values[0] if values else {}
+        net, state = model.merge(cast(params, compute_dtype), held)
+        arguments = [net, *([state] if model.stateful else []), cast(batch, compute_dtype)]
+        result = loss(*arguments, *([key] if has_rng else []))
+        if not model.stateful:
+            scalar, metrics = scalar_and_metrics(result)
+            return (scalar, held, metrics) if model.has_state else (scalar, metrics)
+        if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[1], eqx.nn.State):
+            raise ConfigurationError(
+                "loss returned no state: for a model with a state it must be (scalar, new_state), or "
+                "(scalar, new_state, {name: scalar})"
+            )
+        scalar, metrics = scalar_and_metrics((result[0], *result[2:]) if len(result) > 2 else result[0])
+        return scalar, model.changed(held, result[1]), metrics
+
+    def rebuild(params: Any, state: Any = None) -> Any:
+        net, own = model.merge(params, state or {})
+        net = eqx.nn.inference_mode(net)
+        return (net, own) if model.stateful else net
+
+    def evaluation(params: Any, state: Any = None) -> Mapping[str, float]:
+        assert evaluate is not None
+        made = rebuild(params, state)
+        return evaluate(*made) if model.stateful else evaluate(made)
+
+    return Adapter(
+        init=model.init,
+        loss=loss_of,
+        evaluate=None if evaluate is None else evaluation,
+        has_state=model.has_state,
+        has_rng=has_rng,
+        model=rebuild,
+    )
+
+
+class _Model:
+    """A model without its arrays, and where those are in trees of dicts.
+
+    Attributes:
+        stateful: it has an ``eqx.nn.State``.
+    """
+
+    def __init__(self, make: Any, trained: Any) -> None:
+        self._make = make if callable(make) and not isinstance(make, eqx.Module) else lambda key: make
+        self._trained = trained
+        found: list[tuple[list[int], list[bool]]] = []
+
+        def record(key: Any) -> Any:
+            pair = self._new(key)
+            found.append(self._examine(pair))
+            return pair
+
+        self._template = eqx.filter_eval_shape(record, jax.random.key(0))
+        self.stateful = self._template[1] is not None
+        first, is_trained = found[0]
+        arrays = [
+            keys_of(path)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self._template[0])
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        ]
+        self._first = first  # of each array of the model, the first array that is the same
+        self._paths: list[Path] = arrays
+        self._params = [index for index, same in enumerate(first) if same == index and is_trained[index]]
+        self._fixed = [index for index, same in enumerate(first) if same == index and not is_trained[index]]
+        self._states: list[Path] = []
+        if self.stateful:
+            self._states = [
+                (str(marker), *keys_of(path))
+                for marker, value in _items(self._template[1])
+                for path, _ in jax.tree_util.tree_leaves_with_path(value)
+            ]
+        if not self._params:
+            raise ConfigurationError("the model has no arrays that `trained` selects: nothing can be trained")
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self._fixed or self._states)
+
+    def init(self, key: Any) -> Any:
+        model, state = self._new(key)
+        arrays = [leaf for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)]
+        params = nest([self._paths[index] for index in self._params], [arrays[index] for index in self._params])
+        if not self.has_state:
+            return params
+        held = {"fixed": nest([self._paths[i] for i in self._fixed], [arrays[i] for i in self._fixed])}
+        return params, held | {"state": nest(self._states, jax.tree.leaves(state))}
+
+    def merge(self, params: Any, held: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The model and its ``eqx.nn.State``, or None."""
+        values: dict[int, Any] = {}
+        values |= zip(self._params, pick(params, [self._paths[index] for index in self._params]), strict=True)
+        if self._fixed:
+            values |= zip(self._fixed, pick(held["fixed"], [self._paths[i] for i in self._fixed]), strict=True)
+        model = _filled(self._template[0], [values[same] for same in self._first])
+        state = _filled(self._template[1], pick(held["state"], self._states)) if self.stateful else None
+        return model, state
+
+    def changed(self, held: Mapping[str, Any], state: Any) -> dict[str, Any]:
+        """The model state with a new ``eqx.nn.State``."""
+        return {**held, "state": nest(self._states, jax.tree.leaves(state))}
+
+    def _new(self, key: Any) -> tuple[Any, Any]:
+        made = self._make(key)
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
+            return made
+        return made, None
+
+    def _examine(self, pair: tuple[Any, Any]) -> tuple[list[int], list[bool]]:
+        """Of each array of the model: the first that is the same, and whether it is trained."""
+        model, _ = pair
+        chosen, _ = eqx.partition(model, self._trained)
+        marks = jax.tree.leaves(
+            jax.tree.map(lambda leaf, own: own is not None, model, chosen, is_leaf=lambda leaf: leaf is None)
+        )
+        every = jax.tree.leaves(model, is_leaf=lambda leaf: leaf is None)
+        pairs = [(leaf, mark) for leaf, mark in zip(every, marks, strict=True) if eqx.is_array(leaf)]
+        seen: dict[int, int] = {}
+        return [seen.setdefault(id(leaf), index) for index, (leaf, _) in enumerate(pairs)], [mark for _, mark in pairs]
+
+
+def _items(state: Any) -> list[tuple[Any, Any]]:
+    """Of an ``eqx.nn.State``: its markers and values, in the order of its leaves."""
+    values, markers = state.tree_flatten()
+    return list(zip(markers, values, strict=True))
+
+
+def _filled(template: Any, arrays: list[Any]) -> Any:
+    """`template` with `arrays` in place of its abstract ones."""
+    leaves, treedef = jax.tree.flatten(template)
+    remaining = iter(arrays)
+    return jax.tree.unflatten(
+        treedef, [next(remaining) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+    )

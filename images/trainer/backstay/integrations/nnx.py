@@ -1,0 +1,153 @@
+"""Flax NNX models: `adapt` makes the arguments of `backstay.train`. Needs ``pip install backstay[flax]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..errors import ConfigurationError
+from ._adapter import Adapter, Path, check_function, nest, pick, scalar_and_metrics
+
+__all__ = ["adapt"]
+
+
+def adapt(
+    make: Callable[[nnx.Rngs], Any] | nnx.Module,
+    loss: Callable[..., Any],
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    *,
+    trained: Any = nnx.Param,
+    has_rngs: bool = False,
+) -> Adapter:
+    """Make the arguments of `train` from an NNX model.
+
+    Variables of the type `trained` are the parameters. All other variables, such as batch statistics, are the model
+    state. Streams of random numbers are neither: each step seeds all streams of the model from the key of the step.
+    Variables that the forward pass adds to the model, such as intermediates, are dropped. A variable that occurs
+    several times in the model is one parameter.
+
+    Args:
+        make: ``make(rngs)`` returns the model; or a model, whose values training starts from.
+        loss: ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: scalar})``; `model` is in training mode
+            (``model.train()``). It may change the model's state.
+        evaluate: ``evaluate(model)`` returns ``{name: number}``; `model` is in evaluation mode (``model.eval()``).
+        trained: an NNX filter, such as ``nnx.LoRAParam``. The variables that it does not select are not trained.
+        has_rngs: whether `loss` gets an ``nnx.Rngs`` of the step as its last argument, for models that take it when
+            they are called.
+
+    Raises:
+        ConfigurationError: `make`, `loss` or `evaluate` is something else.
+    """
+    check_function("loss", loss)
+    check_function("evaluate", evaluate, optional=True)
+    if not isinstance(make, nnx.Module):
+        check_function("make", make)
+    model = _Model(make, trained)
+
+    def loss_of(params: Any, *rest: Any) -> Any:
+        values = list(rest)
+        key: Any = values.pop() if model.has_rng or has_rngs else None
+        batch = values.pop()
+        net = model.merge(params, values[0] if values else {}, key)
+        net.train()
+        own = () if not has_rngs else (nnx.Rngs(jax.random.fold_in(key, model.streams)),)
+        scalar, metrics = scalar_and_metrics(loss(net, batch, *own))
+        return (scalar, model.state_of(net), metrics) if model.has_state else (scalar, metrics)
+
+    def rebuild(params: Any, state: Any = None) -> Any:
+        net = model.merge(params, {} if state is None else state, None)
+        net.eval()
+        return net
+
+    def evaluation(params: Any, state: Any = None) -> Mapping[str, float]:
+        assert evaluate is not None
+        return evaluate(rebuild(params, state))
+
+    return Adapter(
+        init=model.init,
+        loss=loss_of,
+        evaluate=None if evaluate is None else evaluation,
+        has_state=model.has_state,
+        has_rng=model.has_rng or has_rngs,
+        model=rebuild,
+    )
+
+
+class _Model:
+    """A model's graph without its values, and where those are in trees of dicts."""
+
+    def __init__(self, make: Any, trained: Any) -> None:
+        self._make = make
+        self._filters = (trained, nnx.RngState, ...)
+        # A typed key, because an integer would be a seed of every stream alike.
+        abstract = nnx.eval_shape(lambda: self._new(jax.random.key(0)))
+        if not isinstance(abstract, nnx.Module):
+            raise ConfigurationError(f"make returned {type(abstract).__name__}: must return an nnx.Module")
+        self._graph, *self._templates = nnx.split(abstract, *self._filters)
+        params, rngs, rest = ([path for path, _ in nnx.to_flat_state(each)] for each in self._templates)
+        self._params: list[Path] = params
+        self._rngs: list[Path] = rngs
+        self._rest: list[Path] = rest
+        if not params:
+            raise ConfigurationError(f"the model has no variables that {trained} selects: nothing can be trained")
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self._rest)
+
+    @property
+    def has_rng(self) -> bool:
+        return bool(self._rngs)
+
+    @property
+    def streams(self) -> int:
+        """The number of variables of random numbers."""
+        return len(self._rngs)
+
+    def init(self, key: Any) -> Any:
+        _, params, _, rest = nnx.split(self._new(key), *self._filters)
+        values = nest(self._params, _values(params, self._params))
+        return (values, nest(self._rest, _values(rest, self._rest))) if self.has_state else values
+
+    def merge(self, params: Any, state: Any, key: Any) -> Any:
+        """The model with these values. `key`: of its streams of random numbers; None: any."""
+        if key is None:
+            key = jax.random.key(0)
+        values = [pick(params, self._params), self._seeds(key), pick(state, self._rest)]
+        paths = [self._params, self._rngs, self._rest]
+        states = [_filled(*each) for each in zip(self._templates, paths, values, strict=True)]
+        return nnx.merge(self._graph, *states)
+
+    def state_of(self, model: Any) -> dict[Any, Any]:
+        """The state of `model`, without the variables that were not in it at first."""
+        _, _, _, rest = nnx.split(model, *self._filters)
+        return nest(self._rest, _values(rest, self._rest))
+
+    def _new(self, key: Any) -> Any:
+        return nnx.clone(self._make) if isinstance(self._make, nnx.Module) else self._make(nnx.Rngs(key))
+
+    def _seeds(self, key: Any) -> list[Any]:
+        seeds = []
+        for number, (_, variable) in enumerate(nnx.to_flat_state(self._templates[1])):
+            value = variable.get_value()
+            if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                seeds.append(jnp.zeros(value.shape, value.dtype))  # the count of keys that were drawn
+                continue
+            own = jax.random.fold_in(key, number)
+            seeds.append(jax.random.split(own, value.shape) if value.shape else own)
+        return seeds
+
+
+def _values(state: Any, paths: list[Path]) -> list[Any]:
+    flat = dict(nnx.to_flat_state(state))
+    return [flat[path].get_value() for path in paths]
+
+
+def _filled(template: Any, paths: list[Path], values: list[Any]) -> Any:
+    """A state like `template` with other values."""
+    flat = dict(nnx.to_flat_state(template))
+    return nnx.from_flat_state([(path, flat[path].replace(value)) for path, value in zip(paths, values, strict=True)])

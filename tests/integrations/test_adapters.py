@@ -1,0 +1,228 @@
+"""Models of Flax NNX, Flax Linen and Equinox: their arguments for `train`, and the examples, on real data."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import backstay
+from backstay._roles._alone import train_alone
+from backstay._roles._script import Script
+from backstay._update._objective import Objective
+from backstay._update._tree import describe
+from backstay.errors import ConfigurationError
+from backstay.integrations import equinox as ours_equinox
+from backstay.integrations import linen as ours_linen
+from backstay.integrations import nnx as ours_nnx
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BATCH = (np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), np.ones((16, 8), np.float32))
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+def test_the_example_learns_the_digits(library, capsys):
+    """T4's single process; batch normalization and dropout; at most 60 lines."""
+    script = EXAMPLES / library / "train.py"
+    assert len(script.read_text().splitlines()) <= 60
+    runpy.run_path(str(script), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "after 200 updates" in said
+    assert float(said.partition("held-out accuracy ")[2].split()[0]) > 0.93
+
+
+def one_step(adapter, at=(0, 0)):
+    """(tree, the model of `init`, the outcome of one batch)."""
+    model = adapter.init(jax.random.key(0))
+    tree = describe(model, has_state=adapter.has_state)
+    assert jax.tree.structure(jax.eval_shape(adapter.init, jax.random.key(0))) == jax.tree.structure(model)
+    objective = Objective(adapter.loss, tree, has_rng=adapter.has_rng)
+    made = jax.jit(lambda leaves, at: vars(objective(leaves, BATCH, at)))(
+        jax.tree.leaves(model), np.asarray(at, np.uint32)
+    )
+    return tree, model, made
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)])
+        self.tied = self.layers[1]
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.width = 8  # static
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        self.hidden = nnx.Intermediate(x)  # of the forward pass: not a part of the state
+        return self.tied(self.drop(self.norm(x)))
+
+
+def square(net, batch):
+    x, y = batch
+    return jnp.mean((net(x) - y) ** 2), {"one": jnp.float32(1)}
+
+
+def test_nnx_shared_layers_streams_and_intermediates():
+    adapter = ours_nnx.adapt(Shared, square, lambda net: {"sum": float(jnp.sum(net(BATCH[0])))})
+    assert dict(adapter).keys() == {"init", "loss", "evaluate", "has_state", "has_rng"}
+    tree, (params, state), made = one_step(adapter)
+    assert [leaf.name for leaf in tree.leaves] == [
+        "layers.0.bias",
+        "layers.0.kernel",
+        "layers.1.bias",
+        "layers.1.kernel",
+        "norm.bias",
+        "norm.scale",
+        "state/norm.mean",
+        "state/norm.var",
+    ]
+    assert made["finite"]
+    assert made["metrics"].keys() == {"one"}
+    new = tree.unflatten(made["leaves"])[1]
+    assert not np.array_equal(new["norm"]["mean"], state["norm"]["mean"])
+    again, other = one_step(adapter)[2], one_step(adapter, (0, 1))[2]
+    assert float(made["loss"]) == float(again["loss"]) != float(other["loss"])
+    # The gradient of the shared layer is of both its uses.
+    net = adapter.model(params, state)
+    assert net.tied is net.layers[1]
+    assert adapter.evaluate(params, state) == adapter.evaluate(params, state)
+    given = Shared(nnx.Rngs(5))
+    first = ours_nnx.adapt(given, square).init(jax.random.key(0))[0]
+    assert np.array_equal(first["layers"][0]["kernel"], given.layers[0].kernel[...])
+
+
+def test_nnx_models_without_state_and_models_that_take_their_streams_when_called():
+    class Late(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(4, 8, rngs=rngs)
+            self.drop = nnx.Dropout(0.5)
+
+        def __call__(self, x, rngs):
+            return self.drop(self.layer(x), rngs=rngs)
+
+    adapter = ours_nnx.adapt(Late, lambda net, batch, rngs: jnp.mean(net(batch[0], rngs) ** 2), has_rngs=True)
+    assert (adapter.has_state, adapter.has_rng) == (False, True)
+    losses = [float(one_step(adapter, (step, 0))[2]["loss"]) for step in (0, 1, 0)]
+    assert losses[0] == losses[2] != losses[1]
+    plain = ours_nnx.adapt(lambda rngs: nnx.Linear(4, 8, rngs=rngs), lambda net, batch: jnp.mean(net(batch[0]) ** 2))
+    assert (plain.has_state, plain.has_rng) == (False, False)
+    assert one_step(plain)[2]["finite"]
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.Dense(8, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)(x)
+        x = nn.BatchNorm(use_running_average=not train, dtype=jnp.float32)(x)
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+def test_linen_collections_streams_and_low_precision():
+    def loss(net, batch):
+        x, y = batch
+        return jnp.mean((net(x, train=True) - y) ** 2) + jnp.mean((net(x, train=True) - y) ** 2)
+
+    adapter = ours_linen.adapt(Norm(), loss, example=(BATCH[0],), options={"train": False})
+    tree, (_, state), made = one_step(adapter)
+    assert {str(leaf.dtype) for leaf in tree.leaves if "Dense" in leaf.path} == {"bfloat16"}
+    assert [leaf.name for leaf in tree.leaves if not leaf.trained] == [
+        "state/batch_stats.BatchNorm_0.mean",
+        "state/batch_stats.BatchNorm_0.var",
+    ]
+    new = tree.unflatten(made["leaves"])[1]
+    first = state["batch_stats"]["BatchNorm_0"]["mean"]
+    assert not np.array_equal(new["batch_stats"]["BatchNorm_0"]["mean"], first)
+    assert float(made["loss"]) != float(one_step(adapter, (1, 0))[2]["loss"])
+
+
+class Tied(eqx.Module):
+    embed: jax.Array
+    out: jax.Array
+    places: jax.Array
+    layer: eqx.nn.Linear
+    kind: str = eqx.field(static=True)
+    act: object
+
+    def __init__(self, key):
+        self.embed = jax.random.normal(key, (8, 4))
+        self.out = self.embed  # the same array: one parameter
+        self.places = jnp.arange(4)
+        self.layer = eqx.nn.Linear(4, 4, key=key)
+        self.kind = "tied"
+        self.act = jax.nn.tanh
+
+    def __call__(self, x):
+        return self.act(self.layer(x)[self.places]) @ self.out.T + jnp.sum(self.embed) * 0
+
+
+def test_equinox_static_fields_integer_arrays_shared_arrays_and_mixed_precision():
+    dtypes = []
+
+    def loss(model, batch):
+        x, y = batch
+        dtypes.append((model.embed.dtype, x.dtype))
+        assert model.kind == "tied"
+        return jnp.mean((jax.vmap(model)(x) - y).astype(jnp.float32) ** 2)
+
+    adapter = ours_equinox.adapt(Tied, loss, lambda model: {"n": 1.0}, compute_dtype=jnp.bfloat16)
+    tree, (params, state), made = one_step(adapter)
+    assert [leaf.name for leaf in tree.leaves] == ["embed", "layer.bias", "layer.weight", "state/fixed.places"]
+    assert set(dtypes) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16))}
+    assert {leaf.dtype.name for leaf in tree.leaves} == {"float32", "int32"}
+    assert np.array_equal(tree.unflatten(made["leaves"])[1]["fixed"]["places"], np.arange(4))
+    model = adapter.model(params, state)
+    assert model.out is model.embed
+    assert adapter.evaluate(params, state) == {"n": 1.0}
+
+
+def test_equinox_frozen_arrays_keep_their_bits_and_models_may_be_given():
+    model = eqx.nn.MLP(4, 8, 8, 1, key=jax.random.key(1))
+    mask = jax.tree.map(lambda _: False, model)
+    mask = eqx.tree_at(lambda m: m.layers[-1].weight, mask, True)
+    adapter = ours_equinox.adapt(model, lambda m, b: jnp.mean((jax.vmap(m)(b[0]) - b[1]) ** 2), trained=mask)
+    settings = {name: value for name, value in adapter.items() if name != "evaluate"}
+    result = train_alone(Script(**settings, batches=lambda key: BATCH, optimizer=optax.sgd(0.1), steps=4))
+    after = adapter.model(result.params, result.state)
+    assert np.array_equal(after.layers[0].weight, model.layers[0].weight)
+    assert not np.array_equal(after.layers[-1].weight, model.layers[-1].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ours_nnx.adapt(3, square), "make is int: must be a function"),
+        (lambda: ours_nnx.adapt(Shared, None), "loss is NoneType: must be a function"),
+        (lambda: ours_nnx.adapt(lambda rngs: 3, square), "make returned"),
+        (lambda: ours_nnx.adapt(Shared, square, trained=nnx.LoRAParam), "no variables that"),
+        (lambda: ours_linen.adapt(3, square, example=()), "must be a flax.linen.Module"),
+        (lambda: ours_linen.adapt(Norm(), square, example=(), rngs="dropout"), "must be a sequence of names"),
+        (lambda: ours_equinox.adapt(lambda key: jax.nn.relu, square), "nothing can be trained"),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_a_loss_that_returns_something_else_is_named():
+    adapter = ours_nnx.adapt(Shared, lambda net, batch: (jnp.float32(1), 3))
+    with pytest.raises(ConfigurationError, match=r"loss returned a tuple of .*int: must be a scalar"):
+        one_step(adapter)
+
+
+def test_a_checkpoint_of_an_adapted_model_needs_no_example_tree():
+    """Parameters and state are plain dicts, so `backstay.load` makes them again by itself."""
+    from backstay._checkpoint import describe_structure
+
+    for adapter in (ours_nnx.adapt(Shared, square), ours_equinox.adapt(Tied, square)):
+        assert '"other"' not in str(describe_structure(adapter.init(jax.random.key(0)))).replace("'", '"')
+    assert backstay.Checkpoint.__dataclass_fields__["state"].default is None
