@@ -102,7 +102,8 @@ def news(view: JobView) -> list[News]:
             found.append(News(entry.at, f"{who(death.slot)} died", on_one_line(text), bad))
         elif entry.reason == "TrainingInterrupted":
             interrupted = len(found)
-            found.append(News(entry.at, "no updates", on_one_line(entry.message), bad))
+            why = entry.message.partition("): ")[2] or entry.message  # the line begins with the time
+            found.append(News(entry.at, "no updates", on_one_line(why), bad))
         elif entry.reason == "Running" and interrupted is not None:
             before = found[interrupted]
             if before.at is not None and entry.at is not None:

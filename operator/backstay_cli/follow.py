@@ -16,6 +16,8 @@ from backstay_cli.kube import Api
 from backstay_spec import contract
 
 TERMINAL = {"Succeeded", "Failed"}
+LONG_WAIT = 20.0
+"""Seconds without an update after which the command says what is waited for."""
 ROLES = {
     "ParameterServer": contract.ROLE_SERVER,
     "Worker": contract.ROLE_WORKER,
@@ -314,11 +316,13 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         view = replace(view, checkpoint=stored["uri"], checkpoint_step=stored.get("step"))
         if stored.get("unixSeconds"):
             view = replace(view, checkpoint_time=float(stored["unixSeconds"]))
+    # The rates are means of 30 s: where no update comes, they and the time that is left are not true any more.
+    stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
     return replace(
         view,
         step=int(page["step"]),
         loss=page.get("loss") if page.get("loss") is not None else view.loss,
-        examples_per_second=page.get("examplesPerSecond") or view.examples_per_second,
-        updates_per_second=page.get("updatesPerSecond") or view.updates_per_second,
+        examples_per_second=None if stands else page.get("examplesPerSecond") or view.examples_per_second,
+        updates_per_second=None if stands else page.get("updatesPerSecond") or view.updates_per_second,
         train_metrics=page.get("trainMetrics") or view.train_metrics,
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from backstay_cli import explain
 from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import JobView
+from backstay_cli.follow import LONG_WAIT, JobView
 from backstay_cli.pods import PodRow, rows, summary
 from backstay_cli.view import number, ready_of, shown
 from backstay_cli.waiting import waiting_for
@@ -28,8 +28,6 @@ _MOST_POINTS = 2000
 _FEWEST_PODS = 3
 _NEWS = 4
 _MOST_NEWS = 8
-_LATE_SECONDS = 20.0
-"""An update that is waited for this long is worth a line."""
 
 
 class Losses:
@@ -154,7 +152,7 @@ class Picture:
         """Whom the next update waits for, where it has waited for long."""
         waits = self._view.waits
         seconds = float(waits.get("seconds") or 0.0)
-        return f"no update for {duration(seconds)}: {waits.get('text', '')}" if seconds >= _LATE_SECONDS else ""
+        return f"no update for {duration(seconds)}: {waits.get('text', '')}" if seconds >= LONG_WAIT else ""
 
     # ---- The pods ----
 

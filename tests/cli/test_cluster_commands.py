@@ -214,6 +214,15 @@ def test_a_healthy_job_needs_nothing() -> None:
     assert list(explain.next_steps(view(), NOW)) == []
 
 
+def test_a_job_that_stands_still_shows_no_rate_and_no_time_that_is_left_but_whom_it_waits_for() -> None:
+    waits = {"seconds": 34.0, "text": "worker 1 waits for its input batch, for 34 s"}
+    shown = with_page(view_of(job(), PODS, []), {**PAGE, "waits": waits})
+    assert (shown.seconds_left, shown.updates_per_second, shown.examples_per_second) == (None, None, None)
+    said = "\n".join(text_of(page(shown, NOW, "a cluster"), 80))
+    assert "no update for 34 s: worker 1 waits for its input batch, for 34 s" in said
+    assert "left" not in said
+
+
 def test_a_standby_is_told_apart_from_the_server_that_serves() -> None:
     pods = [pod("parameter-server", 0, 1), pod("parameter-server", 0, 2)]
     shown = view_of(job(active={"parameter-server-0": 1}), pods, [])
