@@ -448,6 +448,7 @@ def test_a_running_job_may_be_scaled_and_given_other_budgets_and_no_more() -> No
     old = parse_job(GOOD)
     new = copy.deepcopy(GOOD)
     new["spec"]["workers"] |= {"replicas": 9, "maxRestarts": 5, "stallSeconds": 60}
+    new["spec"].setdefault("update", {})["grace"] = "Auto"
     new["spec"]["checkpoint"] |= {"keep": 9, "everySeconds": 5, "everySteps": 7}
     new["spec"]["runPolicy"] = {"suspend": True, "cleanPods": "All", "activeDeadlineSeconds": 60}
     new["spec"]["parameterServers"]["maxRestarts"] = 1
@@ -460,7 +461,7 @@ def test_a_running_job_may_be_scaled_and_given_other_budgets_and_no_more() -> No
     with pytest.raises(SpecErrors) as refused:
         check_update(old, parse_job(new))
     assert refused.value.errors == tuple(
-        SpecError(path, right) for path in ("spec.evaluator", "spec.image", "spec.update")
+        SpecError(path, right) for path in ("spec.evaluator", "spec.image", "spec.update.backups")
     )
     check_update(parse_job(with_field("spec/runPolicy/suspend", True)), parse_job(new))
 
