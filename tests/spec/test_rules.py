@@ -240,7 +240,7 @@ def test_a_change_says_which_of_its_steps_may_be_absent(change: Change) -> None:
 
 
 def test_everything_is_fixed_while_a_job_runs_but_for_what_the_design_lets_change() -> None:
-    """The design: workers.replicas, maxRestarts, stallSeconds, grace, the checkpoint's intervals and keep, runPolicy."""
+    """The design: workers.replicas, maxRestarts, stallSeconds, grace, intervals and keep of checkpoints, runPolicy."""
     free = set()
     fixed = {change.field for change in CHANGES}
     assert "evaluator" in fixed, "whether there is one"
