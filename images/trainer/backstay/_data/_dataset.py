@@ -67,6 +67,10 @@ class Batches:
         """
         seed = key.seed if self._seed is None else self._seed
         first = key.number * self.batch_size
+        epoch, place = divmod(first, self.size)
+        if place + self.batch_size <= self.size:
+            places = np.arange(place, place + self.batch_size, dtype=np.int64)
+            return self._order(seed, epoch, places), np.full(self.batch_size, epoch, np.int64)
         epochs, places = np.divmod(np.arange(first, first + self.batch_size, dtype=np.int64), self.size)
         parts = [self._order(seed, int(epoch), places[epochs == epoch]) for epoch in np.unique(epochs)]
         return np.concatenate(parts), epochs

@@ -53,6 +53,8 @@ class _Columns:
         self.size = int(next(iter(lengths.values())) or 0)
 
     def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
+        if isinstance(self._tree, np.ndarray):
+            return self._tree[numbers]
         import jax
 
         return jax.tree.map(lambda column: _rows(column, numbers), self._tree)
