@@ -128,7 +128,8 @@ class LineDisplay:
         """Write what is new."""
         known = told(view.events)
         for kind, reason, message in known[self._events :]:
-            self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
+            if not (view.ended and reason == view.phase):  # the report after the end has the same text
+                self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
         self._events = max(self._events, len(known))
         waiting = waiting_for(view)
         if view.phase != self._phase:

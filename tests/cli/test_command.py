@@ -344,6 +344,18 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     assert "\\x1b[31mred\\xff" in text
 
 
+def test_the_event_of_the_end_is_left_to_the_report() -> None:
+    """The report after the end has the same reason and message."""
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, "phase": "Failed"}}
+    events = [
+        {"type": "Warning", "reason": "Crashed", "message": "worker 1 died"},
+        {"type": "Warning", "reason": "Failed", "message": "CrashLoop: worker 1 died 6 times"},
+    ]
+    lines: list[str] = []
+    LineDisplay(lines.append, clock=lambda: 0.0).show(view_of(job, [], events))
+    assert [line.split("] ")[1] for line in lines] == ["warning: Crashed: worker 1 died", "a is Failed"]
+
+
 def test_the_views_show_phase_numbers_deaths_and_events() -> None:
     numbers = {"trainMetrics": {"accuracy": 0.25}, "metrics": {"mse": 0.125}, "evaluatedStep": 5}
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, **numbers, "phase": "Running"}}
