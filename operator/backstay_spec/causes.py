@@ -355,8 +355,8 @@ def _final_message(message: str, code: int) -> str:
     """
     said = _json(message)
     if said is not None:
-        reason, told = _text(said.get("reason")), _text(said.get("message"))
-        words = shortened(told, 600) if told.startswith(f"{reason}: ") else _joined(reason, told)
+        reason, text = _text(said.get("reason")), _text(said.get("message"))
+        words = shortened(text, 600) if text.startswith(f"{reason}: ") else _joined(reason, text)
         errors = shortened("\n".join(_text(said.get("stderr")).strip().splitlines()[-5:]), 400)
         if errors and not words:
             return f"; its standard error ends: {errors}"

@@ -162,6 +162,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
         {
             "Completed": "The job trained to its last step.",
             "AlreadyComplete": "The checkpoint already had the last step. Nothing was trained.",
+            "StoppedEarly": "`stop_when` ended training before the last step.",
             "Suspended": "The job was suspended, and training starts again from the checkpoint.",
         },
         "None.",
@@ -193,6 +194,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
         {
             "Completed": "The job trained to its last step.",
             "AlreadyComplete": "The checkpoint already had the last step. Nothing was trained.",
+            "StoppedEarly": "`stop_when` ended training before the last step.",
         },
         "None.",
     ),
@@ -231,6 +233,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Warning",
         "A checkpoint could not be written. Training continues.",
         "Free space, or correct the rights of the folder.",
+    ),
+    EventDoc(
+        "UnusualContainerName",
+        "Warning",
+        "A template has a container whose name is similar to `trainer`. It runs beside the training container.",
+        "Correct the name, if the container was meant to train.",
     ),
     EventDoc(
         "RolledBack",

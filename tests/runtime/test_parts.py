@@ -30,7 +30,7 @@ def test_every_public_name_is_there() -> None:
         _ = backstay.nothing
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), errors.BackstayError)
-    told = errors.JobFailed.told(str(errors.JobFailed("NonFiniteGradients", "rank 3: at step 4")))
+    told = errors.JobFailed.from_text(str(errors.JobFailed("NonFiniteGradients", "rank 3: at step 4")))
     assert (told.reason, told.message) == ("NonFiniteGradients", "rank 3: at step 4")
 
 

@@ -102,7 +102,7 @@ class JobFailed(BackstayError):  # noqa: N818
         self.message = message
 
     @classmethod
-    def told(cls, text: str) -> JobFailed:
-        """From the text of another one, as it travels."""
+    def from_text(cls, text: str) -> JobFailed:
+        """The failure of another pod, from its message ``reason: text``."""
         reason, colon, message = text.partition(": ")
         return cls(reason, message) if colon and reason.isalnum() else cls("JobFailed", text)

@@ -121,7 +121,7 @@ class ControlClient:
             if not why:
                 failed = next((reply.failed for _, reply in replies.values() if reply.failed), "")
                 if failed:
-                    raise JobFailed.told(failed)
+                    raise JobFailed.from_text(failed)
                 term = max(reply.term for _, reply in replies.values())
                 behind = [shard for shard, (_, reply) in replies.items() if reply.term < term]
                 old = [shard for shard, (answered, _) in replies.items() if failed_at - answered > times.join_stale]

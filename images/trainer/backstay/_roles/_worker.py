@@ -72,7 +72,7 @@ def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
     if heart.superseded is not None:
         raise heart.superseded
     if news.failed:
-        raise JobFailed.told(news.failed)
+        raise JobFailed.from_text(news.failed)
     if stop.asked.is_set():
         raise Stopped
 
