@@ -148,6 +148,8 @@ class ScriptOptions:
         workers: worker pods in all, backups included. Default: 2.
         backups: a number of pods, or percents such as ``5%``.
         mode: ``Sync`` or ``Async``.
+        gradients: the codec of gradients: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
+        parameters: the codec of parameters: ``Exact`` or ``BFloat16``.
         name: the job's name. Default: made of the script's name.
         checkpoint: a folder or an fsspec URI.
         every_steps: store a checkpoint after this many updates.
@@ -161,6 +163,8 @@ class ScriptOptions:
     workers: int | None = None
     backups: str | None = None
     mode: str | None = None
+    gradients: str | None = None
+    parameters: str | None = None
     name: str | None = None
     checkpoint: str | None = None
     every_steps: int | None = None
@@ -201,6 +205,9 @@ def job_of_script(
         "workers": {"replicas": 2 if options.workers is None else options.workers},
         "update": update,
     }
+    codecs = {"gradients": options.gradients, "parameters": options.parameters}
+    if wire := {name: codec for name, codec in codecs.items() if codec is not None}:
+        spec["wire"] = wire
     if options.evaluator:
         spec["evaluator"] = {}
     if (checkpoint := options.checkpoint) is not None:

@@ -77,6 +77,14 @@ def run(
         typer.Option(help="Script only: backup workers, a number or percents such as 5%. [default: 0]"),
     ] = None,
     mode: Annotated[str | None, typer.Option(help="Script only: Sync or Async. [default: Sync]")] = None,
+    gradients: Annotated[
+        str | None,
+        typer.Option(help="Script only: how gradients travel: Exact, BFloat16, Int8 or Int4. [default: Exact]"),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="Script only: how parameters travel: Exact or BFloat16. [default: Exact]"),
+    ] = None,
     evaluator: Annotated[
         bool,
         typer.Option(
@@ -135,6 +143,8 @@ def run(
         workers=workers,
         backups=backups,
         mode=mode,
+        gradients=gradients,
+        parameters=parameters,
         name=name,
         checkpoint=checkpoint,
         every_steps=every_steps,

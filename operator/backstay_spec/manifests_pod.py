@@ -10,7 +10,7 @@ from backstay_spec import contract, names
 from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
-from backstay_spec.runtime import CheckpointConfig, RuntimeConfig, Trained
+from backstay_spec.runtime import CheckpointConfig, RuntimeConfig, Trained, WireConfig
 from backstay_spec.types import Json, TrainingJob, TrainingJobSpec
 
 CODE_VOLUME: Final = "backstay-code"
@@ -46,6 +46,11 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
         max_non_finite=spec.update.max_non_finite,
         max_staleness=spec.update.max_staleness,
         staleness_damping=spec.update.staleness_damping,
+        wire=WireConfig(
+            gradients=spec.wire.gradients,
+            parameters=spec.wire.parameters,
+            error_feedback=bool(spec.wire.error_feedback),
+        ),
         stall_seconds=spec.workers.stall_seconds,
         standbys=spec.parameter_servers.standbys,
         evaluator=spec.evaluator is not None,

@@ -303,6 +303,14 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be false in mode Sync, where no gradient is stale; it is for mode Async",
     ),
     Rule(
+        at="spec.wire",
+        field="errorFeedback",
+        reads=("gradients", "errorFeedback"),
+        cel="!(has(self.errorFeedback) && self.errorFeedback) || self.gradients == 'Int8' || self.gradients == 'Int4'",
+        holds=lambda wire: not wire.get("errorFeedback") or wire["gradients"] in ("Int8", "Int4"),
+        message="must be false unless spec.wire.gradients is Int8 or Int4, whose rounding it makes good",
+    ),
+    Rule(
         at="spec.checkpoint",
         field="volume",
         reads=("uri", "volume"),
@@ -511,6 +519,7 @@ CHANGES: Final[tuple[Change, ...]] = tuple(
         "update.maxNonFinite",
         "update.maxStaleness?",
         "update.stalenessDamping",
+        "wire",
         "checkpoint.uri?",
         "checkpoint.volume?",
         "checkpoint.continueFrom",

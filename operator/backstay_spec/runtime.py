@@ -23,6 +23,16 @@ class CheckpointConfig(BaseModel):
     continue_from: Literal["SameJob", "Any"] = "SameJob"
 
 
+class WireConfig(BaseModel):
+    """How tensors are encoded on the wire."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    gradients: Literal["Exact", "BFloat16", "Int8", "Int4"] = "Exact"
+    parameters: Literal["Exact", "BFloat16"] = "Exact"
+    error_feedback: bool = False
+
+
 class RuntimeConfig(BaseModel):
     """The job's settings for the runtime. Unknown fields are ignored: an older trainer runs under a newer operator."""
 
@@ -37,6 +47,7 @@ class RuntimeConfig(BaseModel):
     max_non_finite: int = Field(default=3, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
     staleness_damping: bool = False
+    wire: WireConfig = Field(default_factory=WireConfig)
     stall_seconds: float = Field(default=300, gt=0)
     standbys: int = Field(default=0, ge=0, le=1)
     evaluator: bool = False

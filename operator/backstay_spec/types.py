@@ -21,8 +21,10 @@ __all__ = [
     "Code",
     "Evaluator",
     "Gang",
+    "GradientCodec",
     "Json",
     "ObjectMeta",
+    "ParameterCodec",
     "ParameterServers",
     "RunPolicy",
     "Scheduling",
@@ -32,12 +34,15 @@ __all__ = [
     "Update",
     "UpdateMode",
     "Weighting",
+    "Wire",
     "Workers",
 ]
 
 Json: TypeAlias = dict[str, Any]
 """A Kubernetes object that we pass on: a pod template, a volume, an environment variable."""
 
+GradientCodec: TypeAlias = Literal["Exact", "BFloat16", "Int8", "Int4"]
+ParameterCodec: TypeAlias = Literal["Exact", "BFloat16"]
 UpdateMode: TypeAlias = Literal["Sync", "Async"]
 Weighting: TypeAlias = Literal["Equal", "Examples"]
 CleanPods: TypeAlias = Literal["Running", "All", "None"]
@@ -140,6 +145,21 @@ class Update(SpecModel):
 
     staleness_damping: bool = False
     """Async only: scale a gradient by 1/(1+staleness)."""
+
+
+class Wire(SpecModel):
+    """How tensors are encoded between workers and servers. Small leaves (fewer than 4,096 elements) always travel
+    exactly, and so do checkpoints."""
+
+    gradients: GradientCodec = "Exact"
+    """What workers send. `BFloat16` halves the bytes; `Int8` and `Int4` take about a quarter and an eighth."""
+
+    parameters: ParameterCodec = "Exact"
+    """What servers send. With `BFloat16` the servers keep full precision."""
+
+    error_feedback: bool | None = None
+    """Whether a worker adds what rounding took from a contribution to its next one. Needs `gradients: Int8` or `Int4`.
+    Absent: false."""
 
 
 class Checkpoint(SpecModel):
@@ -270,6 +290,9 @@ class TrainingJobSpec(SpecModel):
 
     update: Update = Field(default_factory=Update)
     """How gradients become updates."""
+
+    wire: Wire = Field(default_factory=Wire)
+    """How tensors are encoded between workers and servers."""
 
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Where and how often the job's state is stored."""

@@ -18,10 +18,12 @@ SETTINGS = {
     "steps": "10",
     "seed": "0",
     "clip_norm": "None",
+    "wire.gradients": "Exact",
 }
 CASES = [
     ({"steps": "11"}, ["steps is 11 in worker 3 and 10 in shard 0"]),
     ({"seed": "1"}, ["seed is 1 in worker 3 and 0 in shard 0"]),
+    ({"wire.gradients": "Int8"}, ["wire.gradients is Int8 in worker 3 and Exact in shard 0"]),
     ({"clip_norm": "0.5"}, ["clip_norm is 0.5 in worker 3 and None in shard 0"]),
     (
         {"layout": "ab", "optimizer": "bc", "optimizer_constants": "-0.01 0.9"},

@@ -45,6 +45,25 @@ def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
     assert words["metrics"]["squares"] == pytest.approx(float(expected["squares"]), rel=1e-9)
 
 
+def test_rounded_gradients_are_those_of_the_plain_loop_though_a_worker_dies(job) -> None:
+    """T4: what a codec rounds depends on seed, step and rank alone, not on shards or deaths; the result is exact."""
+    tiny = job(2, 2, wire={"gradients": "Int4", "parameters": "BFloat16"})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "8", "WIDTH": "600", "WIRE": "Int4,BFloat16"}
+    for shard in range(2):
+        tiny.server(shard)
+    stays = tiny.worker(0)
+    dies = tiny.worker(1, HOLD_AT="4")
+    tiny.wait_for(dies, "step 4/8")
+    dies.process.send_signal(signal.SIGKILL)
+    comes = tiny.worker(1, 1)
+    assert [pod.wait() for pod in (stays, comes, *tiny.pods[:2])] == [0, 0, 0, 0]
+    expected = tiny.reference()
+    assert_same(tiny.params(stays), expected)
+    assert_same(tiny.params(comes), expected)
+    tiny.environment["WIRE"] = "Exact,Exact"
+    assert any((expected[name] != value).any() for name, value in tiny.reference().items() if name.isdigit())
+
+
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_server_comes_back_from_the_newest_checkpoint(job, tmp_path: Path, shard: int) -> None:
     """T3, T4, T7: the others go back with it, in a higher term; the result is that of the plain loop."""

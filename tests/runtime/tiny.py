@@ -97,6 +97,8 @@ def main() -> None:
         arguments["optimizer"] = optax.sgd(1.0)
     if "START_FROM" in os.environ:
         arguments["start_from"] = os.environ["START_FROM"]
+    if "WIRE" in os.environ:
+        arguments["wire"] = backstay.Wire(*os.environ["WIRE"].split(","))
     world = os.environ.get("WORLD")
     if world is None:
         result = backstay.train(**arguments, log_every=0)

@@ -7,26 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._wire import frames
-from backstay._wire.frames import Cover, chunks, decode
+from backstay._wire.frames import Cover, chunks, decode, first_chunks
 from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Frame
 
 SIZES = st.lists(st.integers(0, 50), max_size=6)
 
 
-@given(SIZES, st.integers(1, 20))
-def test_chunks_are_each_byte_once_in_order(sizes: list[int], chunk: int) -> None:
-    spans = list(chunks(sizes, chunk))
-    assert [(b, i) for b, start, stop in spans for i in range(start, stop)] == [
-        (b, i) for b, size in enumerate(sizes) for i in range(size)
+@given(st.lists(SIZES, max_size=4), st.integers(1, 20))
+def test_chunks_are_each_byte_once_in_order(blocks: list[list[int]], chunk: int) -> None:
+    spans = list(chunks(blocks, chunk))
+    assert [(b, s, i) for _, (b, s, start, stop) in spans for i in range(start, stop)] == [
+        (b, s, i) for b, sections in enumerate(blocks) for s, size in enumerate(sections) for i in range(size)
     ]
-    assert all(0 < stop - start <= chunk for _, start, stop in spans)
+    assert all(0 < stop - start <= chunk for _, (_, _, start, stop) in spans)
+    assert all(offset == sum(blocks[b][:s]) + start for offset, (b, s, start, _) in spans)
 
 
 @given(SIZES, st.integers(1, 20), st.randoms())
 def test_blocks_may_come_in_any_order(sizes: list[int], chunk: int, random: object) -> None:
     """T1: whatever the order of the blocks, the whole is accepted, and only then."""
-    queues = [[s for s in chunks(sizes, chunk) if s[0] == b] for b in range(len(sizes))]
+    queues = [[s for _, s in first_chunks(sizes, chunk) if s[0] == b] for b in range(len(sizes))]
     queues = [queue for queue in queues if queue]
     cover = Cover(sizes)
     cover.announce(sum(sizes))

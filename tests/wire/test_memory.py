@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay._update._codecs import BlockWire
 from backstay._wire.memory import ALIGNMENT, BufferPool, aligned_empty, layout_offsets
 
 
@@ -26,7 +27,7 @@ def test_parts_are_aligned_and_apart(sizes: list[int]) -> None:
 
 
 def test_what_is_given_back_is_taken_again() -> None:
-    pool = BufferPool([12, 8], [np.dtype(np.float32), np.dtype(np.float64)], keep=1)
+    pool = BufferPool([BlockWire(3, np.dtype(np.float32)), BlockWire(1, np.dtype(np.float64))], keep=1)
     first = pool.take()
     assert [a.size for a in first.arrays] == [3, 1]
     first.blocks[0][:] = 0

@@ -111,7 +111,9 @@ class Scripted:
         self.cancelled: str | None = None
         self.closed = False
 
-    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+    def exchange(
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+    ) -> Pulled:
         self.asked.append((push is not None, min_version))
         version = self.versions.pop(0)
         if isinstance(version, Exception):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._data._dataset import TokenFile, from_dataset, from_iterator
     from ._result import Result
     from ._train import train
+    from ._update._codecs import Wire
     from .errors import BackstayError
 
 __version__: Final = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Result",
     "StartFrom",
     "TokenFile",
+    "Wire",
     "errors",
     "export",
     "from_dataset",
@@ -47,6 +49,7 @@ _HOMES: Final = {
     "StartFrom": "._checkpoint",
     "TokenFile": "._data._dataset",
     "export": "._checkpoint",
+    "Wire": "._update._codecs",
     "from_dataset": "._data._dataset",
     "from_iterator": "._data._dataset",
     "load": "._checkpoint",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ._roles._metrics import Metrics
     from ._roles._reports import OnUpdate, StopWhen
     from ._roles._script import Plan
+    from ._update._codecs import Wire
 
 __all__ = ["train"]
 
@@ -58,6 +59,7 @@ def train(
     on_update: OnUpdate | None = None,
     stop_when: StopWhen | None = None,
     evaluate_every: int | None = None,
+    wire: Wire | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of the job that the environment names.
 
@@ -94,6 +96,8 @@ def train(
             an evaluator.
         evaluate_every: in a single process, updates between two calls of `evaluate`; by default, with `stop_when`, a
             twentieth of `steps`, else it is called only at the end. In a job each checkpoint is evaluated.
+        wire: how tensors are encoded between workers and servers. In a job, `spec.wire` of the TrainingJob says it, and
+            an argument that differs is an error. One process rounds as a job does, so that results can be compared.
 
     Returns:
         The last parameters and model state. Only in a single process and in workers: parameter servers and
@@ -129,6 +133,7 @@ def train(
             on_update=on_update,
             stop_when=stop_when,
             evaluate_every=evaluate_every,
+            wire=wire,
         )
         if environment is None:
             return _alone(script)
@@ -243,7 +248,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
-    plan = script.plan(environment.config.shards)
+    plan = script.plan(environment.config.shards, _wire_of(environment))
     _LOG.debug("planned after %.2f s", time.monotonic() - began)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
@@ -264,6 +269,13 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     hand_over(environment.termination_log, ended, stop)
     _RETURNED.set()
     return result
+
+
+def _wire_of(environment: Environment) -> Wire:
+    from ._update._codecs import Wire
+
+    wire = environment.config.wire
+    return Wire(wire.gradients, wire.parameters, wire.error_feedback)
 
 
 def _share_compilations() -> None:

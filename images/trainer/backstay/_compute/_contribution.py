@@ -1,4 +1,4 @@
-"""What a worker computes between a pull and a push, behind one interface.
+"""One interface for everything that a worker computes between a pull and a push.
 
 The worker's loop knows three things only: it starts a `Computation` from parameters and a `BatchKey`, it gets a
 `Contribution`, and it sends the contribution's blocks and summary. A gradient of one batch is one computation. Local
@@ -9,8 +9,8 @@ To write another computation:
 1. Implement `Computation`. `start` gets the leaves of the partition's tree, in order, as the servers hold them: with
    model state these are the parameters and the state. Derive random keys from ``start.key.key``.
 2. Return a `Contribution` that has one array for each leaf of the same tree: `PackedContribution` takes them from a
-   jitted function that ends with `Layout.pack`. What a leaf's array means (a gradient, a difference, a new state) is
-   the business of the rule that updates the leaf on the server, and of nothing between.
+   jitted function that ends with `Layout.pack`. The meaning of a leaf's array (a gradient, a difference, or a new
+   state) is decided by the rule that updates the leaf on the server.
 3. Compute loss, metrics and `finite` in the same jitted function, so that all of it is ready together.
 4. Choose it in `backstay._roles._script.Script.computation`.
 """
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Start:
-    """What a contribution is computed from.
+    """The input of a contribution.
 
     Attributes:
         params: the pulled leaves of the partition's tree, in order, on the host or the device. On the host they lie
@@ -57,7 +57,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a contribution once it is computed; it travels with the end mark.
+    """Facts about a contribution, known once it is computed; they travel with the end mark.
 
     Attributes:
         finite: whether all that is contributed is finite. An update with a contribution that is not is skipped.
@@ -73,7 +73,7 @@ class Summary:
 
 
 class Contribution(Protocol):
-    """What one rank gives to one update, perhaps still being computed."""
+    """The part of one rank in one update, perhaps still being computed."""
 
     @property
     def key(self) -> BatchKey:
@@ -120,7 +120,7 @@ class Computation(Protocol):
 
         Raises:
             ConfigurationError: a function of the script returns something else than it should.
-            Whatever the script's functions raise.
+            Any exception that the script's functions raise.
         """
         ...
 
@@ -129,7 +129,7 @@ class Layout(Protocol):
     """How leaves lie in blocks (`backstay._wire.buffers.Arrangement`)."""
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """What travels, out of all leaves of the tree; to be traced."""
+        """The arrays that travel, out of all leaves of the tree; to be traced."""
         ...
 
     def gradient_blocks(self, packed_leaves: Sequence[Any]) -> Sequence[Sequence[np.ndarray]]:

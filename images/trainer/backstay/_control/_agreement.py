@@ -89,7 +89,9 @@ class Agreement:
         return f"{what} in {peer}: its constants have {_some(only_theirs)} where {here} has {_some(only_mine)}"
 
 
-_ARGUMENTS: Final = frozenset({"steps", "seed", "clip_norm", "has_state", "has_rng"})
+_ARGUMENTS: Final = frozenset(
+    {"steps", "seed", "clip_norm", "has_state", "has_rng", "wire.gradients", "wire.parameters", "wire.errorFeedback"}
+)
 
 
 def _some(texts: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from .._compute._placement import Placement
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
 from .._result import Result
+from .._update._codecs import Rounding, seed_of
 from .._update._objective import Objective
 from .._update._rules import called
 from .._update._tree import TreeSpec, describe
@@ -33,6 +34,8 @@ from ._script import Script, evaluation_of
 __all__ = ["AHEAD", "Report", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
+
+_NO_WORDS: Final = np.zeros(2, np.uint32)
 
 AHEAD: Final = 2
 """How many steps are dispatched before the host waits for the first of them."""
@@ -100,8 +103,9 @@ def train_alone(
     model = script.initial()
     tree = describe(model, has_state=script.has_state)
     placement = Placement(devices)
-    carry = _first(model, tree, script, placement)
-    step = _step_of(script, tree, placement)
+    rounding = None if script.wire is None or script.wire.exact else Rounding(tree, script.wire)
+    carry = _first(model, tree, script, placement, rounding)
+    step = _step_of(script, tree, placement, rounding)
     fetch, close = _fetching(script, placement)
     judge = _Judge(tree, max_non_finite)
     waiting: deque[Report] = deque()
@@ -117,7 +121,8 @@ def train_alone(
         for number in range(script.steps):
             key = BatchKey(step=number, rank=0, world=1, seed=script.seed)
             batch = fetch(key)
-            carry, outcome = step(carry, batch)
+            words = _NO_WORDS if rounding is None else seed_of(script.seed, number, 0)
+            carry, outcome = step(carry, batch, words)
             shown = bool(model_every) and (number + 1) % model_every == 0
             newest = Report(number + 1, examples_of(batch), outcome, _model(carry, tree) if shown else None)
             waiting.append(newest)
@@ -164,7 +169,9 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
     return model if tree.has_state else (model, None)
 
 
-def _first(model: Any, tree: TreeSpec, script: Script, placement: Placement) -> dict[str, Any]:
+def _first(
+    model: Any, tree: TreeSpec, script: Script, placement: Placement, rounding: Rounding | None
+) -> dict[str, Any]:
     """The values that each step passes to the next, copied, because their memory is donated."""
     count = len(tree.parameters.leaves)
     leaves = [
@@ -176,20 +183,28 @@ def _first(model: Any, tree: TreeSpec, script: Script, placement: Placement) -> 
     # The optimizer's state may be the same arrays as the parameters.
     held = jax.tree_util.tree_map(lambda leaf: leaf.copy(), held)
     carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": jnp.uint32(0)}
+    carry["residual"] = [] if rounding is None else rounding.no_residual(leaves[:count])
     placed: dict[str, Any] = jax.device_put(carry, placement.everywhere)
     return placed
 
 
-def _step_of(script: Script, tree: TreeSpec, placement: Placement) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """``(carry, batch) -> (carry, outcome)``, compiled for each shape of batch; `carry` is donated."""
+def _step_of(
+    script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """``(carry, batch, words) -> (carry, outcome)``, compiled for each shape of batch; `carry` is donated. `words` seed
+    the rounding."""
     objective = Objective(script.loss, tree, has_rng=script.has_rng, seed=script.seed)
     optimizer, count = script.optimizer, len(tree.parameters.leaves)
 
-    def step(carry: Any, batch: Any) -> Any:
+    def step(carry: Any, batch: Any, words: Any) -> Any:
         number = carry["step"]
         at = jnp.stack([number, jnp.zeros_like(number)])
-        made = objective([*carry["params"], *carry["state"]], batch, at)
-        gradients, state = made.leaves[:count], made.leaves[count:]
+        model, residual = [*carry["params"], *carry["state"]], carry["residual"]
+        made = objective(model if rounding is None else rounding.parameters(model), batch, at)
+        computed, state = made.leaves[:count], made.leaves[count:]
+        gradients = computed
+        if rounding is not None:
+            gradients, residual = rounding.contribution(computed, residual, words)
         clipped = gradients if script.clip_norm is None else _clipped(gradients, script.clip_norm)
         params = tree.parameters.unflatten(carry["params"])
 
@@ -198,11 +213,11 @@ def _step_of(script: Script, tree: TreeSpec, placement: Placement) -> Callable[[
             return optax.apply_updates(params, updates), held
 
         new, held = called("update", optimizer, update)
-        after = {"params": jax.tree_util.tree_leaves(new), "state": state, "optimizer": held}
+        after = {"params": jax.tree_util.tree_leaves(new), "state": state, "optimizer": held, "residual": residual}
         before = {name: carry[name] for name in after}
         kept = jax.tree_util.tree_map(lambda a, b: jnp.where(made.finite, a, b), after, before)
         # Read in the first steps only; afterwards it costs nothing.
-        nonzero = jax.lax.cond(number < UPDATES, _any_nonzero, lambda each: jnp.ones(len(each), bool), gradients)
+        nonzero = jax.lax.cond(number < UPDATES, _any_nonzero, lambda each: jnp.ones(len(each), bool), computed)
         outcome = {"loss": made.loss, "metrics": made.metrics, "finite": made.finite, "nonzero": nonzero}
         return kept | {"step": number + 1}, outcome
 

@@ -84,6 +84,7 @@ def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str,
         "update.mode": config.mode,
         "update.weighting": config.weighting,
         "update.stalenessDamping": str(config.staleness_damping),
+        **plan.wire.settings(),
     }
 
 

@@ -84,5 +84,6 @@ def build(term: Rollback, environment: Environment, script: Script, plan: Plan, 
             (least,) if config.grace_seconds == 0.0 else range(least, world + 1),
             weighted=config.staleness_damping or config.weighting == "Examples",
             clipped=script.clip_norm is not None,
+            wires=plan.wires[shard].gradients,
         )
     return engine

@@ -22,6 +22,7 @@ from .._compute._gradient import Gradient, GradientFn
 from .._compute._initial import initial
 from .._data._batch_key import BatchKey
 from .._result import Result
+from .._update._codecs import Rounding, Wire
 from .._update._kernels import Mean, enable_x64, mean, state_mean
 from .._update._rules import called
 from .._update._tree import describe
@@ -76,6 +77,7 @@ def train_local(
     deterministic: bool = False,
     devices: Any = None,
     on_update: Callable[[Update], object] | None = None,
+    wire: Wire | None = None,
 ) -> Result:
     """Train in this process.
 
@@ -94,6 +96,8 @@ def train_local(
         max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
         deterministic, devices: see `GradientFn`.
         on_update: called after each update; training ends when it returns True.
+        wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
+            The parameters that are updated, and the result, keep full precision.
 
     Raises:
         ConfigurationError: an argument or what a function returns is wrong.
@@ -114,10 +118,13 @@ def train_local(
     averaged = jax.jit(_average, static_argnums=(1, 2))
     squares = jax.jit(_squares)
     zero_leaves, untrained = ZeroLeaves(tree), Untrained()
+    rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     newest: Gradient | None = None
     bad_in_a_row = 0
     for step in range(steps):
         model = (params, model_state) if has_state else params
+        if rounding is not None:
+            model = tree.unflatten(rounding.parameters(jax.tree_util.tree_leaves(model)))
         gradients = [
             gradient_of(model, batches(BatchKey(step=step, rank=rank, world=world, seed=seed)), (step, rank))
             for rank in range(world)
@@ -139,12 +146,16 @@ def train_local(
                 )
         else:
             bad_in_a_row = 0
-            leaves = newest.leaves
+            contributions = [gradient.leaves for gradient in gradients]
+            if rounding is not None:
+                contributions = [
+                    rounding.gradients(leaves, seed, step, rank) for rank, leaves in enumerate(contributions)
+                ]
+            leaves = contributions[-1]
             if world > 1:
                 how = Mean.of([1.0] * world, world, 1.0)
                 wide = np.dtype(np.float64)
-                parts = [gradient.leaves for gradient in gradients]
-                leaves = averaged(parts, count, how.form, how.scalars(wide), how.state_scalars(wide))
+                leaves = averaged(contributions, count, how.form, how.scalars(wide), how.state_scalars(wide))
             leaves, new_state = leaves[:count], leaves[count:]
             factor = 1.0
             if clip_norm is not None:

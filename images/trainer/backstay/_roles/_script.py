@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .._checkpoint import Origin, StartFrom
     from .._compute._contribution import Computation, Layout
     from .._control import Agreement
+    from .._update._codecs import ShardWire, Wire
     from .._update._partition import Partition
     from .._update._rules import Rule
     from .._update._tree import TreeSpec
@@ -33,11 +34,20 @@ class Plan:
 
     Attributes:
         arguments: those of `train` that must be the same in every pod, as text.
+        wire: the codecs.
     """
 
     partition: Partition
     rule: Rule
     arguments: Mapping[str, str]
+    wire: Wire
+
+    @cached_property
+    def wires(self) -> tuple[ShardWire, ...]:
+        """How the blocks of each shard travel."""
+        from .._update._codecs import coded_leaves, shard_wires
+
+        return shard_wires(self.partition, self.wire, coded_leaves(self.partition.tree, self.wire))
 
     @cached_property
     def agreement(self) -> Agreement:
@@ -54,6 +64,7 @@ class Plan:
             CONSTANTS: " ".join(self.rule.program.constants),
             SOFTWARE: f"jax {jax.__version__} with x64 {'on' if jax.config.values['jax_enable_x64'] else 'off'}",
             **self.arguments,
+            **self.wire.settings(),
         }
         leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
         return Agreement(tuple(leaves), settings)
@@ -79,6 +90,7 @@ class Script:
     on_update: OnUpdate | None = None
     stop_when: StopWhen | None = None
     evaluate_every: int | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -109,19 +121,31 @@ class Script:
         if not 0.0 <= self.log_every < math.inf:
             raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
 
-    def plan(self, shards: int) -> Plan:
+    def plan(self, shards: int, wire: Wire | None = None) -> Plan:
         """Trace `init` and the optimizer over shapes only; nothing is computed.
 
+        Args:
+            shards: of the job.
+            wire: the job's codecs; None: everything travels exactly.
+
         Raises:
+            ConfigurationError: the script asks for other codecs than the job's.
             TreeError: `init` returned something that cannot be trained.
             OptimizerError: the optimizer cannot be computed by so many shards.
         """
         import jax
 
+        from .._update._codecs import Wire, coded_leaves
         from .._update._partition import partition
         from .._update._rules import analyse
         from .._update._tree import describe
 
+        wire = wire or Wire()
+        if self.wire is not None and self.wire != wire:
+            raise ConfigurationError(
+                f"wire is {self.wire} in the script, and {wire} in the job: spec.wire of the TrainingJob must say the "
+                "same, or train must leave `wire` out"
+            )
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
         rule = analyse(self.optimizer, tree)
         arguments = {
@@ -131,7 +155,7 @@ class Script:
             "has_rng": str(self.has_rng),
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
         }
-        return Plan(partition(tree, rule, shards), rule, arguments)
+        return Plan(partition(tree, rule, shards, coded=coded_leaves(tree, wire)), rule, arguments, wire)
 
     def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
         """What a worker computes between a pull and a push.

@@ -159,6 +159,7 @@ class Server:
             on_checkpoint=self._writer,
             standbys=self._replication,
             timeouts=environment.timeouts,
+            wire=plan.wires[self.shard],
         )
         if inherited is None:
             self._http = http_port(metrics, lambda: self._ready, environment)

@@ -28,6 +28,7 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
+from .._compute._encoding import Encoder
 from .._compute._placement import Placement
 from .._control import ControlClient, Heartbeats, News
 from .._coordination import Outcome, Rate
@@ -127,7 +128,11 @@ class Worker:
         self._key_step = 0
         self._term = 0
         self._version = 0  # of the newest parameters of this term
-        self._bytes = plan.partition.tree.nbytes
+        self._encoder = Encoder(
+            [wire.gradients for wire in plan.wires], script.seed, error_feedback=plan.wire.error_feedback
+        )
+        self._sent = sum(block.nbytes for wire in plan.wires for block in wire.gradients)
+        self._received = sum(block.nbytes for wire in plan.wires for block in wire.parameters)
         self._last: Summary | None = None  # of the newest contribution
         self._compiled = False
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation asks for next
@@ -251,6 +256,18 @@ class Worker:
         info = _Once(partial(self._info, contribution))
         key_step = contribution.key.step
         _instrument.reach("push", key_step)
+        with self._encoder.sending(contribution) as sending:
+            pulled, params, known = self._send(at, key_step, sending.blocks, info)
+            if known and pulled.outcome == RejectReason.REJECT_UNSPECIFIED and info().finite:
+                sending.applied()
+            elif known:
+                sending.dropped()
+        return pulled, params
+
+    def _send(
+        self, at: Pulled, key_step: int, blocks: Sequence[Sequence[Any]], info: Callable[[], GradientInfo]
+    ) -> tuple[Pulled, Sequence[Any], bool]:
+        """As `_exchange`; also whether `Pulled.outcome` is that of this contribution."""
         while True:
             self._attempt += 1
             identity = GradientId(
@@ -264,7 +281,7 @@ class Worker:
             began = time.monotonic()
             try:
                 with _instrument.span("exchange", key_step):
-                    pulled, params = self._pull(Push(identity, contribution.blocks, info), 0)
+                    pulled, params = self._pull(Push(identity, blocks, info), 0)
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -275,7 +292,7 @@ class Worker:
                     continue  # what it was computed for has not happened yet: send the same again
                 self._seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
-                return pulled, params
+                return pulled, params, False
             self._observe(pulled, identity, began, time.monotonic())
             outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
             self._metrics.worker_contributions(outcome.value).inc()
@@ -284,7 +301,7 @@ class Worker:
             self._seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied=applied)
             self._learn(pulled, key_step)
             self._count(pulled, info())
-            return pulled, params
+            return pulled, params, True
 
     def _observe(self, pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
         """Keep the parts of an exchange as spans."""
@@ -312,8 +329,8 @@ class Worker:
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
         self._metrics.worker_examples.inc(info.examples)
-        self._metrics.tensor_bytes("sent").inc(self._bytes)
-        self._metrics.tensor_bytes("received").inc(self._bytes)
+        self._metrics.tensor_bytes("sent").inc(self._sent)
+        self._metrics.tensor_bytes("received").inc(self._received)
         last = pulled.version >= self._script.steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
@@ -330,11 +347,11 @@ class Worker:
 
     # ---- Connections ----
 
-    def _pull(self, push: Push | None, min_version: int) -> tuple[Pulled, Sequence[Any]]:
+    def _pull(self, push: Push | None, min_version: int, *, exact: bool = False) -> tuple[Pulled, Sequence[Any]]:
         if self._streams is None:
             raise PeerLost("not connected")
         slot = self._buffers.take()
-        pulled = self._streams.exchange_all(push, min_version, slot.blocks)
+        pulled = self._streams.exchange_all(push, min_version, slot.blocks, exact=exact)
         return pulled, slot.host() if self._computation.on_host else slot.params()
 
     def _start(self) -> tuple[Pulled, Sequence[Any]]:
@@ -394,6 +411,7 @@ class Worker:
             [self._hello(shard, reply) for shard, reply in enumerate(replies)],
             token=self._env.token,
             mode=self._env.config.mode,
+            wires=self._plan.wires,
         )
         self._joined = True
         if not self._compiled and self._prepared is None:
@@ -429,6 +447,13 @@ class Worker:
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
         """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
         self._heart.activity = LEAVING
+        if self._plan.wire.parameters != "Exact":  # the result is what the servers hold
+            try:
+                pulled, params = self._pull(None, pulled.version, exact=True)
+            except (PeerLost, Refused) as error:
+                if not self._heart.news.done:
+                    return None
+                _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
         params, state = model if self._script.has_state else (model, None)
         loss = None if self._last is None else self._last.loss

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from backstay_rpc.control_pb2 import Applied, Commit, Contribution, Norm, NormRequest, RejectReason, ReplicaState, Save
 
@@ -21,6 +21,9 @@ from ._published import Published, Publisher
 from ._replication import Replica
 from ._staging import Gradient, Gradients, describe
 from ._standbys import Hold, Standbys
+
+if TYPE_CHECKING:
+    from .._update._codecs import BlockWire
 
 __all__ = ["Applier", "Term"]
 
@@ -74,18 +77,18 @@ class Applier:
         mode: UpdateMode,
         coordination: Coordination,
         hook: CheckpointHook | None,
-        blocks: int,
+        wires: Sequence[BlockWire],
     ) -> None:
         """
         Args:
             lock: the shard's, which guards `gradients` and `publisher`; streams wait for its notifications.
             coordination: gets the reports.
             hook: see `CheckpointHook`; None: the job stores nothing.
-            blocks: their number.
+            wires: how the blocks of parameters travel.
         """
         self._lock = lock
         self._gradients, self._publisher, self._standbys = gradients, publisher, standbys
-        self._mode, self._coordination, self._hook, self._blocks = mode, coordination, hook, blocks
+        self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, tuple(wires)
         self._current: Term | None = None
 
     def begin(self, term: Term) -> None:
@@ -200,23 +203,29 @@ class Applier:
 
         `hold` waits until the standby has the version too: no stream gets the last block before that.
         """
-        published = Published(term.version, term.world, self._blocks, term.offset)
+        count = len(self._wires)
+        published = Published(term.version, term.world, count, term.offset)
         try:
-            if hold is not None and self._blocks < 2:
+            if hold is not None and count < 2:
                 hold()
-            if self._blocks:
-                published.put(0, term.engine.block(0))
+            if count:
+                self._put(published, term.engine, 0)
             with self._lock:
                 if term is self._current:
                     self._publisher.publish(published)
                     self._lock.notify_all()
-            for b in range(1, self._blocks):
-                if hold is not None and b == self._blocks - 1:
+            for b in range(1, count):
+                if hold is not None and b == count - 1:
                     hold()
-                published.put(b, term.engine.block(b))
+                self._put(published, term.engine, b)
         except BaseException:
             published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
             raise
+
+    def _put(self, published: Published, engine: Engine, b: int) -> None:
+        """Hand out a block when it is computed, encoded once for all streams."""
+        data, wire = engine.block(b), self._wires[b]
+        published.put(b, data, None if wire.codec is None else wire.encode(data))
 
     def _save(self, term: Term) -> None:
         if self._hook is not None and term is self._current:

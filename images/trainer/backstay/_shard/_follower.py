@@ -15,6 +15,7 @@ from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, Replica
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
+from .._update._codecs import ShardWire
 from .._update._engine import ShardEngine, array_specs
 from .._wire.frames import Cover, kind_of
 from .._wire.memory import BufferPool, Staging
@@ -64,7 +65,7 @@ class Follower:
         self._partition, self._shard, self._rule = partition, shard, rule
         layout = partition.shards[shard]
         self._sizes = block_nbytes(layout)
-        self._pool = BufferPool(self._sizes, [np.dtype(block.dtype) for block in layout.blocks])
+        self._pool = BufferPool(ShardWire.exactly(layout.blocks).exact)
         self._dtypes = {spec.key: spec.dtype for spec in array_specs(rule)}
         self._lock = threading.Lock()
         self._held: Held | None = None

@@ -97,7 +97,7 @@ class Prepared:
             copy: whether it must outlive the gradients.
         """
         weights = [contribution.weight for contribution in contributions]
-        if weights == [1.0]:
+        if weights == [1.0] and all(isinstance(block, np.ndarray) for block in gradients[0]):
             alone = cls(version, contributions, gradients[0], infos, borrowed=True)
             return alone.kept() if copy else alone
         mean = engine.mean(gradients, weights=weights, divisor=len(weights))

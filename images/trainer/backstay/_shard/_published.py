@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -28,14 +29,14 @@ class Published:
         self.version = version
         self.world = world
         self.offset = offset
-        self._blocks: list[np.ndarray | None] = [None] * blocks
+        self._blocks: list[tuple[np.ndarray, Any] | None] = [None] * blocks
         self._changed = threading.Condition()
         self._stopped: Refusal | None = None
 
-    def put(self, b: int, data: np.ndarray) -> None:
-        """Block `b` is computed."""
+    def put(self, b: int, data: np.ndarray, encoded: Any = None) -> None:
+        """Block `b` is computed. `encoded`: the block as it travels; None where that is `data`."""
         with self._changed:
-            self._blocks[b] = data
+            self._blocks[b] = data, data if encoded is None else encoded
             self._changed.notify_all()
 
     def stop(self, why: Refusal) -> None:
@@ -46,6 +47,13 @@ class Published:
 
     def block(self, b: int) -> np.ndarray:
         """Waits for block `b`. Raises `Refusal` when it will not come."""
+        return self._wait(b)[0]
+
+    def encoded(self, b: int) -> Any:
+        """Waits for block `b`, as it travels. Raises as `block`."""
+        return self._wait(b)[1]
+
+    def _wait(self, b: int) -> tuple[np.ndarray, Any]:
         data = self._blocks[b]
         if data is not None:
             return data

@@ -19,8 +19,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
@@ -40,8 +38,8 @@ from backstay_rpc.control_pb2 import (
 from .._coordination import MODES, Mode
 from .._coordination.seam import Coordination, Message
 from .._timeouts import Timeouts
-from .._wire.memory import BufferPool
-from .._wire.seam import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal, block_nbytes
+from .._update._codecs import ShardWire
+from .._wire.seam import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
 from ..errors import Superseded
 from ._admission import Admission
 from ._applying import Applier, Term
@@ -73,6 +71,7 @@ class ShardRuntime:
         on_checkpoint: CheckpointHook | None = None,
         standbys: Standbys | None = None,
         timeouts: Timeouts | None = None,
+        wire: ShardWire | None = None,
     ) -> None:
         """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
 
@@ -85,18 +84,19 @@ class ShardRuntime:
             on_checkpoint: see `CheckpointHook`.
             standbys: this shard's; None when the job has none.
             timeouts: None for the usual ones.
+            wire: how the shard's blocks travel; None: exactly.
         """
         self._times = timeouts or Timeouts()
         self._standbys = standbys or NoStandbys()
         self._shard = layout.shard
-        self._sizes = block_nbytes(layout)
+        self.wire = wire or ShardWire.exactly(layout.blocks)
         self._coordination = coordination
         self._mode = MODES[mode]
 
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
         self._work = threading.Condition(lock)  # the apply thread waits for it
-        self._gradients = Gradients(BufferPool(self._sizes, [np.dtype(b.dtype) for b in layout.blocks]))
+        self._gradients = Gradients(self.wire.gradients)
         self._admission = Admission(self._shard, incarnation, digest)
         self._orders = Orders()
         self._publisher = Publisher(self._mode)
@@ -108,7 +108,7 @@ class ShardRuntime:
             self._mode,
             coordination,
             on_checkpoint,
-            len(self._sizes),
+            self.wire.parameters,
         )
         self._current: Term | None = None
         self._stopped: Refusal | None = None
@@ -180,10 +180,6 @@ class ShardRuntime:
         return stopped.message if stopped is not None and stopped.code == "INTERNAL" else None
 
     # ---- ShardPort: called by streams ----
-
-    @property
-    def block_nbytes(self) -> tuple[int, ...]:
-        return self._sizes
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
@@ -271,6 +267,7 @@ class ShardRuntime:
                 world=published.world,
                 offset=published.offset,
                 block=published.block,
+                encoded=published.encoded,
                 outcome=outcome,
                 next_key_step=next_key_step,
                 # Training may end before the version that workers expect.

@@ -7,13 +7,16 @@ gradient belongs to the shard. Not thread-safe: `ShardRuntime` calls it under it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from backstay_rpc.control_pb2 import GradientId, GradientInfo, Part, RejectReason
 
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal
+
+if TYPE_CHECKING:
+    from .._update._codecs import BlockWire
 
 __all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "check_address", "describe", "key_of"]
 
@@ -64,12 +67,13 @@ class Gradient:
         next_key_step: told by the rejection.
     """
 
-    __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging")
+    __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging", "wires")
 
-    def __init__(self, gradient: GradientId, staging: Staging) -> None:
+    def __init__(self, gradient: GradientId, staging: Staging, wires: Sequence[BlockWire]) -> None:
         self.id = gradient
         self.info = GradientInfo()
         self.staging: Staging | None = staging
+        self.wires = wires
         self.complete = False
         self.finished = False
         self.applied: int | None = None
@@ -82,12 +86,22 @@ class Gradient:
             raise RuntimeError(f"{describe(self.id)} is not in staging any more")
         return self.staging.blocks
 
+    def check(self) -> None:
+        """Raises `Refusal`, `INVALID_ARGUMENT`, when what was received is not what the codec makes."""
+        if self.staging is None:
+            return
+        for index, (wire, block) in enumerate(zip(self.wires, self.staging.arrays, strict=True)):
+            if (why := wire.refuse(block)) is not None:
+                raise Refusal("INVALID_ARGUMENT", f"block {index} of {describe(self.id)}: {why}")
+
 
 class Gradients:
     """The books."""
 
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
+    def __init__(self, wires: Sequence[BlockWire]) -> None:
+        """`wires`: how the blocks of contributions travel."""
+        self._wires = tuple(wires)
+        self._pool = BufferPool(self._wires)
         self._held: dict[GradientKey, Gradient] = {}
 
     def __iter__(self) -> Iterator[Gradient]:
@@ -110,7 +124,7 @@ class Gradients:
             raise Refusal(
                 "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
             )
-        entry = self._held[key] = Gradient(gradient, self._pool.take())
+        entry = self._held[key] = Gradient(gradient, self._pool.take(), self._wires)
         return entry
 
     def find(self, gradient: GradientId) -> Gradient | None:

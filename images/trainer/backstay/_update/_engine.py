@@ -12,12 +12,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import CheckpointError
+from ._codecs import BlockWire
 from ._kernels import FUSED, Kernels, Mean, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
@@ -145,27 +146,37 @@ class ShardEngine:
     def blocks(self) -> tuple[Block, ...]:
         return self._layout.blocks
 
-    def compile(self, contributions: Sequence[int] = (1,), *, weighted: bool = False, clipped: bool = False) -> None:
+    def compile(
+        self,
+        contributions: Sequence[int] = (1,),
+        *,
+        weighted: bool = False,
+        clipped: bool = False,
+        wires: Sequence[BlockWire] | None = None,
+    ) -> None:
         """Compile what `apply` will run, before the first gradient is there.
 
         Args:
             contributions: how many gradients an update may have.
             weighted: whether updates may have weights other than 1.
             clipped: whether updates may have clip factors other than 1; compiles `sum_of_squares` too.
+            wires: how each block of a contribution travels; None: as an array.
         """
+        plain = [np.zeros(block.size, block.dtype) for block in self._layout.blocks]
+        encoded = plain if wires is None else [wire.zero() for wire in wires]
         done: set[object] = set()
         if max(contributions, default=0) > FUSED:
-            self._warm_fold()
+            self._warm_fold(encoded)
         # More contributions than that are one, their mean, where an update is computed.
-        for count in sorted({count if count <= FUSED else 1 for count in contributions}):
+        for count in sorted({count if count <= FUSED else 0 for count in contributions}):
             for factor in (1.0, 0.5) if clipped else (1.0,):
-                for weight in (1.0, 0.5) if weighted else (1.0,):
-                    mean = Mean.of([weight] * count, count, factor)
-                    self._warm(mean, done, clipped)
+                for weight in (1.0, 0.5) if weighted and count else (1.0,):
+                    mean = Mean.of([weight] * max(1, count), max(1, count), factor)
+                    self._warm(mean, done, clipped, encoded if count else plain)
 
     def apply(
         self,
-        gradients: Sequence[Sequence[Array]],
+        gradients: Sequence[Sequence[Any]],
         *,
         weights: Sequence[float] | None = None,
         divisor: int = 1,
@@ -179,8 +190,8 @@ class ShardEngine:
 
         Args:
             gradients: ``gradients[k][b]``, contribution k in order of rank, block b of this shard: 1-D of the block's
-                dtype and size. 64-byte-aligned memory is used where it lies: it must stay unchanged until
-                `ready(b)`; other memory is copied.
+                dtype and size, or `Encoded`. 64-byte-aligned memory is used where it lies: it must stay unchanged
+                until `ready(b)`; other memory is copied.
             weights: one for each contribution; None is all 1.
             divisor: usually the number of contributions.
             clip_factor: `clip_factor(...)` of `backstay._clip`, or 1.
@@ -237,7 +248,7 @@ class ShardEngine:
                 if not param.is_deleted():
                     return _view(param)
 
-    def mean(self, gradients: Sequence[Sequence[Array]], *, weights: Sequence[float], divisor: int) -> list[jax.Array]:
+    def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: int) -> list[jax.Array]:
         """Their mean, block by block and not waited for; what it is computed from must not change before it is there.
 
         `apply` of it alone is an update that another engine can repeat bit for bit.
@@ -254,7 +265,7 @@ class ShardEngine:
         ]
 
     def sum_of_squares(
-        self, gradients: Sequence[Sequence[Array]], weights: Sequence[float] | None = None, divisor: int = 1
+        self, gradients: Sequence[Sequence[Any]], weights: Sequence[float] | None = None, divisor: int = 1
     ) -> float:
         """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments. The model
         state is not a part of it."""
@@ -385,7 +396,7 @@ class ShardEngine:
     def _scalars(self, block: Block, mean: Mean) -> tuple[Any, ...]:
         return mean.scalars(block.dtype) if block.trained else mean.state_scalars(block.dtype)
 
-    def _check(self, gradients: Sequence[Sequence[Array]], mean: Mean) -> None:
+    def _check(self, gradients: Sequence[Sequence[Any]], mean: Mean) -> None:
         if len(gradients) != mean.count:
             raise ValueError(f"{len(gradients)} gradients and {mean.count} weights: must be as many")
         for rank, contribution in enumerate(gradients):
@@ -412,22 +423,28 @@ class ShardEngine:
             for index, block in enumerate(self._layout.blocks)
         ]
 
-    def _warm_fold(self) -> None:
+    def _warm_fold(self, zeros: Sequence[Any]) -> None:
         mean = Mean.of([1.0] * (2 * FUSED), 2 * FUSED, 1.0)
-        for block in {(block.size, block.dtype, block.trained): block for block in self._layout.blocks}.values():
-            zero = _device(np.zeros(block.size, block.dtype))
-            self._kernels.folded((zero,) * mean.count, self._scalars(block, mean), trained=block.trained)
+        done: set[object] = set()
+        for block, zero in zip(self._layout.blocks, zeros, strict=True):
+            kind = (block.size, block.dtype, block.trained, type(zero))
+            if kind not in done:
+                done.add(kind)
+                values = (_device(zero),) * mean.count
+                self._kernels.folded(values, self._scalars(block, mean), trained=block.trained)
 
-    def _warm(self, mean: Mean, done: set[object], clipped: bool) -> None:
+    def _warm(self, mean: Mean, done: set[object], clipped: bool, zeros: Sequence[Any]) -> None:
         """Run each distinct executable once, on zeros."""
         _, scalars = self._kernels.advance(self._shared, self._wanted)
         for index, block in enumerate(self._layout.blocks):
-            zero = _device(np.zeros(block.size, block.dtype))
-            if clipped and block.trained and (squares := ("squares", mean.form, block.dtype, block.size)) not in done:
+            kind = type(zeros[index])
+            zero = _device(zeros[index])
+            squares = ("squares", mean.form, block.dtype, block.size, kind)
+            if clipped and block.trained and squares not in done:
                 done.add(squares)
                 with enable_x64():
                     self._kernels.squares(mean)((zero,) * mean.count, mean.scalars(block.dtype))
-            key = (block.rule, mean.form, block.dtype, block.size)
+            key = (block.rule, mean.form, block.dtype, block.size, kind)
             if key in done or (stretch := self._stretches.get(index)) is None:
                 continue
             done.add(key)
@@ -439,13 +456,10 @@ class ShardEngine:
                 fresh[0], fresh[1:], (zero,) * mean.count, uniform, self._scalars(block, mean)
             )
         for whole in self._wholes:
-            if (group := (whole.group.program, mean.form)) in done:
+            if (group := (whole.group.program, mean.form, *(type(zeros[index]) for index in whole.blocks))) in done:
                 continue
             done.add(group)
-            own = tuple(
-                (_device(np.zeros(self._layout.blocks[i].size, self._layout.blocks[i].dtype)),) * mean.count
-                for i in whole.blocks
-            )
+            own = tuple((_device(zeros[index]),) * mean.count for index in whole.blocks)
             needed = [self._shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
             params, states = jax.tree_util.tree_map(lambda value: value.copy(), (whole.params, whole.states))
             self._kernels.whole(whole.group.program, mean)(
@@ -485,9 +499,9 @@ def _entry(key: str, value: Array) -> Entry:
     return Entry(key, 0, value.size, value)
 
 
-def _device(value: Array) -> jax.Array:
-    """On the device, where it lies if it is aligned."""
-    return cast("jax.Array", jax.device_put(value, may_alias=True))
+def _device(value: Any) -> Any:
+    """On the device, where it lies if it is aligned: an array, or `Encoded`."""
+    return jax.device_put(value, may_alias=True)
 
 
 def _own(value: Array) -> jax.Array:

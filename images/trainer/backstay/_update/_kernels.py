@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._codecs import Encoded
 from ._rules import ElementwiseProgram, Rule, StateProgram, WholeProgram
 from ._tree import is_low_precision
 
@@ -75,10 +76,12 @@ def _real(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
 def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
     """``factor * (w0 * g0 + w1 * g1 + ...) / divisor`` in that order. To be traced; see `Mean`.
 
-    Sums of floats narrower than 32 bits are made in float32 and rounded once.
+    Sums of floats narrower than 32 bits are made in float32 and rounded once. What is `Encoded` is decoded as it is
+    added: no decoded copy of a contribution exists.
     """
     _, weighted, divided, clipped = form
     weights, divisor, factor = scalars
+    values = [_decoded(value) for value in values]
     dtype = values[0].dtype
     wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
     total = None
@@ -93,6 +96,10 @@ def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Seq
     if clipped:
         total = total * factor.astype(wide)
     return total.astype(dtype)
+
+
+def _decoded(value: Any) -> Any:
+    return value.decode() if isinstance(value, Encoded) else value
 
 
 def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
@@ -212,7 +219,7 @@ class Kernels:
 
         def add(total: Any, equal: Any, first: Any, group: Any, weights: Any, counts: Any) -> Any:
             for index, value in enumerate(group):
-                term = jnp.where(counts[index], value.astype(wide) * weights[index].astype(wide), 0)
+                term = jnp.where(counts[index], _decoded(value).astype(wide) * weights[index].astype(wide), 0)
                 total = term if total is None else total + term
                 if not trained:
                     equal = value == first if equal is None else equal & (value == first)

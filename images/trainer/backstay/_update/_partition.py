@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ..errors import ConfigurationError
+from ._codecs import GROUP
 from ._tree import LeafSpec, TreeSpec
 
 BLOCK_BYTES: Final = 4 << 20
@@ -52,6 +53,9 @@ class Block:
     The pieces cover it without gaps in order of offset. `rule` is the program of `backstay._update._rules` that updates
     it: blocks of equal rule, dtype and size run the same executable when the rule is elementwise. `trained` is False
     for blocks of the model state, whose values no codec may change.
+
+    `coded`: a codec may encode it. Then each piece begins and ends with a group of its leaf
+    (`backstay._update._codecs`), except where the block is one whole leaf.
     """
 
     dtype: np.dtype[Any]
@@ -59,6 +63,7 @@ class Block:
     pieces: tuple[Piece, ...]
     rule: int
     trained: bool = True
+    coded: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +133,13 @@ class _Range:
     stop: int
 
 
-def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BLOCK_BYTES) -> Partition:
+def partition(
+    tree: TreeSpec,
+    rule: RuleLike,
+    shards: int,
+    block_bytes: int = BLOCK_BYTES,
+    coded: frozenset[int] = frozenset(),
+) -> Partition:
     """Lay `tree` out over `shards` shards.
 
     Args:
@@ -136,6 +147,7 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
         rule: `backstay._update._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
         shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
+        coded: the leaves, by index, that a codec encodes. They have blocks of their own, and are cut between groups.
 
     Raises:
         ConfigurationError: `shards` or `block_bytes` is too small.
@@ -158,17 +170,18 @@ def partition(tree: TreeSpec, rule: RuleLike, shards: int, block_bytes: int = BL
         loads[shard] += _nbytes(tree, groups[index])
 
     line = sorted((group for group in groups if group.elementwise), key=lambda group: group.leaves)
-    ranges = _cut([(group.leaves[0], tree.leaves[group.leaves[0]]) for group in line], _room(loads, tree, line))
+    ranges = _cut([(group.leaves[0], tree.leaves[group.leaves[0]]) for group in line], _room(loads, tree, line), coded)
     programs = {group.leaves[0]: group.program for group in line}
 
     layouts = []
     for shard in range(shards):
-        blocks = _pack(tree, ranges[shard], programs, block_bytes)
+        blocks = _pack(tree, ranges[shard], programs, block_bytes, coded)
         for index in whole[shard]:
             for leaf in groups[index].leaves:
                 spec = tree.leaves[leaf]
                 if spec.size:
-                    blocks.append(Block(spec.dtype, spec.size, (Piece(leaf, 0, spec.size, 0),), groups[index].program))
+                    piece = Piece(leaf, 0, spec.size, 0)
+                    blocks.append(Block(spec.dtype, spec.size, (piece,), groups[index].program, coded=leaf in coded))
         blocks.sort(key=lambda block: (block.pieces[0].leaf, block.pieces[0].start))
         layouts.append(ShardLayout(shard, tuple(blocks), tuple(sorted(whole[shard]))))
     structure, program = rule.structure_digest, rule.program_digest
@@ -243,7 +256,7 @@ def _room(loads: Sequence[int], tree: TreeSpec, line: Sequence[GroupLike]) -> li
     return rooms
 
 
-def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int]) -> list[list[_Range]]:
+def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int], coded: frozenset[int]) -> list[list[_Range]]:
     """Walk the line of leaves and give every shard its stretch. Each bound is rounded by itself: errors never add."""
     result: list[list[_Range]] = [[] for _ in rooms]
     bounds = np.cumsum(rooms, dtype=np.int64)
@@ -252,7 +265,7 @@ def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int]) -> list[lis
         start = 0
         while start < spec.size:
             last = shard == len(rooms) - 1
-            stop = spec.size if last else _nearest_cut(int(bounds[shard]) - at, spec)
+            stop = spec.size if last else _nearest_cut(int(bounds[shard]) - at, spec, _step(spec, leaf in coded))
             if stop > start:
                 result[shard].append(_Range(leaf, start, stop))
                 start = stop
@@ -262,38 +275,48 @@ def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int]) -> list[lis
     return result
 
 
-def _nearest_cut(position: int, spec: LeafSpec) -> int:
-    """The element at which to cut, nearest to byte `position`: a multiple of a cache line, or the leaf's end."""
+def _step(spec: LeafSpec, coded: bool) -> int:
+    """A leaf is cut at multiples of so many elements: of a cache line, or of a group."""
+    return GROUP if coded else max(1, LINE_BYTES // spec.dtype.itemsize)
+
+
+def _nearest_cut(position: int, spec: LeafSpec, step: int) -> int:
+    """The element at which to cut, nearest to byte `position`: a multiple of `step`, or the leaf's end."""
     if position >= spec.nbytes:
         return spec.size
     if position <= 0:
         return 0
-    step = max(1, LINE_BYTES // spec.dtype.itemsize)
     below = position // (step * spec.dtype.itemsize) * step
     above = min(below + step, spec.size)
     nearer_above = (above - position / spec.dtype.itemsize) < (position / spec.dtype.itemsize - below)
     return above if nearer_above else below
 
 
-def _pack(tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], block_bytes: int) -> list[Block]:
+def _pack(
+    tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], block_bytes: int, coded: frozenset[int]
+) -> list[Block]:
     """Cut ranges into full blocks of their own; what remains of each is packed, by rule and dtype, into shared ones.
 
-    So a rule and dtype has at most two sizes of block, hence two executables, in a shard.
+    So a rule and dtype has at most two sizes of block, hence two executables, in a shard; and two more of what is
+    coded. The tail of a coded leaf, behind its last whole group, is packed with what is not coded.
     """
     blocks: list[Block] = []
-    rests: dict[tuple[int, str], list[_Range]] = {}
+    rests: dict[tuple[int, str, bool], list[_Range]] = {}
     for part in ranges:
-        spec, program = tree.leaves[part.leaf], programs[part.leaf]
-        size = _block_size(spec.dtype, block_bytes)
+        spec, program, own = tree.leaves[part.leaf], programs[part.leaf], part.leaf in coded
+        size = _block_size(spec, block_bytes, own)
         start = part.start
         while part.stop - start >= size:
-            blocks.append(Block(spec.dtype, size, (Piece(part.leaf, start, start + size, 0),), program, spec.trained))
+            piece = Piece(part.leaf, start, start + size, 0)
+            blocks.append(Block(spec.dtype, size, (piece,), program, spec.trained, own))
             start += size
-        if start < part.stop:
-            rests.setdefault((program, spec.dtype.name), []).append(_Range(part.leaf, start, part.stop))
-    for (program, _), rest in rests.items():
+        body = part.stop - (part.stop - start) % GROUP if own else start
+        for kind, first, last in ((True, start, body), (False, body, part.stop)):
+            if first < last:
+                rests.setdefault((program, spec.dtype.name, kind), []).append(_Range(part.leaf, first, last))
+    for (program, _, own), rest in rests.items():
         dtype, trained = tree.leaves[rest[0].leaf].dtype, tree.leaves[rest[0].leaf].trained
-        size = _block_size(dtype, block_bytes)
+        size = _block_size(tree.leaves[rest[0].leaf], block_bytes, own)
         pieces: list[Piece] = []
         filled = 0
         for part in rest:
@@ -304,20 +327,20 @@ def _pack(tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], bl
                 filled += stop - start
                 start = stop
                 if filled == size:
-                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained))
+                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own))
                     pieces, filled = [], 0
         if pieces:
-            blocks.append(Block(dtype, filled, tuple(pieces), program, trained))
+            blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own))
     return blocks
 
 
-def _block_size(dtype: np.dtype[Any], block_bytes: int) -> int:
-    step = max(1, LINE_BYTES // dtype.itemsize)
-    return block_bytes // (step * dtype.itemsize) * step
+def _block_size(spec: LeafSpec, block_bytes: int, coded: bool) -> int:
+    step = _step(spec, coded)
+    return max(1, block_bytes // (step * spec.dtype.itemsize)) * step
 
 
 def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, program: bytes) -> bytes:
-    document = {
+    document: dict[str, Any] = {
         "structure": structure.hex(),
         "program": program.hex(),
         "leaves": [[leaf.name, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves],
@@ -329,4 +352,6 @@ def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, pr
             for layout in layouts
         ],
     }
+    if any(block.coded for layout in layouts for block in layout.blocks):
+        document["coded"] = [[block.coded for block in layout.blocks] for layout in layouts]
     return hashlib.sha256(json.dumps(document, separators=(",", ":")).encode()).digest()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,8 +23,11 @@ from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Par
 
 from ..errors import PeerLost, Refused, Superseded
 from . import frames
-from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
-from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal, block_nbytes
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
+from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal
+
+if TYPE_CHECKING:
+    from .._update._codecs import BlockWire, ShardWire
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
 
@@ -65,36 +68,40 @@ class _Thread:
 class StreamClient:
     """A `DataClient` over any stream."""
 
-    def __init__(self, stream: CancellableStream, shard: int, sizes: Sequence[int]) -> None:
+    def __init__(self, stream: CancellableStream, shard: int, wire: ShardWire) -> None:
         """
         Args:
             stream: open, used by nobody else.
             shard: its number, for messages.
-            sizes: bytes of each block.
+            wire: how its blocks travel.
         """
         self._stream = stream
         self._shard = shard
-        self._sizes = tuple(sizes)
-        self._total = sum(sizes)
-        self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
+        self._wire = wire
+        self._sizes = [block.nbytes for block in wire.exact]
+        self._total = sum(block.nbytes for block in wire.gradients)
+        self._chunks: list[tuple[Frame, SectionSpan]] = frames.section_chunks([b.sections for b in wire.gradients])
 
     @property
     def shard(self) -> int:
         return self._shard
 
-    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+    def exchange(
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+    ) -> Pulled:
         """See `DataClient.exchange`."""
-        if [block.nbytes for block in into] != list(self._sizes):
+        if [block.nbytes for block in into] != self._sizes:
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
         begun = time.perf_counter()
         pushed = 0.0
         try:
             if push is None:
-                self._stream.write(frames.pull(min_version))
+                self._stream.write(frames.pull(min_version, exact=exact))
             else:
                 self._push(push)
                 pushed = time.perf_counter() - begun
-            pulled = replace(self._receive(into, begun), push_seconds=pushed)
+            wires = self._wire.exact if exact and push is None else self._wire.parameters
+            pulled = replace(self._receive(into, wires, begun), push_seconds=pushed)
         except BaseException:
             self._stream.cancel("an exchange failed")  # nothing is left half read
             raise
@@ -115,13 +122,13 @@ class StreamClient:
             )
         begin = PushBegin(part=push.part, bytes=self._total)
         if self._total <= WHOLE_BYTES:
-            body = frames.joined([self._data(push, index) for index in range(len(self._sizes))])
+            body = frames.joined([data for index in range(len(self._sizes)) for data in self._data(push, index)])
             begin.whole.CopyFrom(frames.end_of(self._total, push.info()).end)
             self._stream.write(frames.push_begin(begin), body)
             return
-        at, data = -1, None
-        sent, told = 0, 0
-        for frame, (block, start, stop) in self._chunks:
+        at, sent, told = -1, 0, 0
+        data: Sequence[Bytes] = ()
+        for frame, (block, section, start, stop) in self._chunks:
             if block != at:
                 at, data = block, self._data(push, block)
             if not sent:  # not before there is something to send: from the beginning on, the server holds memory
@@ -131,18 +138,16 @@ class StreamClient:
                 if not self._wanted():
                     self._stream.write(frames.ABANDON)
                     return
-            assert data is not None
-            self._stream.write(frame, data[start:stop])
+            self._stream.write(frame, data[section][start:stop])
             sent += stop - start
         self._stream.write(frames.end_of(self._total, push.info()))
 
-    def _data(self, push: PartPush, index: int) -> Bytes:
-        """The bytes of a block; waits until it is computed."""
-        data = np.asarray(push.blocks[index]).reshape(-1).view(np.uint8)
-        if data.nbytes != self._sizes[index]:
-            raise ValueError(
-                f"shard {self._shard}: block {index} of a push has {data.nbytes} bytes: must be {self._sizes[index]}"
-            )
+    def _data(self, push: PartPush, index: int) -> Sequence[Bytes]:
+        """The bytes of each section of a block; waits until it is computed."""
+        data = frames.sections_of(push.blocks[index])
+        sizes, wanted = tuple(section.nbytes for section in data), self._wire.gradients[index].sections
+        if sizes != wanted:
+            raise ValueError(f"shard {self._shard}: block {index} of a push has {sizes} bytes: must be {wanted}")
         return data
 
     def _wanted(self) -> bool:
@@ -155,7 +160,7 @@ class StreamClient:
             raise self._nonsense(f"a frame {kind!r} inside a push")
         return not frame.received.moved_on
 
-    def _receive(self, into: Sequence[Bytes], begun: float) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], wires: Sequence[BlockWire], begun: float) -> Pulled:
         frame, body = self._read()
         while (kind := kind_of(frame)) == "received":  # what it told of the last windows
             frame, body = self._read()
@@ -165,19 +170,23 @@ class StreamClient:
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
             raise self._nonsense(f"a frame {kind!r} instead of parameters")
         begin = frame.params_begin
-        cover = Cover(self._sizes)
+        cover = Cover([wire.nbytes for wire in wires])
         try:
             cover.announce(begin.bytes)
             if begin.whole:
-                for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
+                for at, (block, _, _) in cover.whole(0 if body is None else body.nbytes):
                     assert body is not None
-                    np.copyto(into[block], body[at : at + stop - start])
+                    offset = 0
+                    for size in wires[block].sections:
+                        wires[block].receive(into[block], offset, body[at + offset : at + offset + size])
+                        offset += size
             while not begin.whole:
                 frame, body = self._read()
                 kind = kind_of(frame)
                 if kind == "chunk" and body is not None:
-                    block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
-                    np.copyto(into[block][start:stop], body)
+                    block, start, _ = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
+                    if (why := wires[block].receive(into[block], start, body)) is not None:
+                        raise self._nonsense(why)
                 elif kind == "end":
                     cover.end(frame.end.bytes)
                     break
@@ -248,13 +257,16 @@ class ShardedClient:
         self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
         self._closed = False
 
-    def exchange_all(self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]]) -> Pulled:
+    def exchange_all(
+        self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], *, exact: bool = False
+    ) -> Pulled:
         """Push a contribution to every shard (or nothing) and wait for the newest parameters of all of them.
 
         Args:
             push: the contribution, or None to pull only.
             min_version: without a push, the least version wanted.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
+            exact: without a push: parameters in full precision, whatever their codec.
 
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
@@ -272,7 +284,7 @@ class ShardedClient:
                 PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info)
                 for s in every
             ]
-        answers = dict(self._parallel(every, pushes, min_version, into))
+        answers = dict(self._parallel(every, pushes, min_version, into, exact))
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
         pushed = max(a.push_seconds for a in answers.values())
@@ -282,7 +294,7 @@ class ShardedClient:
             while len({a.version for a in answers.values()}) > 1:
                 newest = max(a.version for a in answers.values())
                 behind = [s for s, a in answers.items() if a.version < newest]
-                answers.update(self._parallel(behind, None, newest, into))
+                answers.update(self._parallel(behind, None, newest, into, exact))
         terms = {a.term for a in answers.values()}
         if len(terms) > 1:
             self.cancel("the shards are in different terms")
@@ -319,13 +331,14 @@ class ShardedClient:
         pushes: Sequence[PartPush] | None,
         min_version: int,
         into: Sequence[Sequence[Bytes]],
+        exact: bool,
     ) -> list[tuple[int, Pulled]]:
         first: list[BaseException] = []
 
         def run(shard: int) -> Pulled:
             try:
                 return self._clients[shard].exchange(
-                    None if pushes is None else pushes[shard], min_version, into[shard]
+                    None if pushes is None else pushes[shard], min_version, into[shard], exact=exact
                 )
             except BaseException as error:
                 first.append(error)
@@ -348,7 +361,13 @@ class ShardedClient:
 
 
 def connect(
-    addresses: Sequence[str], layouts: Sequence[LayoutLike], hellos: Sequence[Hello], *, token: str, mode: Mode
+    addresses: Sequence[str],
+    layouts: Sequence[LayoutLike],
+    hellos: Sequence[Hello],
+    *,
+    token: str,
+    mode: Mode,
+    wires: Sequence[ShardWire] | None = None,
 ) -> ShardedClient:
     """Opens a stream to every shard, over Arrow Flight.
 
@@ -358,17 +377,20 @@ def connect(
         hellos: who calls whom.
         token: the job's.
         mode: the job's.
+        wires: how the blocks of each shard travel; None: exactly.
 
     Raises:
         errors.PeerLost, errors.Refused: a stream could not be opened; none stays open. Most refusals are seen
             by the first exchange only.
     """
+    from .._update._codecs import ShardWire
     from .flight import ClientStream
 
     clients: list[StreamClient] = []
+    wires = wires or [ShardWire.exactly(layout.blocks) for layout in layouts]
     try:
-        for address, layout, hello in zip(addresses, layouts, hellos, strict=True):
-            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, block_nbytes(layout)))
+        for address, layout, hello, wire in zip(addresses, layouts, hellos, wires, strict=True):
+            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, wire))
     except BaseException:
         for client in clients:
             client.close()

@@ -7,7 +7,7 @@ a `Refusal`, which costs the peer its own stream and nobody else anything.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -34,11 +34,13 @@ __all__ = [
     "WHOLE_BYTES",
     "WINDOW_BYTES",
     "Cover",
+    "SectionSpan",
     "Span",
     "chunks",
     "decode",
     "first_chunks",
     "kind_of",
+    "section_chunks",
 ]
 
 CHUNK_BYTES: Final = 1 << 20
@@ -61,12 +63,23 @@ same time: a server writes nothing else before the client has written everything
 Span: TypeAlias = tuple[int, int, int]
 """Bytes ``start:stop`` of a block: (block, start, stop)."""
 
+SectionSpan: TypeAlias = tuple[int, int, int, int]
+"""Bytes ``start:stop`` of a section of a block: (block, section, start, stop)."""
 
-def chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Span]:
-    """The chunks in which blocks of `sizes` bytes are sent, in order. Empty blocks have none."""
-    for block, size in enumerate(sizes):
-        for start in range(0, size, chunk_bytes):
-            yield block, start, min(start + chunk_bytes, size)
+
+def chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, SectionSpan]]:
+    """The chunks in which blocks are sent, in order: each with its offset in what travels of its block.
+
+    Args:
+        blocks: the bytes of each section of each block. A chunk lies in one section; empty sections have none.
+        chunk_bytes: the most in one chunk.
+    """
+    for block, sections in enumerate(blocks):
+        offset = 0
+        for section, size in enumerate(sections):
+            for start in range(0, size, chunk_bytes):
+                yield offset + start, (block, section, start, min(start + chunk_bytes, size))
+            offset += size
 
 
 def decode(header: bytes) -> Frame:
@@ -177,11 +190,16 @@ RECEIVED: Final = Frame(received=Received())
 MOVED_ON: Final = Frame(received=Received(moved_on=True))
 
 
-def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, Span]]:
+def section_chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, SectionSpan]]:
     """`chunks` with the frame of each, to be used again in every step."""
+    return [(Frame(chunk=Chunk(block=span[0], offset=offset)), span) for offset, span in chunks(blocks, chunk_bytes)]
+
+
+def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, Span]]:
+    """`section_chunks` of blocks of `sizes` bytes that have one section each."""
     return [
-        (Frame(chunk=Chunk(block=block, offset=start)), (block, start, stop))
-        for block, start, stop in chunks(sizes, chunk_bytes)
+        (frame, (block, start, stop))
+        for frame, (block, _, start, stop) in section_chunks([[size] for size in sizes], chunk_bytes)
     ]
 
 
@@ -189,6 +207,12 @@ def joined(blocks: Sequence[np.ndarray]) -> Bytes | None:
     """The body of a frame with all blocks, in bytes; None when there are none."""
     parts = [np.asarray(block).reshape(-1).view(np.uint8) for block in blocks if block.nbytes]
     return np.concatenate(parts) if parts else None
+
+
+def sections_of(block: Any) -> tuple[Bytes, ...]:
+    """The bytes of each section of a block: a host array, or `Encoded`. Waits until they are computed."""
+    arrays = (block,) if isinstance(block, np.ndarray) else (*block.sections, block.tail)
+    return tuple(np.asarray(array).reshape(-1).view(np.uint8) for array in arrays)
 
 
 def push_begin(begin: PushBegin) -> Frame:
@@ -204,8 +228,8 @@ def end_of(nbytes: int, info: GradientInfo | None = None) -> Frame:
     return Frame(end=End(bytes=nbytes, info=info))
 
 
-def pull(min_version: int) -> Frame:
-    return Frame(pull=Pull(min_version=min_version))
+def pull(min_version: int, *, exact: bool = False) -> Frame:
+    return Frame(pull=Pull(min_version=min_version, exact=exact))
 
 
 def refused(refusal: Refusal) -> Frame:

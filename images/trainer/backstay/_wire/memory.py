@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from .seam import Bytes
+
+if TYPE_CHECKING:
+    from .._update._codecs import BlockWire
 
 __all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "layout_offsets"]
 
@@ -36,29 +39,33 @@ def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class Staging:
-    """Memory for one gradient of one shard: a view in bytes and one in its dtype for each block."""
+    """Memory for one contribution to one shard.
+
+    Attributes:
+        blocks: uint8, of each block what travels.
+        arrays: the same memory as the engine takes it: 1-D arrays of the blocks' dtypes, or `Encoded`.
+    """
 
     __slots__ = ("arrays", "blocks")
 
-    def __init__(self, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> None:
+    def __init__(self, wires: Sequence[BlockWire]) -> None:
+        sizes = [wire.nbytes for wire in wires]
         offsets, total = layout_offsets(sizes)
         memory = aligned_empty(total)
         self.blocks: list[Bytes] = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
-        self.arrays: list[np.ndarray] = [block.view(dtype) for block, dtype in zip(self.blocks, dtypes, strict=True)]
+        self.arrays: list[Any] = [wire.views(block) for wire, block in zip(wires, self.blocks, strict=True)]
 
 
 class BufferPool:
     """Stagings of one shape, taken and given back. Thread-safe."""
 
-    def __init__(self, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]], *, keep: int = 64) -> None:
+    def __init__(self, wires: Sequence[BlockWire], *, keep: int = 64) -> None:
         """
         Args:
-            sizes: bytes of each block.
-            dtypes: of each block.
+            wires: how each block travels.
             keep: at most this many lie here unused; more are given back to the system.
         """
-        self._sizes = tuple(sizes)
-        self._dtypes = tuple(np.dtype(d) for d in dtypes)
+        self._wires = tuple(wires)
         self._keep = keep
         self._free: list[Staging] = []
         self._lock = threading.Lock()
@@ -68,7 +75,7 @@ class BufferPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return Staging(self._sizes, self._dtypes)
+        return Staging(self._wires)
 
     def give(self, staging: Staging) -> None:
         """Nobody uses it any more."""

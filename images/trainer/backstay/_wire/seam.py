@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backstay_rpc.control_pb2 import Frame, GradientInfo, Hello, Part, RejectReason
+
+if TYPE_CHECKING:
+    from .._update._codecs import ShardWire
 
 __all__ = [
     "Answer",
@@ -148,7 +151,11 @@ class Incoming(Protocol):
 
     @property
     def blocks(self) -> Sequence[Bytes]:
-        """Writable memory for each block, in bytes."""
+        """Writable memory for what travels of each block, in bytes."""
+        ...
+
+    def check(self) -> None:
+        """Raises `Refusal`, `INVALID_ARGUMENT`, when what was received is not what the codec makes."""
         ...
 
 
@@ -159,6 +166,7 @@ class Answer:
     Attributes:
         block: waits for a block of this version, whatever is applied meanwhile. Raises `Refusal` when the shard
             stops first.
+        encoded: the same, as it travels: an array, or `Encoded`.
         outcome, next_key_step, done, offset: as in `Pulled`.
     """
 
@@ -166,6 +174,7 @@ class Answer:
     version: int
     world: int
     block: Callable[[int], np.ndarray]
+    encoded: Callable[[int], Any]
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
@@ -176,7 +185,10 @@ class ShardPort(Protocol):
     """A shard, as a data stream sees it (`_shard.ShardRuntime`). Thread-safe; a `Refusal` ends only its own stream."""
 
     @property
-    def block_nbytes(self) -> Sequence[int]: ...
+    def wire(self) -> ShardWire:
+        """How its blocks travel."""
+        ...
+
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
         ...
@@ -216,14 +228,15 @@ class PartPush:
 
     Attributes:
         part: the address.
-        blocks: one array per block of the shard, in order, C-contiguous, of the block's size and dtype. Each is read
-            once, right before it is sent, so reading it may wait until it is computed. Blocks are sent without a
-            copy: the owner of the memory must not change it while they are referenced.
+        blocks: one per block of the shard, in order: a C-contiguous array of the block's size and dtype, or `Encoded`
+            where a codec encodes it. Each is read once, right before it is sent, so reading it may wait until it is
+            computed. Blocks are sent without a copy: the owner of the memory must not change it while they are
+            referenced.
         info: returns what is known of the contribution once it is computed; called after the last block was sent.
     """
 
     part: Part
-    blocks: Sequence[np.ndarray]
+    blocks: Sequence[Any]
     info: Callable[[], GradientInfo]
 
 
@@ -262,7 +275,9 @@ class DataClient(Protocol):
     @property
     def shard(self) -> int: ...
 
-    def exchange(self, push: PartPush | None, min_version: int, into: Sequence[Bytes]) -> Pulled:
+    def exchange(
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+    ) -> Pulled:
         """Push a part of a contribution (or nothing), and wait for the newest parameters.
 
         Args:
@@ -271,6 +286,7 @@ class DataClient(Protocol):
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. What they hold is undefined when an
                 error is raised.
+            exact: without a push: parameters in full precision, whatever their codec.
 
         Raises:
             errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller

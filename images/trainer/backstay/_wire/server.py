@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +20,11 @@ from backstay_spec import contract
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from . import frames
-from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Span, kind_of
-from .seam import Answer, FrameStream, Incoming, Refusal, ShardPort
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
+from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort
 
 if TYPE_CHECKING:
+    from .._update._codecs import BlockWire
     from .flight import Listener
 
 __all__ = ["DataServer", "StreamServer"]
@@ -31,15 +32,25 @@ __all__ = ["DataServer", "StreamServer"]
 _LOG = logging.getLogger(__name__)
 
 
+class _Outgoing:
+    """The frames of parameters that are sent, to be used again in every step."""
+
+    def __init__(self, wires: Sequence[BlockWire]) -> None:
+        self.total = sum(block.nbytes for block in wires)
+        self.chunks: list[tuple[Frame, SectionSpan]] = frames.section_chunks([block.sections for block in wires])
+        self.end = frames.end_of(self.total)
+
+
 class StreamServer:
     """Serves data streams of one shard, whatever carries them."""
 
     def __init__(self, shard: ShardPort) -> None:
         self._shard = shard
-        self._sizes = tuple(shard.block_nbytes)
+        self._sizes = [block.nbytes for block in shard.wire.gradients]
         self._total = sum(self._sizes)
-        self._chunks: list[tuple[Frame, Span]] = frames.first_chunks(self._sizes)
-        self._end = frames.end_of(self._total)
+        self._parameters = _Outgoing(shard.wire.parameters)
+        self._exact = _Outgoing(shard.wire.exact)
+        self._most = max(self._total, self._parameters.total, self._exact.total)
 
     def serve(self, hello: Hello, stream: FrameStream) -> None:
         """Serves one stream until it ends; returns in every case but a bug."""
@@ -62,6 +73,7 @@ class StreamServer:
         match kind:
             case "pull":
                 answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
+                exact = frame.pull.exact
             case "push_begin":
                 cover = Cover(self._sizes)
                 cover.announce(frame.push_begin.bytes)
@@ -73,15 +85,12 @@ class StreamServer:
                 if complete is None or (not complete and not self._skip_rest(stream)):
                     return False
                 answer = self._shard.answer(incoming, 0, stream.alive)
-                if answer is None:
-                    return False
-                self._send(stream, answer)
-                return True
+                exact = False
             case _:
                 raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
         if answer is None:
             return False
-        self._send(stream, answer)
+        self._send(stream, answer, exact)
         return True
 
     def _receive(
@@ -94,6 +103,7 @@ class StreamServer:
                 assert body is not None
                 np.copyto(blocks[block], body[at : at + stop - start])
             cover.end(begin.whole.bytes)
+            incoming.check()
             self._shard.complete(incoming, begin.whole.info)
             return True
         if body is not None:
@@ -116,6 +126,7 @@ class StreamServer:
                     stream.write(frames.RECEIVED)
             elif kind == "end" and body is None:
                 cover.end(frame.end.bytes)
+                incoming.check()
                 self._shard.complete(incoming, frame.end.info)
                 return True
             elif kind == "abandon" and body is None:
@@ -136,15 +147,16 @@ class StreamServer:
             remaining -= frames.HEADER_BYTES if body is None else max(1, body.nbytes)
         raise Refusal("INVALID_ARGUMENT", "a push that nobody wants any more goes on beyond its end")
 
-    def _send(self, stream: FrameStream, answer: Answer) -> None:
-        whole = self._total <= WHOLE_BYTES
+    def _send(self, stream: FrameStream, answer: Answer, exact: bool) -> None:
+        out, block_of = (self._exact, answer.block) if exact else (self._parameters, answer.encoded)
+        whole = out.total <= WHOLE_BYTES
         begin = frames.params_begin(
             ParamsBegin(
                 term=answer.term,
                 version=answer.version,
                 world=answer.world,
                 offset=answer.offset,
-                bytes=self._total,
+                bytes=out.total,
                 outcome=answer.outcome,
                 next_key_step=answer.next_key_step,
                 done=answer.done,
@@ -152,22 +164,23 @@ class StreamServer:
             )
         )
         if whole:
-            stream.write(begin, frames.joined([answer.block(b) for b in range(len(self._sizes))]))
+            blocks = [frames.sections_of(block_of(b)) for b in range(len(self._sizes))]
+            stream.write(begin, frames.joined([section for block in blocks for section in block]))
             return
         stream.write(begin)
-        at, data = -1, None
-        for frame, (block, start, stop) in self._chunks:
+        at = -1
+        data: Sequence[Bytes] = ()
+        for frame, (block, section, start, stop) in out.chunks:
             if block != at:
-                at, data = block, answer.block(block).view(np.uint8)
-            assert data is not None
-            stream.write(frame, data[start:stop])
-        stream.write(self._end)
+                at, data = block, frames.sections_of(block_of(block))
+            stream.write(frame, data[section][start:stop])
+        stream.write(out.end)
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
         """Says no, and lets the client read that: ending the stream at once may drop the frame behind its writes."""
         with contextlib.suppress(PeerLost, Refusal):
             stream.write(frames.refused(refusal))
-            remaining = 2 * self._total + frames.MAX_CHUNK_BYTES
+            remaining = 2 * self._most + frames.MAX_CHUNK_BYTES
             while remaining > 0 and (item := stream.read()) is not None:
                 remaining -= frames.HEADER_BYTES if item[1] is None else max(1, item[1].nbytes)
 

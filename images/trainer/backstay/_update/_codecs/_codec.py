@@ -1,0 +1,122 @@
+"""The interface of codecs, and the largest error that a codec states.
+
+A codec works on one block. The encoded form is a fixed number of arrays, the *sections*. Their sizes depend on the
+block's size and dtype alone, so a receiver knows how many bytes will arrive. Encoding and decoding are traced
+functions: a server decodes inside the kernel that adds contributions up, without a decoded copy of any.
+
+Elements come in groups of `GROUP`. The last ``size % GROUP`` elements of a leaf are the *tail*, which travels as it is.
+Groups are counted over the elements of each leaf, and cuts between shards fall between groups. So what a leaf is
+rounded to depends neither on the number of shards nor on the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["GROUP", "Bound", "Codec", "CodecName", "Encoded", "body_of", "exact_bound"]
+
+GROUP: Final = 128
+"""Elements. The codes of a group of any codec fill whole cache lines, so the next section is aligned too."""
+
+CodecName: TypeAlias = Literal["Exact", "BFloat16", "Int8", "Int4"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a decoded element may be from the encoded one, for all finite elements.
+
+    ``|decoded - element| <= relative * scale + floor``, where `scale` is ``|element|`` (`of` is ``element``) or the
+    largest ``|element|`` of its group (`of` is ``group``).
+
+    Attributes:
+        group: elements that share a scale; 1 where `of` is ``element``.
+        floor: the error of elements so small that processors, or the codec, take them for zero.
+    """
+
+    relative: float
+    of: Literal["element", "group"]
+    group: int
+    floor: float
+
+
+def exact_bound() -> Bound:
+    """No error at all."""
+    return Bound(0.0, "element", 1, 0.0)
+
+
+def body_of(size: int) -> int:
+    """How many of `size` elements are in whole groups; the rest is the tail."""
+    return size - size % GROUP
+
+
+class Codec(Hashable, Protocol):
+    """One way to write blocks. Stateless."""
+
+    @property
+    def name(self) -> CodecName: ...
+
+    def covers(self, dtype: np.dtype[Any]) -> bool:
+        """Whether blocks of `dtype` are encoded; others travel exactly."""
+        ...
+
+    def bound(self, dtype: np.dtype[Any]) -> Bound:
+        """The largest error, for a dtype that is covered."""
+        ...
+
+    def sections(self, body: int, dtype: np.dtype[Any]) -> tuple[tuple[int, np.dtype[Any]], ...]:
+        """Of `body` elements (a multiple of `GROUP`): the elements and the dtype of each section, without the tail."""
+        ...
+
+    def encode(self, values: Any, numbers: Any, seed: Any) -> tuple[Any, ...]:
+        """The sections, traced.
+
+        Args:
+            values: float[body].
+            numbers: uint32[body / GROUP]: the number of each group among all groups of the tree.
+            seed: uint32[2], see `seed_of`.
+        """
+        ...
+
+    def decode(self, sections: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+        """float[body] of `dtype`, traced."""
+        ...
+
+    def refuse(self, sections: tuple[np.ndarray, ...]) -> str | None:
+        """Why sections that arrived cannot have been made by `encode`, or None. Sizes are correct."""
+        ...
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One block as it travels: a pytree of `sections` and `tail`. It stands where a 1-D array of `size` elements could.
+
+    Attributes:
+        sections: of the codec, 1-D.
+        tail: the elements behind the last whole group.
+        codec: encodes and decodes it.
+    """
+
+    sections: tuple[Any, ...]
+    tail: Any
+    codec: Codec
+    size: int
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of the decoded block."""
+        return (self.size,)
+
+    def decode(self) -> Any:
+        """The elements, 1-D of `dtype`; traced."""
+        body = self.codec.decode(self.sections, self.dtype)
+        return body if body_of(self.size) == self.size else jnp.concatenate([body, self.tail])
+
+
+jax.tree_util.register_dataclass(Encoded, data_fields=["sections", "tail"], meta_fields=["codec", "size", "dtype"])

@@ -1,0 +1,155 @@
+"""Int8 and Int4: integers with a scale for each few elements, rounded at random so that nothing is lost on average.
+
+The integer of an element is ``element / scale + u`` rounded to nearest, with `u` uniform between -1/2 and 1/2: its
+expectation is ``element / scale``. `u` is a function of (seed, step, rank, group, lane), so a replacement that computes
+the same gradient sends the same bits (T4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from ._codec import GROUP, Bound, CodecName
+
+__all__ = ["Integers", "seed_of"]
+
+_UINT8 = np.dtype(np.uint8)
+_INT8 = np.dtype(np.int8)
+
+
+def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """uint32[2] that depends on every word, such as (seed, step, rank); the same on every machine.
+
+    Args:
+        words: integers of 0 or more.
+    """
+    return np.random.SeedSequence(entropy=words).generate_state(2, np.uint32).astype(np.uint32)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """`bits` (8 or 4) for each element, and one scale of the leaf's precision for each `share` elements."""
+
+    name: CodecName
+    bits: int
+    share: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or GROUP % self.share:
+            raise ValueError(f"{self.bits} bits and {self.share} elements a scale: must be 4 or 8, and divide {GROUP}")
+
+    @property
+    def top(self) -> int:
+        """The largest integer: 127 or 7."""
+        return (1 << (self.bits - 1)) - 1
+
+    def covers(self, dtype: np.dtype[Any]) -> bool:
+        """All real floating-point dtypes."""
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+
+    def bound(self, dtype: np.dtype[Any]) -> Bound:
+        # One integer, and a little for the division; what is decoded is rounded to the leaf's dtype. A group whose
+        # scale would be subnormal becomes zero.
+        own, real = _limits(dtype), _limits(_real(dtype))
+        floor = 1.01 * self.top * float(real.tiny)
+        if own.dtype != real.dtype:
+            floor += float(own.tiny)
+        return Bound((1 + 1e-5) / self.top + float(own.eps), "group", self.share, floor)
+
+    def sections(self, body: int, dtype: np.dtype[Any]) -> tuple[tuple[int, np.dtype[Any]], ...]:
+        codes = (body, _INT8) if self.bits == 8 else (body // 2, _UINT8)
+        return codes, (body // self.share, _real(dtype))
+
+    def encode(self, values: Any, numbers: Any, seed: Any) -> tuple[Any, ...]:
+        """Elements that are not finite count as zero: the end mark says that the contribution is not finite."""
+        real = _real(values.dtype)
+        shares = GROUP // self.share
+        scale = jnp.max(jnp.abs(values.astype(real).reshape(-1, self.share)), axis=1) / self.top
+        limits = _limits(real)
+        # Subnormal scales would be flushed by some processors; the largest integer times the scale stays finite. A
+        # scale that is not finite compares as false.
+        usable = (scale >= limits.tiny) & (scale <= limits.max)
+        scale = jnp.where(usable, jnp.minimum(scale, float(limits.max) * (1 - 1e-6) / self.top), 0)
+        key = _mixed(_mixed(numbers + seed[0]) ^ seed[1])
+        # Without the barrier the compiler computes what belongs to a group once for each of its elements.
+        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+        scale, key = barrier((scale, key))
+        divisor = jnp.where(scale > 0, scale, jnp.inf).reshape(-1, shares, 1)
+        elements = values.astype(real).reshape(-1, shares, self.share)
+        # Not an array of constants, for which the compiler makes no vector instructions.
+        iota: Any = jax.lax.broadcasted_iota  # which JAX leaves untyped
+        lanes = iota(jnp.uint32, elements.shape, 1) * self.share + iota(jnp.uint32, elements.shape, 2)
+
+        def codes(part: slice) -> Any:
+            """Of these elements of each share."""
+            words = key[:, None, None] + lanes[:, :, part] * jnp.uint32(0x9E3779B9)
+            shifted = elements[:, :, part] / divisor + _uniform(words, real)
+            return _nearest(jnp.clip(shifted, -self.top, self.top))
+
+        if self.bits == 8:
+            return codes(slice(None)).astype(jnp.int8).reshape(-1), scale
+        half = self.share // 2
+        low, high = codes(slice(0, half)), codes(slice(half, None))
+        return ((low & 15) | ((high & 15) << 4)).astype(jnp.uint8).reshape(-1), scale
+
+    def decode(self, sections: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
+        codes, scale = sections
+        if self.bits == 4:
+            # In 32 bits: in some fusions for CPUs, jaxlib 0.10.2 computes a difference of 8 bits as if it had no sign.
+            halves = codes.reshape(-1, 1, self.share // 2).astype(jnp.int32) >> jnp.asarray([[0], [4]], jnp.int32)
+            codes = ((halves & 15) ^ 8) - 8
+        integer = codes.reshape(-1, self.share).astype(scale.dtype)
+        return (integer * scale[:, None]).astype(dtype).reshape(-1)
+
+    def refuse(self, sections: tuple[np.ndarray, ...]) -> str | None:
+        scale = sections[1]
+        limit = float(np.finfo(scale.dtype).max) / self.top
+        wrong = ~((scale >= 0) & (scale <= limit))  # also where it is NaN
+        if wrong.any():
+            return f"the scale of group {int(np.argmax(wrong))} is {scale[np.argmax(wrong)]}: must be 0 to {limit:g}"
+        return None
+
+
+def _real(dtype: Any) -> np.dtype[Any]:
+    """The dtype of the arithmetic, and of the scales."""
+    return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
+
+
+def _limits(dtype: np.dtype[Any]) -> Any:
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
+def _uniform(words: Any, real: Any) -> Any:
+    """An odd multiple of 2**-17 between -1/2 and 1/2 for each word.
+
+    With so few bits its sum with an integer is exact and never a tie, so what is a multiple of the scale stays that.
+    """
+    bits = (_mixed(words) >> 16 << 7) | jnp.uint32(0x3F800040)
+    return (jax.lax.bitcast_convert_type(bits, jnp.float32) - 1.5).astype(real)
+
+
+def _nearest(values: Any) -> Any:
+    """Integers, as int32 of which the lower 8 bits count: `values` are between -128 and 127.
+
+    Adding a number with a unit of 1 in its last place rounds as no conversion does: in one vector instruction.
+    """
+    if values.dtype == jnp.float64:
+        return jnp.round(values).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(values + np.float32(3 << 22), jnp.int32)
+
+
+def _mixed(word: Any) -> Any:
+    """A permutation of the 32-bit words in which every bit of the result depends on every bit of `word`.
+
+    Multiplications and shifts as in Chris Wellons, "Prospecting for Hash Functions" (2018), which is in the public
+    domain.
+    """
+    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
+    return word ^ (word >> 16)

@@ -1,0 +1,376 @@
+"""Which codec every block uses in each direction, and blocks on the host as they are sent and received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import ConfigurationError
+from .._tree import TreeSpec
+from ._bfloat16 import BFloat16
+from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, exact_bound
+from ._integers import Integers, seed_of
+
+__all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
+
+CODECS: Final[Mapping[CodecName, Codec]] = {
+    "BFloat16": BFloat16(),
+    "Int8": Integers("Int8", bits=8, share=128),
+    "Int4": Integers("Int4", bits=4, share=64),
+}
+"""All codecs by name but `Exact`, which encodes nothing."""
+
+_PARAMETERS: Final = ("Exact", "BFloat16")
+
+SMALL: Final = 4096
+"""A leaf with fewer elements travels exactly: norms and biases are few bytes and matter much."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How tensors are encoded on the wire: `spec.wire` of a TrainingJob.
+
+    Attributes:
+        gradients: of contributions, from workers to servers: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
+        parameters: from servers to workers: ``Exact`` or ``BFloat16``. The servers keep full precision.
+        error_feedback: whether a worker adds what rounding took from a contribution to its next one. It needs
+            `gradients` to be ``Int8`` or ``Int4``.
+
+    Raises:
+        ConfigurationError: a value is not one of these.
+    """
+
+    gradients: CodecName = "Exact"
+    parameters: CodecName = "Exact"
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradients != "Exact" and self.gradients not in CODECS:
+            raise ConfigurationError(f"gradients is {self.gradients!r}: must be one of Exact, {', '.join(CODECS)}")
+        if self.parameters not in _PARAMETERS:
+            raise ConfigurationError(f"parameters is {self.parameters!r}: must be Exact or BFloat16")
+        if self.error_feedback and self.gradients not in ("Int8", "Int4"):
+            raise ConfigurationError(
+                f"error_feedback is true, and gradients is {self.gradients}: error feedback needs Int8 or Int4"
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything travels as it is."""
+        return self.gradients == self.parameters == "Exact"
+
+    def settings(self) -> dict[str, str]:
+        """The settings that must be equal in every pod of a run, as text."""
+        return {
+            "wire.gradients": self.gradients,
+            "wire.parameters": self.parameters,
+            "wire.errorFeedback": str(self.error_feedback).lower(),
+        }
+
+
+def _codec(name: CodecName, dtype: np.dtype[Any]) -> Codec | None:
+    codec = CODECS.get(name)
+    return codec if codec is not None and codec.covers(dtype) else None
+
+
+def bound_of(name: CodecName, dtype: np.dtype[Any]) -> Bound:
+    """How far a decoded element of `dtype` may be from the encoded one."""
+    codec = _codec(name, np.dtype(dtype))
+    return exact_bound() if codec is None else codec.bound(np.dtype(dtype))
+
+
+def coded_leaves(tree: TreeSpec, wire: Wire) -> frozenset[int]:
+    """The leaves of `tree`, by index, that a codec of `wire` encodes: those that are neither small nor model state."""
+    return frozenset(
+        index
+        for index, leaf in enumerate(tree.leaves)
+        if leaf.trained
+        and leaf.size >= SMALL
+        and (_codec(wire.gradients, leaf.dtype) or _codec(wire.parameters, leaf.dtype))
+    )
+
+
+def _first_groups(tree: TreeSpec, coded: frozenset[int]) -> dict[int, int]:
+    """The number of the first group of each coded leaf, among the groups of all of them."""
+    first, at = {}, 0
+    for leaf in sorted(coded):
+        first[leaf] = at
+        at += tree.leaves[leaf].size // GROUP
+    return first
+
+
+@cache
+def _device() -> Any:
+    """Where the host's arrays are encoded: the CPU, also where another device computes."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWire:
+    """How one block travels in one direction.
+
+    Attributes:
+        size, dtype: of the block.
+        codec: None where it travels as it is.
+        numbers: uint32, the number of each group of the block; empty without a codec.
+    """
+
+    size: int
+    dtype: np.dtype[Any]
+    codec: Codec | None = None
+    numbers: Array = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
+        """Elements and dtype of each section, the tail last."""
+        if self.codec is None:
+            return ((self.size, self.dtype),)
+        body = body_of(self.size)
+        return (*self.codec.sections(body, self.dtype), (self.size - body, self.dtype))
+
+    @cached_property
+    def sections(self) -> tuple[int, ...]:
+        """The bytes of each section, in the order in which they travel."""
+        return tuple(count * dtype.itemsize for count, dtype in self._parts)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """On the wire."""
+        return sum(self.sections)
+
+    def views(self, memory: Array) -> Any:
+        """The block in `memory` (uint8[nbytes]), as the engine takes it: an array, or `Encoded`."""
+        parts, at = [], 0
+        for (_, dtype), nbytes in zip(self._parts, self.sections, strict=True):
+            parts.append(memory[at : at + nbytes].view(dtype))
+            at += nbytes
+        if self.codec is None:
+            return parts[0]
+        return Encoded(tuple(parts[:-1]), parts[-1], self.codec, self.size, self.dtype)
+
+    def zero(self) -> Any:
+        """Such a block of zeros."""
+        return self.views(np.zeros(self.nbytes, np.uint8))
+
+    def refuse(self, block: Any) -> str | None:
+        """Why `block`, of `views`, is not what a sender can have encoded; None when it may be."""
+        return None if self.codec is None else self.codec.refuse(block.sections)
+
+    def encode(self, values: Array, seed: Array | None = None) -> Encoded:
+        """Dispatch the encoding of `values` and return; its sections are JAX arrays.
+
+        Args:
+            values: 1-D of the block's size and dtype; they must stay unchanged until the sections are there.
+            seed: uint32[2], see `seed_of`; a codec that rounds to nearest needs none.
+        """
+        assert self.codec is not None
+        sections, tail = _encode(self.codec)(_put(values), self._numbers, _NO_SEED if seed is None else seed)
+        return Encoded(sections, tail, self.codec, self.size, self.dtype)
+
+    def encode_with(self, values: Array, residual: Any, seed: Array) -> tuple[Encoded, Any]:
+        """`encode` of ``values + residual``, and what rounding took from that: 1-D as `values`.
+
+        Values that are not finite leave a residual of zero where they are.
+        """
+        assert self.codec is not None
+        sections, tail, rest = _encode_with(self.codec)(_put(values), residual, self._numbers, seed)
+        return Encoded(sections, tail, self.codec, self.size, self.dtype), rest
+
+    def receive(self, into: Array, offset: int, body: Array) -> str | None:
+        """Write bytes of parameters that arrived to their place; of ``Exact`` and ``BFloat16`` only.
+
+        Args:
+            into: uint8, the block's memory.
+            offset: of `body` in what travels.
+            body: uint8, inside one section.
+
+        Returns:
+            Why it cannot be done, or None.
+        """
+        if self.codec is None:
+            np.copyto(into[offset : offset + body.nbytes], body)
+            return None
+        codes = self.sections[0]
+        if offset >= codes:
+            start = body_of(self.size) * self.dtype.itemsize + offset - codes
+            np.copyto(into[start : start + body.nbytes], body)
+            return None
+        if offset % 2 or body.nbytes % 2 or offset + body.nbytes > codes:
+            return f"bytes {offset} to {offset + body.nbytes} of a block in BFloat16 do not hold whole elements"
+        target = into.view(np.uint32)[offset // 2 : (offset + body.nbytes) // 2]
+        np.left_shift(body.view(np.uint16), 16, out=target, dtype=np.uint32)
+        return None
+
+    @cached_property
+    def _numbers(self) -> Any:
+        return jax.device_put(self.numbers, _device())
+
+
+@dataclass(frozen=True, eq=False)
+class ShardWire:
+    """How the blocks of one shard travel.
+
+    Attributes:
+        gradients: of contributions, to the server.
+        parameters: to the worker.
+        exact: parameters in full precision, for a worker that requests them.
+    """
+
+    gradients: tuple[BlockWire, ...]
+    parameters: tuple[BlockWire, ...]
+    exact: tuple[BlockWire, ...]
+
+    @classmethod
+    def exactly(cls, blocks: Sequence[Any]) -> ShardWire:
+        """Nothing is encoded. `blocks` have a `size` and a `dtype`."""
+        exact = tuple(BlockWire(int(block.size), np.dtype(block.dtype)) for block in blocks)
+        return cls(exact, exact, exact)
+
+
+_NO_SEED: Final = np.zeros(2, np.uint32)
+
+
+def _put(values: Array) -> Any:
+    return jax.device_put(values, _device(), may_alias=True)
+
+
+@cache
+def _encode(codec: Codec) -> Callable[..., Any]:
+    def encode(values: Any, numbers: Any, seed: Any) -> Any:
+        body = body_of(values.size)
+        return codec.encode(values[:body], numbers, seed), values[body:]
+
+    return jax.jit(encode)
+
+
+@cache
+def _encode_with(codec: Codec) -> Callable[..., Any]:
+    def encode(values: Any, residual: Any, numbers: Any, seed: Any) -> Any:
+        body = body_of(values.size)
+        wanted = values[:body] + residual[:body]
+        sections = codec.encode(wanted, numbers, seed)
+        # Apart, so that the compiler does not contract the two into one operation: what one process keeps is the same.
+        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+        rest = wanted - barrier(codec.decode(sections, values.dtype))
+        rest = jnp.where(jnp.isfinite(rest), rest, 0)
+        return sections, values[body:], jnp.concatenate([rest, jnp.zeros_like(values[body:])])
+
+    return jax.jit(encode)
+
+
+def shard_wires(partition: Any, wire: Wire, coded: frozenset[int]) -> tuple[ShardWire, ...]:
+    """How the blocks of every shard travel.
+
+    Args:
+        partition: `backstay._update._partition.Partition`, made with `coded`.
+        wire: the codecs.
+        coded: `coded_leaves` of the partition's tree.
+    """
+    first = _first_groups(partition.tree, coded)
+
+    def wires(blocks: Sequence[Any], name: CodecName) -> tuple[BlockWire, ...]:
+        return tuple(_wire_of(block, name, first) for block in blocks)
+
+    return tuple(
+        ShardWire(
+            wires(layout.blocks, wire.gradients),
+            wires(layout.blocks, wire.parameters),
+            wires(layout.blocks, "Exact"),
+        )
+        for layout in partition.shards
+    )
+
+
+def _wire_of(block: Any, name: CodecName, first: Mapping[int, int]) -> BlockWire:
+    codec = _codec(name, block.dtype) if block.coded else None
+    if codec is None:
+        return BlockWire(block.size, block.dtype)
+    numbers = [
+        np.arange(first[piece.leaf] + piece.start // GROUP, first[piece.leaf] + piece.stop // GROUP, dtype=np.uint32)
+        for piece in block.pieces
+    ]
+    return BlockWire(block.size, block.dtype, codec, np.concatenate(numbers))
+
+
+def _encoded_leaves(tree: TreeSpec, name: CodecName, coded: frozenset[int]) -> tuple[int, ...]:
+    """The leaves that the codec `name` encodes."""
+    return tuple(leaf for leaf in sorted(coded) if _codec(name, tree.leaves[leaf].dtype))
+
+
+class Rounding:
+    """Rounds whole trees as blocks are rounded on the wire: what training in one process computes with."""
+
+    def __init__(self, tree: TreeSpec, wire: Wire) -> None:
+        """
+        Args:
+            tree: of the model.
+            wire: the codecs.
+        """
+        self._wire = wire
+        self._coded = coded_leaves(tree, wire)
+        self._first = _first_groups(tree, self._coded)
+        self._tree = tree
+        self._residual: dict[int, list[Any]] = {}
+        self._round = jax.jit(self._leaves, static_argnums=0)
+
+    def parameters(self, leaves: Sequence[Any]) -> list[Any]:
+        """These leaves of the tree, as workers receive them."""
+        return self._rounded(self._wire.parameters, leaves, _NO_SEED)
+
+    def gradients(self, leaves: Sequence[Any], seed: int, step: int, rank: int) -> list[Any]:
+        """The gradient of a rank for a step, as servers decode it; with error feedback, call it in order of steps."""
+        residual = self._residual.get(rank)
+        if residual is None:
+            residual = self.no_residual(leaves)
+        rounded, self._residual[rank] = self.contribution(leaves, residual, seed_of(seed, step, rank))
+        return rounded
+
+    def no_residual(self, leaves: Sequence[Any]) -> list[Any]:
+        """The residual before the first contribution: zeros for each leaf with error feedback, else nothing."""
+        return [jnp.zeros_like(leaf) for leaf in leaves] if self._wire.error_feedback else []
+
+    def contribution(self, leaves: Sequence[Any], residual: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
+        """A gradient as servers decode it, and the residual after it; may be traced.
+
+        Args:
+            leaves: of the gradient.
+            residual: before it, as `no_residual` begins it.
+            words: `seed_of` (seed, step, rank).
+        """
+        if not self._wire.error_feedback:
+            return self._rounded(self._wire.gradients, leaves, words), []
+        wanted = [leaf + rest for leaf, rest in zip(leaves, residual, strict=True)]
+        rounded = self._rounded(self._wire.gradients, wanted, words)
+        return rounded, [leaf - value for leaf, value in zip(wanted, rounded, strict=True)]
+
+    def _rounded(self, name: CodecName, leaves: Sequence[Any], seed: Array) -> list[Any]:
+        encoded = _encoded_leaves(self._tree, name, self._coded)
+        if not encoded:
+            return list(leaves)
+        result = list(leaves)
+        for leaf, value in zip(encoded, self._round(name, [leaves[leaf] for leaf in encoded], seed), strict=True):
+            result[leaf] = value
+        return result
+
+    def _leaves(self, name: CodecName, values: Sequence[Any], seed: Any) -> list[Any]:
+        result = []
+        for leaf, value in zip(_encoded_leaves(self._tree, name, self._coded), values, strict=True):
+            codec, flat = CODECS[name], value.reshape(-1)
+            body = body_of(flat.size)
+            numbers = jnp.arange(body // GROUP, dtype=jnp.uint32) + jnp.uint32(self._first[leaf])
+            decoded = codec.decode(codec.encode(flat[:body], numbers, seed), flat.dtype)
+            # Apart from what is computed with it, so that the compiler contracts nothing across.
+            barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+            result.append(barrier(jnp.concatenate([decoded, flat[body:]]).reshape(value.shape)))
+        return result
