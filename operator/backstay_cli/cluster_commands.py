@@ -321,6 +321,16 @@ async def _screen(console: Console) -> AsyncIterator[Live]:
         yield live
 
 
+async def _has_pods(cluster: Cluster, job: str) -> bool:
+    """Whether a deleted job still has pods; the embedded cluster of `backstay run` ends with its job."""
+    try:
+        return bool(await cluster.api.pods_of(cluster.namespace, job))
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        if cluster.folder is None:
+            raise
+        return False
+
+
 async def _delete(cluster: Cluster, names: Sequence[str], *, wait: bool) -> bool:
     """Whether all jobs existed and are deleted."""
     deleted = []
@@ -336,7 +346,7 @@ async def _delete(cluster: Cluster, names: Sequence[str], *, wait: bool) -> bool
         print(f"deleted {name}", flush=True)
     deadline = time.monotonic() + _GONE_SECONDS
     for name in deleted if wait else ():
-        while await cluster.api.pods_of(cluster.namespace, name):
+        while await _has_pods(cluster, name):
             if time.monotonic() > deadline:
                 print(f"error: pods of {name} still exist after {_GONE_SECONDS:.0f} s", file=sys.stderr)
                 return False
