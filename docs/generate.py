@@ -207,7 +207,7 @@ def metrics() -> str:
         + "A role is spelled as in a job's status: `ParameterServer`, `Worker` or `Evaluator`.\n\n"
         + "## Training pods\n\n"
         + "Each metric also has the labels `training_job`, `role` and `index` (shard, rank, or 0).\n"
-        + "A pod exports the metrics of its own role: the coordinator is the server of shard 0.\n"
+        + "A pod exports the metrics of its role: the coordinator is the server of shard 0.\n"
         + "The names in the label `name` come from the script; the first 50 are exported.\n"
         + "All pods also export `process_*`: processor time, memory, open files and start time.\n\n"
         + table(("metric", "type", "labels", "exported by", "meaning"), pod_rows())

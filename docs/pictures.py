@@ -1,8 +1,8 @@
 """Draws the pictures of the dashboards in `docs/pictures`: `make pictures`, about three minutes.
 
-A job with a slow worker, deaths, a failover, a full disk and a rollback runs on the embedded cluster, and a real
-Prometheus watches it: the run of `tests/dashboard/test_prometheus.py`. Each panel's queries are answered by that
-Prometheus. The drawing is not Grafana's: it shows what Grafana is told to show, in the same places and colours.
+A job with a slow worker, deaths, a failover, a full disk and a rollback runs on the embedded cluster. A real
+Prometheus observes it. It is the run of `tests/dashboard/test_prometheus.py`. Each panel's queries are answered by that
+Prometheus. The drawing is not Grafana's: it has the same queries, places and colours.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class Picture:
         found: list[Series] = []
         overrides = panel["fieldConfig"]["overrides"]
         for target in panel["targets"]:
-            for one in self._prometheus.series(self._fill(target["expr"]), self._began, self._now, self._step):
+            instant = self._prometheus.query(self._fill(target["expr"])) if target["instant"] else []
+            found_now = [{"metric": one["metric"], "values": [one["value"]]} for one in instant]
+            for one in found_now if target["instant"] else self._range(target["expr"]):
                 values: list[float | None] = [None] * (POINTS + 1)
                 for at, text in one["values"]:
                     if math.isfinite(float(text)):
@@ -142,7 +144,12 @@ class Picture:
                                 series.right = one["value"] == "right"
                             case "unit":
                                 series.unit = one["value"]
+                            case "custom.transform":
+                                series.values = [None if v is None else -v for v in series.values]
         return found
+
+    def _range(self, expr: str) -> list[dict[str, Any]]:
+        return self._prometheus.series(self._fill(expr), self._began, self._now, self._step)
 
     # Drawing.
 
@@ -240,7 +247,7 @@ class Picture:
 
         low, high = scaled(min(values)), scaled(max(values))
         if not log:
-            low, high = min(low, 0.0), high if high > 0 else low + 1
+            low, high = min(low, 0.0), max(high, 0.0)
         high = high if high > low else low + 1
         for n in range(3):
             at = low + (high - low) * n / 2

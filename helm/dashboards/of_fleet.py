@@ -1,4 +1,4 @@
-"""The dashboard of all jobs: which of them needs somebody, and what they cost."""
+"""The dashboard of all jobs: which of them needs attention, and their cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def table(expr: str) -> Json:
 def jobs() -> Json:
     """The table of jobs."""
     step, goal = last("backstay_job_step"), f"({last('backstay_job_goal_steps')} > 0)"
-    speed = f"(sum {BY_JOB} (rate(backstay_updates_total{{{NS}}}[10m])) > 0)"
+    speed = f"(sum {BY_JOB} (rate(backstay_updates_total{{{NS}}}[5m])) > 0)"
     columns = {
         "A": f"{last('backstay_job_phase', by='by (namespace, training_job, phase)')} == 1",
         "B": f"{step} / {goal}",
@@ -57,7 +57,7 @@ def jobs() -> Json:
         "F": f'sum {BY_JOB} (backstay_job_pods{{{NS}, state="ready"}} * on (role) group_left () backstay:pod_price:per_hour)',
         "G": f"sum {BY_JOB} (increase(backstay_job_restarts_total{{{NS}}}[24h]))",
         "H": f"sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h]))",
-        "I": f"time() - max {BY_JOB} (backstay_job_checkpoint_timestamp_seconds{{{NS}}}"
+        "I": f"time() - max {BY_JOB} ((backstay_checkpoint_timestamp_seconds{{{NS}}} or backstay_job_checkpoint_timestamp_seconds{{{NS}}})"
         f" and on (namespace, training_job) backstay_job_training{{{NS}}})",
         "J": f"count {BY_JOB} (backstay_straggler_delay_seconds{{{NS}}})",
         "K": f"max {BY_JOB} (backstay_job_examples_per_second{{{NS}}})",
@@ -94,11 +94,11 @@ def jobs() -> Json:
         "table",
         "Jobs",
         "Every job of the time range, also one that is gone. The job's name leads to its dashboard. Goodput and pod hours"
-        " are of the time range; time left is computed from the updates of the last ten minutes; the cost is known where"
+        " are of the time range; time left is computed from the updates of the last five minutes; the cost is known where"
         " the chart has prices of pods.",
         [table(expr) for expr in columns.values()],
         width=24,
-        height=12,
+        height=8,
         defaults={"custom": {"align": "auto", "filterable": True}, "noValue": "-"},
         overrides=[
             named("Job", {"id": "links", "value": [{"title": "The job's dashboard", "url": JOB_LINK}]}),
@@ -152,7 +152,7 @@ def fleet() -> Json:
         ),
         stat(
             "Jobs that stopped",
-            "Jobs that shall train and apply no updates, after they did.",
+            "Jobs that are to train and apply no updates, after they did.",
             query(
                 f"count((backstay_job_training{{{NS}}} == 0) and on (namespace, training_job) (backstay_job_step{{{NS}}} > 0)) or vector(0)",
                 "jobs",
@@ -214,9 +214,14 @@ def fleet() -> Json:
         ),
         graph(
             "Worker seconds by part",
-            "What the workers of all jobs spent their time on; applied is useful, if it was not lost again.",
-            query(f"sum by (part) (rate(backstay_worker_seconds_total{{{NS}}}[$__rate_interval])) > 0", "{{part}}"),
-            stacked="percent",
+            "The time of the workers of all jobs by part; applied is useful, if it was not lost again.",
+            query(
+                f"sum by (part) (rate(backstay_worker_seconds_total{{{NS}}}[$__rate_interval]))"
+                f' / on () group_left () (sum (rate(backstay_job_slot_seconds_total{{{NS}, role="Worker"}}[$__rate_interval])) > 0) > 0',
+                "{{part}}",
+            ),
+            stacked=True,
+            soft_max=1,
             unit="percentunit",
             names=PARTS,
             calcs=("mean",),

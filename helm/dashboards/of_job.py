@@ -36,6 +36,10 @@ JOB = 'namespace=~"$namespace", training_job=~"$training_job"'
 COORDINATOR = f'{JOB}, role="ParameterServer", index="0"'
 SERVERS = f'{JOB}, role="ParameterServer"'
 WORKERS = f'{JOB}, role="Worker"'
+#: When the newest checkpoint was stored: the coordinator's value is newer, the operator's exists without a coordinator.
+STORED = (
+    f"max(backstay_checkpoint_timestamp_seconds{{{COORDINATOR}}} or backstay_job_checkpoint_timestamp_seconds{{{JOB}}})"
+)
 OUTCOMES = (
     *("applied", "late", "stale", "duplicate", "non_finite"),
     *("abandoned", "lost", "old_term", "old_incarnation", "not_in_world", "out_of_order"),
@@ -134,12 +138,15 @@ def state() -> Json:
 def first_row(board: Board) -> None:
     step, goal = f"max(backstay_job_step{{{JOB}}})", f"(max(backstay_job_goal_steps{{{JOB}}}) > 0)"
     updates = f"({rate('backstay_updates_total', COORDINATOR)} > 0)"
+    slots = f'sum(rate(backstay_job_slot_seconds_total{{{JOB}, role="Worker"}}[{WINDOW}]))'
+    # A worker counts the seconds of a long part at its end: within a short window they may exceed the slots'.
+    counted = f"(({rate('backstay_worker_seconds_total', WORKERS)} > {slots}) or ({slots} > 0))"
     board.add(state())
     board.column(
         4,
         stat(
             "Progress",
-            "Updates applied, of the steps that the script asked for.",
+            "Updates applied, of the steps of the script.",
             query(f"{step} / {goal}", "progress"),
             unit="percentunit",
             decimals=1,
@@ -152,6 +159,8 @@ def first_row(board: Board) -> None:
                 "topk(1, max by (role, cause) (max_over_time("
                 f"backstay_job_last_death_timestamp_seconds{{{JOB}}}[$__range]))) * 1000",
                 "{{role}}: {{cause}}",
+                instant=True,
+                resolution=False,
             ),
             unit="dateTimeFromNow",
             none="no death",
@@ -189,12 +198,11 @@ def first_row(board: Board) -> None:
         ),
         stat(
             "Checkpoint age",
-            "Since the operator saw the newest whole checkpoint: what a restart of shard 0 without standby would lose at"
+            "Since the newest whole checkpoint was stored: what a restart of shard 0 without standby would lose at"
             " most. Orange at three intervals, red at ten.",
-            query(f"time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}})", "age"),
+            query(f"time() - {STORED}", "age"),
             query(
-                f"(time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}}))"
-                f" / max(backstay_job_checkpoint_interval_seconds{{{JOB}}})",
+                f"(time() - {STORED}) / max(backstay_job_checkpoint_interval_seconds{{{JOB}}})",
                 "intervals",
             ),
             unit="dtdurations",
@@ -233,15 +241,15 @@ def first_row(board: Board) -> None:
         ),
         graph(
             "Worker seconds by part",
-            "What the job's worker slots spent their time on; applied is useful, if it was not lost again. dropped:"
+            "The time of the job's worker slots by part; applied is useful, if it was not lost again. dropped:"
             " computation that no update contains; missing: a slot without a pod, or a pod without a running process.",
-            query(f"{rate('backstay_worker_seconds_total', WORKERS, 'by (part)')} > 0", "{{part}}"),
             query(
-                f"clamp_min({rate('backstay_job_slot_seconds_total', WORKERS)}"
-                f" - {rate('backstay_worker_seconds_total', WORKERS)}, 0) > 0.02",
-                "missing",
+                f"{rate('backstay_worker_seconds_total', WORKERS, 'by (part)')} / on () group_left () {counted} > 0",
+                "{{part}}",
             ),
-            stacked="percent",
+            query(f"1 - {rate('backstay_worker_seconds_total', WORKERS)} / ({slots} > 0) > 0.01", "missing"),
+            stacked=True,
+            soft_max=1,
             unit="percentunit",
             width=12,
             names=WORKER_PARTS,
@@ -284,7 +292,6 @@ def throughput(board: Board) -> None:
 
 
 def step_time(board: Board) -> None:
-    part = f'{WORKERS}, part="compute"'
     board.add(
         row("Where a step's time goes, and who is slow"),
         graph(
@@ -326,9 +333,9 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Slowest ranks",
-            "Mean seconds of one gradient's computation: the five slowest ranks, and the mean of all.",
-            query(f"topk(5, {mean('backstay_step_part_seconds', part, 'by (index)')})", "rank {{index}}"),
-            query(mean("backstay_step_part_seconds", part), "mean"),
+            "Mean seconds until a rank's gradient exists, its batch included: the five slowest ranks, and the mean of all.",
+            query(f"topk(5, {mean('backstay_gradient_seconds', WORKERS, 'by (index)')})", "rank {{index}}"),
+            query(mean("backstay_gradient_seconds", WORKERS), "mean"),
             unit="s",
             calcs=("mean", "max"),
             names=("mean",),
@@ -354,8 +361,8 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Update by shard",
-            "From a commit's arrival at a shard to its update being applied: the mean of the five slowest shards, and the"
-            " upper edge of the slowest update of all.",
+            "From a commit's arrival at a shard to its update being applied: the mean of the five slowest shards."
+            " The upper line is a bucket's edge: none took longer.",
             query(f"topk(5, {mean('backstay_apply_seconds', SERVERS, 'by (index)')})", "shard {{index}}"),
             query(most("backstay_apply_seconds", SERVERS), "slowest, at most"),
             unit="s",
@@ -369,7 +376,8 @@ def pods(board: Board) -> None:
     desired = ready.replace('"ready"', '"desired"')
     table = [
         f"max by (pod, node, role, index) (process_start_time_seconds{{{JOB}}}) * 1000",
-        f"max by (pod, node, role, index) (rate(process_cpu_seconds_total{{{JOB}}}[5m]))",
+        f"max by (pod, node, role, index) (rate(process_cpu_seconds_total{{{JOB}}}[5m]))"
+        f" and on (pod) process_start_time_seconds{{{JOB}}}",
         f"max by (pod, node, role, index) (process_resident_memory_bytes{{{JOB}}})",
         f"max by (pod, node, role, index) (backstay_step{{{JOB}}})",
     ]
@@ -481,8 +489,8 @@ def storage(board: Board) -> None:
         ),
         graph(
             "Age of the newest checkpoint",
-            "Since the operator saw it. It goes on while no coordinator answers.",
-            query(f"time() - max(backstay_job_checkpoint_timestamp_seconds{{{JOB}}})", "age"),
+            "Since it was stored. It increases while no coordinator answers.",
+            query(f"time() - {STORED}", "age"),
             query(f"3 * max(backstay_job_checkpoint_interval_seconds{{{JOB}}})", "three intervals"),
             unit="s",
             width=6,

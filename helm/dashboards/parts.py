@@ -14,7 +14,7 @@ SOURCE: Final[Json] = {"type": "prometheus", "uid": "${datasource}"}
 TAG: Final = "backstay"
 WINDOW: Final = "$__rate_interval"
 
-# The colours that Okabe and Ito chose so that people with any form of colour blindness can tell them apart, and greys.
+# The colours that Okabe and Ito chose so that people with any form of colour blindness can distinguish them, and greys.
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, RED, PINK, GREY, DARK = "#E69F00", "#D55E00", "#CC79A7", "#999999", "#666666"
 
@@ -181,7 +181,7 @@ def graph(
     **more: Any,
 ) -> Json:
     """A time series. `stacked`: True, or ``percent``. `log`: a logarithmic axis that also shows values of 0 and less.
-    `names`: legends that have a colour of their own."""
+    `names`: legends that have a fixed colour."""
     custom: Json = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -261,7 +261,7 @@ def stat(
 
 
 def row(title: str, *, collapsed: Sequence[Json] | None = None) -> Json:
-    """A row's heading. `collapsed`: its panels, which are hidden and not asked for until somebody opens the row."""
+    """A row's heading. `collapsed`: its panels, which are hidden and not queried until a user opens the row."""
     return {
         "type": "row",
         "title": title,

@@ -14,7 +14,7 @@ def goodput(select: str, window: str) -> str:
 
     Args:
         select: matchers of labels, such as ``namespace="a"``; may be empty.
-        window: the range that is looked at.
+        window: the range of the query.
     """
     more = f", {select}" if select else ""
     only = f"{{{select}}}" if select else ""

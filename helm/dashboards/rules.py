@@ -1,6 +1,6 @@
 """The chart's recording rules and alerts, as a file that Prometheus and promtool read.
 
-Each alert has a page of the same name in `docs/runbooks`. What the chart's values choose (prices, the least goodput) is
+Each alert has a page of the same name in `docs/runbooks`. The values of the chart (prices, the least goodput) are
 in rules that the chart's template adds: `backstay:pod_price:per_hour` and `backstay:goodput_threshold:ratio`.
 """
 
@@ -21,7 +21,9 @@ _UPDATES: Final = "training_job:backstay_updates:rate5m"
 #: Seconds of the usual update: the median of the last six hours in which there were updates.
 _USUAL: Final = f"(1 / quantile_over_time(0.5, ({_UPDATES} > 0)[6h:1m]))"
 _SINCE_UPDATE: Final = f"(time() - max {BY_JOB} (backstay_job_last_update_timestamp_seconds))"
-_AGE: Final = f"(time() - max {BY_JOB} (backstay_job_checkpoint_timestamp_seconds))"
+_AGE: Final = (
+    f"(time() - max {BY_JOB} (backstay_checkpoint_timestamp_seconds or backstay_job_checkpoint_timestamp_seconds))"
+)
 _INTERVAL: Final = f"max {BY_JOB} (backstay_job_checkpoint_interval_seconds)"
 
 
@@ -87,7 +89,7 @@ JOBS: Final = [
         "",
         "warning",
         f"{_JOB} cannot store checkpoints",
-        f"{_JOB} failed to store {{{{ $value | humanize }}}} checkpoints in ten minutes. Training goes on. The condition"
+        f"{_JOB} failed to store {{{{ $value | humanize }}}} checkpoints in ten minutes. Training continues. The condition"
         " Checkpointing says why.",
     ),
     _alert(
@@ -96,7 +98,7 @@ JOBS: Final = [
         "5m",
         "warning",
         f"{_JOB} has a shard without a standby that could take over",
-        f"{{{{ $value }}}} standbys are asked for in {_JOB}, and fewer hold what their servers do. The loss of such a"
+        f"{{{{ $value }}}} standbys are desired in {_JOB}, and fewer hold what their servers do. The loss of such a"
         " server goes back to a checkpoint.",
     ),
     _alert(

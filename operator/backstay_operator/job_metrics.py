@@ -1,4 +1,4 @@
-"""What the operator exports of each job. The series are made at each scrape from what it knows, and go with the job.
+"""The metrics that the operator exports of each job. The series are made at each scrape, and end with the job.
 
 Counters that come from a job's status survive the operator. Those that are counted here (deaths by cause, seconds)
 begin at 0 when another operator takes over; `increase` and `rate` allow for that.
@@ -48,7 +48,7 @@ FAMILIES: Final = (
     _Family(
         _G,
         "training",
-        "1 while updates are applied, 0 while a job that shall train applies none (the condition Training).",
+        "1 while updates are applied, 0 while a job that is to train applies none (the condition Training).",
     ),
     _Family(_G, "step", "Updates applied."),
     _Family(_G, "goal_steps", "Updates that training ends with."),
@@ -56,7 +56,7 @@ FAMILIES: Final = (
     _Family(_G, "examples_per_second", "Examples in applied contributions a second; 0 while the job does not train."),
     _Family(_G, "loss", "The newest loss."),
     _Family(_C, "steps_redone", "Updates that were lost with a server and applied again, in the job's whole history."),
-    _Family(_G, "standbys", "Standbys that the job asks for; only of jobs with standbys."),
+    _Family(_G, "standbys", "Standbys that the job desires; only of jobs with standbys."),
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
     ),
@@ -92,7 +92,7 @@ FAMILIES: Final = (
     _Family(
         _C,
         "slot_seconds",
-        "Seconds of pods that the job asked for while it was to train, by role; see pods.",
+        "Seconds of pods that the job desired while it was to train, by role; see pods.",
         ("role",),
     ),
 )
@@ -124,10 +124,10 @@ class _Missing:
 
 @dataclass
 class JobSeries:
-    """What is exported of one job.
+    """The series of one job.
 
     Attributes:
-        values: name of a metric without labels of its own -> its value.
+        values: name of a metric without further labels -> its value.
         roles: the pods by role.
         deaths: (role, cause) -> how many, and when the newest was seen.
         missing: (role label, index) -> the death whose replacement does not work yet.
@@ -158,7 +158,7 @@ class JobSeries:
             self.values[name] = float(value)
 
     def passed(self, now: float) -> None:
-        """Count the time since the last call, and go on from `now`."""
+        """Count the time since the last call, and continue from `now`."""
         elapsed, self.since = max(0.0, now - self.since), now
         if self.state is not None:
             self.seconds[self.state] += elapsed
@@ -300,7 +300,7 @@ class JobMetrics(Collector):
         """Another operator acts for the jobs now, and exports their series."""
         self._jobs.clear()
 
-    # What is exported.
+    # The export.
 
     def describe(self) -> Iterable[Metric]:
         """Every metric, without a sample."""
@@ -328,7 +328,7 @@ class JobMetrics(Collector):
             family.add_metric([phase], phases.count(phase))
         return family
 
-    # What is known.
+    # The reports.
 
     @staticmethod
     def _specify(series: JobSeries, spec: TrainingJobSpec) -> None:
@@ -355,7 +355,7 @@ class JobMetrics(Collector):
 
 
 def training(job: Json) -> bool | None:
-    """What the condition Training says; None: there is no such condition yet."""
+    """The status of the condition Training; None: there is no such condition yet."""
     for condition in (job.get("status") or {}).get("conditions") or ():
         if condition.get("type") == status.TRAINING:
             return bool(condition.get("status") == "True")

@@ -83,7 +83,7 @@ class Metrics:
         )
         self.errors = Counter(
             "backstay_operator_errors_total",
-            "What went wrong and was tried again, by kind.",
+            "Errors after which the operator tried again, by kind.",
             ["kind"],
             registry=to,
         )
@@ -92,7 +92,7 @@ class Metrics:
         )
         self.pods_replaced = Counter(
             "backstay_operator_pods_replaced_total",
-            "Pods that were replaced, by role and by what had become of them.",
+            "Pods that were replaced, by role and by cause.",
             ["role", "cause"],
             registry=to,
         )

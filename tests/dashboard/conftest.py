@@ -1,4 +1,4 @@
-"""What the tests of the dashboards and rules share: their queries, and what is in a PromQL expression."""
+"""Shared by the tests of the dashboards and rules: their queries, and what is in a PromQL expression."""
 
 from __future__ import annotations
 

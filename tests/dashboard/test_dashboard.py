@@ -1,4 +1,4 @@
-"""The dashboards ask for what the code exports, in PromQL that Prometheus accepts, and are laid out for people.
+"""The dashboards query exported metrics, in PromQL that Prometheus accepts, and are laid out for people.
 
 The tests hold what Grafana's dashboard-linter asks of a dashboard, except the variables `job` and `instance`.
 """
@@ -23,7 +23,7 @@ from backstay._roles import _metrics as trainer
 from backstay_operator import metrics as operator
 from backstay_spec.causes import Cause
 
-# What Prometheus adds to every series of a target, through the PodMonitors' relabelings.
+# The labels that Prometheus adds to every series of a target, through the PodMonitors' relabelings.
 TARGET = frozenset({"namespace", "job", "pod", "container", "endpoint", "instance", "component"})
 TRAINER_TARGET = TARGET | {"training_job", "role", "index", "node"}
 # Not Backstay's: of Prometheus itself, of cAdvisor, of the DCGM exporter, and a price from the chart's values.
@@ -250,7 +250,7 @@ def test_the_dashboards_lead_to_each_other(dashboards: Any) -> None:
 
 
 def test_an_event_is_one_mark(dashboards: Any) -> None:
-    """Not an area as long as a window: the series' value is the time, and crashes are told from disruptions."""
+    """Not an area as long as a window: the series' value is the time, and crashes differ from disruptions."""
     marks = [a for a in dashboards[1].json["annotations"]["list"] if "expr" in a]
     assert [a["name"] for a in marks] == ["Crashes", "Disruptions"]
     charged = {str(cause) for cause in Cause if cause.charged}

@@ -1,7 +1,7 @@
 """A real Prometheus watches a job with a slow worker, deaths, a failover, a full disk and a rollback.
 
-Every query of every panel and rule must have had data in that run, and every panel is compared with the truth: what the
-job's status, the pods' logs, the spec and the script say.
+Every query of every visible panel must have had data in that run. Every panel is compared with the truth: the job's
+status, the pods' logs, the spec and the script.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def watched(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Shown:
-    """What the dashboards show at the end of the run."""
+    """The values of the dashboards at the end of the run."""
 
     def __init__(self, dashboards: Any, prometheus: Prometheus, began: float) -> None:
         self._dashboards, self._prometheus = dashboards, prometheus
@@ -107,10 +107,10 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     assert shown.one("job: Updates redone") == pytest.approx(redone, rel=0.1)
     parts = shown.by("part", "job: Worker seconds by part")
     assert parts["data"] == max(parts.values())  # the script sleeps in its batches
-    assert sum(parts.values()) == pytest.approx(3, rel=0.15)  # three workers: a second of each in a second
+    assert sum(parts.values()) == pytest.approx(1, rel=0.15)  # three slots, three workers
     assert 0 < shown.one("job: Goodput") < 0.5
     age = shown.one("job: Checkpoint age")
-    assert -1 < age < 20
+    assert -1 < age < 8
     assert shown.one("job: Checkpoint age", "B") == pytest.approx(age / 2, abs=1)
     assert shown.one("job: Age of the newest checkpoint") == pytest.approx(age, abs=3)
     assert shown.one("job: Age of the newest checkpoint", "B") == 6
@@ -122,7 +122,9 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     assert 0.02 < step_parts["data"] < 0.4  # 0.1 s, 0.1 s and 0.3 s, less what is prefetched
     assert {m["le"] for m, _ in shown.all("job: Workers by their own part of a step")} >= {"0.1", "0.25", "0.5"}
     assert set(shown.by("index", "job: Slowest ranks")) == {"0", "1", "2"}
-    assert shown.one("job: Slowest ranks", "B") == pytest.approx(step_parts["compute"])
+    slowest = shown.by("index", "job: Slowest ranks")
+    assert max(slowest, key=slowest.__getitem__) == str(SLOW_RANK)
+    assert min(slowest.values()) < shown.one("job: Slowest ranks", "B") < max(slowest.values())
     delays = shown.by("rank", "job: Stragglers")
     assert max(delays, key=delays.__getitem__) == str(SLOW_RANK)
     assert 0.1 < delays[str(SLOW_RANK)] < 5
@@ -143,7 +145,7 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     for ref in "ABCD":
         table = shown.all("job: Pods", ref)
         running = {p["metadata"]["name"] for p in cluster.pods() if p.get("status", {}).get("phase") == "Running"}
-        assert {metric["pod"] for metric, _ in table} >= running
+        assert {metric["pod"] for metric, _ in table} == running
     for ref in "AB":  # a new server was joined by all, and the workers had lost the old one
         ((_, most),) = shown.over_time("job: Connections", ref)
         assert most > 0
@@ -177,7 +179,7 @@ def check_fleet(shown: Shown, cluster: Cluster) -> None:
     assert [metric["phase"] for metric, _ in row["A"]] == ["Running"]
     cells = {ref: found[0][1] for ref, found in row.items()}
     assert cells["B"] == pytest.approx(shown.one("job: Progress"), rel=0.1)
-    assert cells["C"] > 0
+    assert cells["C"] == pytest.approx(shown.one("job: Time left"), rel=20)  # the job is younger than five minutes
     assert cells["D"] == pytest.approx(shown.one("job: Goodput"), rel=0.1)
     hours = (shown.now - shown.began) / 3600
     assert 3 * hours < cells["E"] < 6.5 * hours  # six pods, less the time in which they were missing

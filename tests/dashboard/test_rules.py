@@ -51,7 +51,7 @@ def goodput(applied: float) -> list[dict[str, str]]:
 
 # name -> (series, minute, what fires then: labels beside severity, or None)
 INTERVAL = of_job("checkpoint_interval_seconds", f"60x{MINUTES}")
-NOW = "0+60x"  # a Unix time that goes on with the test's clock, which begins at 0
+NOW = "0+60x"  # a Unix time that increases with the test's clock, which begins at 0
 STOPS = f"{NOW}60 3600x60"
 CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | None]]] = {
     "BackstayJobNotUpdating": {
@@ -296,7 +296,7 @@ def test_each_alert_has_a_page_that_says_what_to_do(root: Path, alerts: dict[str
         page = (root / "docs" / "runbooks" / f"{name}.md").read_text()
         assert page.startswith(f"# {name}\n")
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
-        assert headings == ["What it means", "What to look at", "What to do"], name
+        assert headings == ["What it means", "What to examine", "What to do"], name
         assert f"runbooks/{name}.md" in (root / "mkdocs.yml").read_text()
     pages = {path.stem for path in (root / "docs" / "runbooks").glob("Backstay*.md")}
     assert pages == set(alerts)

@@ -41,7 +41,7 @@ VALUES = (
     '--set-json=metrics.prometheusRule.podPricePerHour={"Worker": 2.5}',
 )
 
-# The run lasts as long as the test looks at it, and takes the machine for a part of the time only.
+# The run lasts as long as the test, and takes the machine for a part of the time only.
 SCRIPT = f"""
 import time
 
@@ -188,7 +188,10 @@ def meta(label: str) -> str:
 
 
 def scrape_config(monitor: dict[str, Any], targets: dict[str, Any], interval: str = "1s") -> dict[str, Any]:
-    """What the Prometheus Operator makes of a PodMonitor with one endpoint; `targets` says where the pods are found."""
+    """The configuration that the Prometheus Operator makes of a PodMonitor with one endpoint.
+
+    `targets` is the place of the pods.
+    """
     spec = monitor["spec"]
     (endpoint,) = spec["podMetricsEndpoints"]
     rules: list[dict[str, Any]] = []
@@ -232,7 +235,7 @@ def scrape_config(monitor: dict[str, Any], targets: dict[str, Any], interval: st
 
 
 def discovered(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What Prometheus' discovery of the role `pod` finds: one target for each port of each container.
+    """The result of Prometheus' discovery of the role `pod`: one target for each port of each container.
 
     https://prometheus.io/docs/prometheus/latest/configuration/configuration/#pod
     """
@@ -256,7 +259,7 @@ def discovered(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Prometheus:
-    """A Prometheus of its own on loopback."""
+    """A Prometheus on loopback."""
 
     def __init__(self, program: str, folder: Path, config: dict[str, Any]) -> None:
         self._program = program

@@ -98,7 +98,7 @@ def test_every_series_of_a_job_names_it_in_one_way_and_goes_away_with_it() -> No
 
 
 def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() -> None:
-    """Alerts ask for the phase and for training by job: each phase has a series, 1 or 0."""
+    """Alerts query the phase and training by job: each phase has a series, 1 or 0."""
     watched = Watched()
     watched.report(job_of("Running", training=True))
     progress = Progress(datetime.now(UTC), examples_per_second=48.5)

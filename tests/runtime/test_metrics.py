@@ -1,4 +1,4 @@
-"""What each role exports, with bounded labels, and a worker's time, which is divided without a gap."""
+"""The metrics that each role exports, with bounded labels, and a worker's time, which is divided without a gap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
 
-Names and units follow https://prometheus.io/docs/practices/naming/. A pod exports the metrics of its own role only.
+Names and units follow https://prometheus.io/docs/practices/naming/. A pod exports only the metrics of its role.
 `/metrics`, `/healthz`, `/readyz`, `/peers` and `/status` are the only things that a pod answers without the job's token
 (O7).
 """
@@ -117,14 +117,14 @@ class Metrics:
             of, "steps_redone", "Updates lost by a return to a checkpoint, which are applied again."
         )
         self._evaluation = self._family(
-            of, Gauge, "evaluation", "What evaluate returned last, by its own name.", (*_WHO, "name")
+            of, Gauge, "evaluation", "The newest result of evaluate, by its name.", (*_WHO, "name")
         )
         self.evaluation_step = self._gauge(of, "evaluation_step", "The step of backstay_evaluation; 0: none yet.")
         self._train = self._family(
             of,
             Gauge,
             "train_metric",
-            "What loss returned beside the loss, by its own name: mean over the newest update's contributions.",
+            "The metrics that loss returned, by their name: mean over the newest update's contributions.",
             (*_WHO, "name"),
         )
         self._stragglers = self._family(
@@ -187,7 +187,7 @@ class Metrics:
             of,
             Counter,
             "worker_seconds",
-            "What a worker's pod spent its time on. The parts add up to the age of its process at its newest step.",
+            "The time of a worker's pod by part. The parts add up to the age of its process at its newest step.",
             (*_WHO, "part"),
         )
         self._bytes = self._family(
@@ -218,7 +218,7 @@ class Metrics:
 
     @property
     def loss(self) -> Gauge:
-        """The series begins with the first use: a 0 would be a loss that nobody computed."""
+        """The series begins with the first use: a 0 would be a loss that was not computed."""
         return self._loss.labels(*self._who)
 
     @property
@@ -357,7 +357,7 @@ class HttpPort:
         """
         Args:
             peers: by shard, seconds since its server last answered this pod, and the calls it left unanswered since.
-                The operator asks for it before it replaces a server that does not answer the operator.
+                The operator requests it before it replaces a server that does not answer the operator.
 
         Raises:
             OSError: the port cannot be bound; the message names it.

@@ -1,4 +1,4 @@
-"""What a worker's pod spends its time on, as parts that add up to the age of its process: the basis of goodput."""
+"""The time of a worker's pod, in parts that add up to the age of its process: the basis of goodput."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS: Final = (
     "reconnecting",
     "ending",
 )
-"""`applied` and `dropped` are computation, by what became of the contribution. A contribution is `dropped` when it was
+"""`applied` and `dropped` are computation, by the outcome of the contribution. A contribution is `dropped` when it was
 late, stale or not finite, or when a server was lost before the worker received the outcome. `starting`: from the start
 of the process to the first parameters. `reconnecting`: from the loss of a server to new parameters. `ending`: after the
 last update. The others are `STEP_PARTS`."""
