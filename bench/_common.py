@@ -180,8 +180,9 @@ class Quorum:
 class Server:
     """One shard with everything, as in a pod."""
 
-    def __init__(self, params: Any, optimizer: Any, workers: int) -> None:
+    def __init__(self, params: Any, optimizer: Any, workers: int, wire: Any = None) -> None:
         from backstay._shard import ShardRuntime
+        from backstay._update._codecs import Wire, coded_leaves, shard_wires
         from backstay._update._engine import ShardEngine
         from backstay._update._partition import partition
         from backstay._update._rules import analyse
@@ -190,11 +191,14 @@ class Server:
 
         tree = describe(params)
         rule = analyse(optimizer, tree)
-        layout = partition(tree, rule, 1)
+        wire = wire or Wire()
+        coded = coded_leaves(tree, wire)
+        layout = partition(tree, rule, 1, coded=coded)
+        wires = shard_wires(layout, wire, coded)[0]
         engine = ShardEngine(layout, 0, rule, params)
-        engine.compile([workers])
+        engine.compile([workers], wires=wires.gradients)
         coordination = Quorum(workers)
-        self.shard = ShardRuntime(layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync")
+        self.shard = ShardRuntime(layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", wire=wires)
         coordination.sink = self.shard
         self.server = DataServer(self.shard, host="127.0.0.1", port=0, token=TOKEN)
         self.shard.reset(1, engine, workers)
@@ -203,10 +207,12 @@ class Server:
 class Worker:
     """One worker's data plane: gradients in JAX's memory, parameters received into memory that JAX aliases."""
 
-    def __init__(self, params: Any, optimizer: Any, port: int, rank: int) -> None:
+    def __init__(self, params: Any, optimizer: Any, port: int, rank: int, wire: Any = None) -> None:
         import jax
         import jax.numpy as jnp
 
+        from backstay._compute._encoding import Encoder
+        from backstay._update._codecs import Wire, coded_leaves, shard_wires
         from backstay._update._partition import partition
         from backstay._update._rules import analyse
         from backstay._update._tree import describe
@@ -215,8 +221,12 @@ class Worker:
         from backstay_rpc.control_pb2 import Hello, Peer
 
         tree = describe(params)
-        layout = partition(tree, analyse(optimizer, tree), 1)
-        self.nbytes = layout.shards[0].nbytes
+        wire = wire or Wire()
+        coded = coded_leaves(tree, wire)
+        layout = partition(tree, analyse(optimizer, tree), 1, coded=coded)
+        wires = shard_wires(layout, wire, coded)
+        self.nbytes = sum(block.nbytes for block in (*wires[0].gradients, *wires[0].parameters))
+        self._encoder = Encoder([wires[0].gradients], 0)
         self._rank = rank
         self._arrangement = Arrangement(layout)
         self._buffers = ParamBuffers(self._arrangement)
@@ -224,10 +234,18 @@ class Worker:
         self._gradient = jax.jit(self._arrangement.pack)([jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in leaves])
         jax.block_until_ready(self._gradient)
         hello = Hello(peer=Peer(role="worker", index=rank, incarnation=1), term=1, partition_digest=layout.digest)
-        self._client = connect([f"127.0.0.1:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync")
+        self._client = connect([f"127.0.0.1:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync", wires=wires)
         slot = self._buffers.take()
         self._version = self._client.exchange_all(None, 0, slot.blocks).version
         self._params = slot.host()
+
+    def _contribution(self) -> Any:
+        from types import SimpleNamespace
+
+        from backstay import BatchKey
+
+        blocks = self._arrangement.gradient_blocks(self._gradient)
+        return SimpleNamespace(key=BatchKey(step=self._version, rank=self._rank, world=1), blocks=blocks)
 
     def step(self) -> None:
         from backstay._wire.client import Push
@@ -236,10 +254,10 @@ class Worker:
         gradient = GradientId(
             term=1, version=self._version, rank=self._rank, key_step=self._version, incarnation=1, attempt=self._version
         )
-        blocks = self._arrangement.gradient_blocks(self._gradient)
         slot = self._buffers.take()
-        push = Push(gradient, blocks, lambda: GradientInfo(finite=True))
-        pulled = self._client.exchange_all(push, 0, slot.blocks)
+        with self._encoder.sending(self._contribution()) as sending:
+            push = Push(gradient, sending.blocks, lambda: GradientInfo(finite=True))
+            pulled = self._client.exchange_all(push, 0, slot.blocks)
         self._params = slot.host()
         if pulled.version != self._version + 1:
             raise RuntimeError(f"version {pulled.version} came after {self._version}")

@@ -1,8 +1,9 @@
-"""Push + update + pull of 64 MiB float32 as a share of what a raw TCP socket does one way, in the same run.
+"""Push + update + pull of 64 MiB float32 as a share of the one-way rate of a raw TCP socket, in the same run.
 
     python bench/wire.py [--rounds 15]
 
-Bytes both ways over time; the median of rounds taken in turns, because the machine may be busy with other things.
+Bytes both ways over time; the median of rounds taken in turns, because the machine may be busy with other things. With
+codecs, the bytes are those of the wire, and `of exact` is the time as a share of SGD with one worker.
 """
 
 from __future__ import annotations
@@ -26,14 +27,28 @@ from _common import (
     table,
 )
 
-CASES = ("sgd", "adam", "sgd2")
+CASES = ("sgd", "adam", "sgd2", "bfloat16", "int8", "int4")
 NAMES = {
     "sgd": "SGD, 1 worker",
     "adam": "Adam, 1 worker",
     "sgd2": "SGD, 2 workers, Sync",
+    "bfloat16": "SGD, BFloat16 both ways",
+    "int8": "SGD, Int8 and BFloat16",
+    "int4": "SGD, Int4 and BFloat16",
 }
-GOALS = {"sgd": "0.50 (0.60 wished)", "adam": "0.40", "sgd2": "0.60"}
+GOALS = {"sgd": "0.75", "adam": "0.65", "sgd2": "0.80"}
 ARRAYS, ELEMENTS = 4, (16 << 20) // 4
+
+
+WIRES = {"bfloat16": ("BFloat16", "BFloat16"), "int8": ("Int8", "BFloat16"), "int4": ("Int4", "BFloat16")}
+OF_EXACT = {"bfloat16": "0.60", "int8": "0.50", "int4": ""}
+
+
+def wire_of(case: str) -> Any:
+    import backstay
+
+    gradients, parameters = WIRES.get(case, ("Exact", "Exact"))
+    return backstay.Wire(gradients=gradients, parameters=parameters)
 
 
 def optimizer(case: str) -> Any:
@@ -45,7 +60,7 @@ def optimizer(case: str) -> Any:
 def server() -> None:
     params = float_tree(ARRAYS, ELEMENTS)
     raw = RawServer()
-    servers = {case: Server(params, optimizer(case), 2 if case == "sgd2" else 1) for case in CASES}
+    servers = {case: Server(params, optimizer(case), 2 if case == "sgd2" else 1, wire_of(case)) for case in CASES}
     reply(raw=raw.port, ports={case: s.server.port for case, s in servers.items()})
     for _ in commands():
         pass
@@ -59,8 +74,10 @@ def worker(rank: int) -> None:
         if command["do"] == "connect":
             raw = RawClient(command["raw"])
             cases = CASES if rank == 0 else ("sgd2",)
-            workers = {case: Worker(params, optimizer(case), command["ports"][case], rank) for case in cases}
-            reply()
+            workers = {
+                case: Worker(params, optimizer(case), command["ports"][case], rank, wire_of(case)) for case in cases
+            }
+            reply(nbytes={case: worker.nbytes for case, worker in workers.items()})
         elif command["do"] == "raw":
             assert raw is not None
             reply(seconds=[raw.seconds() for _ in range(command["steps"])])
@@ -68,8 +85,8 @@ def worker(rank: int) -> None:
             reply(seconds=workers[command["do"]].seconds(command["steps"]))
 
 
-def measure(rounds: int, steps: int) -> dict[str, float]:
-    """Median seconds of one step by case, and of the raw socket."""
+def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Median seconds of one step by case, and of the raw socket; and the bytes of a step of one worker."""
     times: dict[str, list[float]] = {name: [] for name in ("raw", *CASES)}
     with processes() as running:
         running.append(server_process := Process("wire.py", "server"))
@@ -78,8 +95,7 @@ def measure(rounds: int, steps: int) -> dict[str, float]:
         ports = server_process.receive()
         for process in workers:
             process.send(do="connect", **ports)
-        for process in workers:
-            process.receive()
+        nbytes = [process.receive()["nbytes"] for process in workers]
         for turn in range(rounds + 1):
             for case in CASES:
                 for name in ("raw", case):
@@ -89,7 +105,7 @@ def measure(rounds: int, steps: int) -> dict[str, float]:
                     answers = [process.receive()["seconds"] for process in asked]
                     if turn:  # the first warms up
                         times[name].append(max(sum(answer) / len(answer) for answer in answers))
-    return {name: median(values) for name, values in times.items()}
+    return {name: median(values) for name, values in times.items()}, nbytes[0]
 
 
 def main() -> None:
@@ -103,14 +119,17 @@ def main() -> None:
         return server()
     if arguments.role == "worker":
         return worker(arguments.rank)
-    seconds = measure(arguments.rounds, arguments.steps)
+    seconds, nbytes = measure(arguments.rounds, arguments.steps)
     raw = RAW_BYTES / seconds["raw"] / 1e9
-    rows = [("64 MiB float32", "ms", "GB/s", "of raw", "goal")]
-    rows.append(("raw TCP socket, one way", f"{seconds['raw'] * 1e3:.1f}", f"{raw:.2f}", "1.00", ""))
+    rows = [("64 MiB float32", "ms", "MB", "GB/s", "of raw", "goal", "of exact", "goal")]
+    size = f"{RAW_BYTES / 1e6:.1f}"
+    rows.append(("raw TCP socket, one way", f"{seconds['raw'] * 1e3:.1f}", size, f"{raw:.2f}", "1.00", "", "", ""))
     for case in CASES:
-        nbytes = 2 * ARRAYS * ELEMENTS * 4 * (2 if case == "sgd2" else 1)
-        rate = nbytes / seconds[case] / 1e9
-        rows.append((NAMES[case], f"{seconds[case] * 1e3:.1f}", f"{rate:.2f}", f"{rate / raw:.2f}", GOALS[case]))
+        sent = nbytes[case] * (2 if case == "sgd2" else 1)
+        rate = sent / seconds[case] / 1e9
+        of_exact = f"{seconds[case] / seconds['sgd']:.2f}" if case in WIRES else ""
+        times = (f"{seconds[case] * 1e3:.1f}", f"{sent / 1e6:.1f}", f"{rate:.2f}", f"{rate / raw:.2f}")
+        rows.append((NAMES[case], *times, GOALS.get(case, ""), of_exact, OF_EXACT.get(case, "")))
     print(table(rows))
     return None
 

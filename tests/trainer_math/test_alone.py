@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from backstay._roles._alone import AHEAD, train_alone
 from backstay._roles._local import train_local
 from backstay._roles._script import Script
+from backstay._update._codecs import Wire
 from backstay._update._kernels import enable_x64
 from backstay._update._untrained import UPDATES
 from backstay.errors import JobFailed
@@ -163,3 +165,22 @@ def test_batches_are_prepared_by_several_threads_where_they_say_so():
     want = train_alone(script())
     got = train_alone(script(batches=made))
     assert np.array_equal(got.params["w"], want.params["w"])
+
+
+@pytest.mark.parametrize("wire", [Wire("Int8", "BFloat16"), Wire("Int4", error_feedback=True)], ids=str)
+def test_t4_one_process_rounds_as_the_plain_loop_does(wire):
+    """Float64; the plain loop rounds as a job of any number of shards does."""
+
+    def wide(key):
+        return {"w": jax.random.normal(key, (8, 700))}
+
+    def error(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["w"]) - 1) ** 2)
+
+    with enable_x64():
+        settings = {"init": wide, "loss": error, "batches": lambda key: key.rng.normal(size=(4, 8))}
+        one = Script(**settings, optimizer=optax.adam(1e-2), steps=10, wire=wire)
+        got, exact = train_alone(one), train_alone(replace(one, wire=None))
+        want = train_local(wide, error, one.batches, one.optimizer, 10, wire=wire)
+    np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-11)
+    assert (got.params["w"] != exact.params["w"]).any()
