@@ -14,6 +14,7 @@ import pytest
 
 from backstay._shard import ShardRuntime
 from backstay._timeouts import Timeouts
+from backstay._update._codecs import ShardWire
 from backstay._wire.client import ShardedClient, connect
 from backstay._wire.memory import aligned_empty
 from backstay._wire.server import DataServer
@@ -246,6 +247,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
         start: bool = True,
         serve: bool = False,
         timeouts: Timeouts | None = None,
+        wire: ShardWire | None = None,
     ) -> Shard:
         layout = Layout(number, tuple(Block(size) for size in sizes))
         recorder = Recorder()
@@ -258,6 +260,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             mode=mode,
             on_checkpoint=lambda snapshot, term, version: saved.append((snapshot, term, version)),
             timeouts=timeouts,
+            wire=wire,
         )
         shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
 

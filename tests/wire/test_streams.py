@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
+from backstay._update._codecs import CODECS, GROUP, BlockWire, ShardWire
 from backstay._wire import frames
 from backstay._wire.client import Push
 from backstay._wire.flight import ClientStream, PortTaken
@@ -321,6 +322,38 @@ GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
     "a body at the beginning": ([(begin(40), ones(40))], "the beginning of a push has a body"),
     "a chunk without a body": ([BEGIN, (Frame(chunk=Chunk(block=0)), None)], "cannot come inside a push"),
 }
+
+
+@pytest.mark.parametrize("elements", [2 * GROUP, 1 << 18])
+def test_codec_data_that_no_codec_makes_is_refused(
+    kit: SimpleNamespace, make_shard: Make, stream: Make, elements: int
+) -> None:
+    """O7, T10: in one frame and in several; the contribution never counts."""
+    float32 = np.dtype(np.float32)
+    coded = BlockWire(elements, float32, CODECS["Int8"], np.arange(elements // GROUP, dtype=np.uint32))
+    exact = BlockWire(elements, float32)
+    shard = make_shard((elements,), serve=True, wire=ShardWire((coded,), (exact,), (exact,)))
+    codes, scales, _ = coded.sections
+    data = np.zeros(coded.nbytes, np.uint8)
+    data[codes : codes + scales].view(np.float32)[1] = np.nan
+    end = stream(shard)
+    end.write(frames.pull(0))
+    while frames.kind_of((received := end.read())[0]) != "end" and not received[0].params_begin.whole:
+        pass
+    whole = End(bytes=data.nbytes)
+    if data.nbytes <= frames.WHOLE_BYTES:
+        end.write(begin(data.nbytes, whole=whole), data)
+    else:
+        end.write(begin(data.nbytes))
+        for frame, (_, _, start, stop) in frames.section_chunks([[data.nbytes]]):
+            end.write(frame, data[start:stop])
+        end.write(Frame(end=whole))
+    while frames.kind_of((answer := end.read())[0]) == "received":
+        pass
+    assert answer[0].refused.code == "INVALID_ARGUMENT"
+    assert "the scale of group 1 is nan" in answer[0].refused.message
+    assert shard.coordination.wait_for("lost") == [kit.gid(0)]
+    assert shard.coordination.of("staged") == []
 
 
 @pytest.mark.parametrize("elements", [SMALL, BIG])
