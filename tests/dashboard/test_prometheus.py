@@ -59,7 +59,7 @@ class Shown:
     def all(self, where: str, ref: str = "A") -> list[Sample]:
         dashboard, panel = where.split(": ", 1)
         self.asked.add((dashboard, panel, ref))
-        found = self._prometheus.query(self.filled(self._dashboards.query(dashboard, panel, ref)))
+        found = self._prometheus.query(self.filled(self._dashboards.query(dashboard, panel, ref)), self.now)
         return [(sample["metric"], float(sample["value"][1])) for sample in found]
 
     def one(self, where: str, ref: str = "A") -> float:

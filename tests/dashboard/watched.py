@@ -312,9 +312,9 @@ class Prometheus:
             self._process.kill()
             self._process.wait()
 
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an instant query, those that are numbers."""
-        given = urllib.parse.urlencode({"query": expression})
+    def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
+        """The samples of an instant query at a Unix time, those that are numbers; None: now."""
+        given = urllib.parse.urlencode({"query": expression} | ({} if at is None else {"time": at}))
         with urllib.request.urlopen(f"{self.url}/api/v1/query?{given}", timeout=10) as answer:
             found = json.load(answer)["data"]["result"]
         return [sample for sample in found if math.isfinite(float(sample["value"][1]))]
