@@ -69,14 +69,12 @@ class _Sending:
         self._residuals = residuals
         self._new: dict[tuple[int, int], Any] = {}
         self.left: dict[tuple[int, int], Any] = {}
-        key = contribution.key
-        words = seed_of(seed, key.step, key.rank)
-        self.blocks: list[Sequence[Any]] = [
-            blocks
-            if all(wire.codec is None for wire in wires[shard])
-            else _EncodedBlocks(self, shard, wires[shard], blocks, words)
-            for shard, blocks in enumerate(contribution.blocks)
-        ]
+        self.blocks: list[Sequence[Any]] = list(contribution.blocks)
+        coded = [shard for shard, blocks in enumerate(wires) if any(wire.codec is not None for wire in blocks)]
+        if coded:
+            words = seed_of(seed, contribution.key.step, contribution.key.rank)
+            for shard in coded:
+                self.blocks[shard] = _EncodedBlocks(self, shard, wires[shard], self.blocks[shard], words)
 
     def applied(self) -> None:
         """The contribution was applied as it was sent."""
