@@ -163,7 +163,8 @@ def commands() -> str:
             if record is None and parameter.param_type_name == "argument":
                 record = (parameter.name.upper(), parameter.help or "")
             if record is not None:
-                rows.append((f"`{cell(record[0])}`", cell(record[1])))
+                # Square brackets around a default would be links.
+                rows.append((f"`{cell(record[0])}`", cell(record[1]).replace("[", "\\[")))
         parts.append(table(("argument", "meaning"), iter(rows)))
     return "".join(parts)
 
