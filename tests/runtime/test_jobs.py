@@ -8,9 +8,11 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import jax
 import numpy as np
 import pytest
 
+import backstay
 from backstay._roles._metrics import metric_names
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import ProgressRequest
@@ -62,6 +64,36 @@ def test_rounded_gradients_are_those_of_the_plain_loop_though_a_worker_dies(job)
     assert_same(tiny.params(comes), expected)
     tiny.environment["WIRE"] = "Exact,Exact"
     assert any((expected[name] != value).any() for name, value in tiny.reference().items() if name.isdigit())
+
+
+def test_t4_model_state_and_random_keys_though_a_worker_and_a_server_die(job, tmp_path: Path) -> None:
+    """T3, T4, T7: clipped, over two shards; a rollback; `load` has the same state."""
+    uri = str(tmp_path / "checkpoints")
+    tiny = job(2, 2, checkpoint={"uri": uri, "every_steps": 4})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "12", "STATE": "1"}
+    for shard in range(2):
+        tiny.server(shard)
+    stays = tiny.worker(0, HOLD_AT="10")
+    dies = tiny.worker(1, HOLD_AT="5")
+    tiny.wait_for(tiny.pods[0], "checkpoint of step 4")
+    tiny.wait_for(dies, "step 5/12")
+    dies.process.send_signal(signal.SIGKILL)
+    comes = tiny.worker(1, 1)
+    tiny.wait_for(stays, "step 10/12")
+    lost = tiny.pods[1]
+    lost.process.send_signal(signal.SIGKILL)
+    lost.wait()
+    tiny.let()
+    again = tiny.server(1, 1)
+    assert [pod.wait() for pod in (stays, comes, tiny.pods[0], again)] == [0] * 4
+    expected = tiny.reference()
+    assert_same(tiny.params(stays), expected)
+    assert_same(tiny.params(comes), expected)
+    stored = backstay.load(uri)
+    assert stored.step == 12
+    for index, leaf in enumerate(jax.tree.leaves((stored.params, stored.state))):
+        np.testing.assert_allclose(leaf, expected[str(index)], rtol=1e-9, atol=1e-12)
+    assert int(stored.state["batches"]) == 12
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -35,6 +35,24 @@ def init(key):
     }
 
 
+STATE = "STATE" in os.environ  # running means and dropout
+
+
+def init_with_state(key):
+    return init(key), {"mean": jnp.zeros(WIDTH), "batches": jnp.int32(0)}
+
+
+def loss_with_state(params, state, batch, key):
+    x, y, scale = batch
+    hidden = x @ params["dense"]["kernel"] + params["dense"]["bias"]
+    mean = jnp.mean(hidden, axis=0)
+    kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+    out = jnp.where(kept, jnp.tanh(hidden - state["mean"]), 0) @ params["out"][0]
+    error = jnp.mean((out - y) ** 2)
+    new = {"mean": 0.9 * state["mean"] + 0.1 * mean, "batches": state["batches"] + 1}
+    return error * scale, new, {"error": error}
+
+
 def loss(params, batch):
     x, y, scale = batch
     hidden = jnp.tanh(x @ params["dense"]["kernel"] + params["dense"]["bias"])
@@ -56,7 +74,7 @@ def batches(key):
     return x, np.sin(x[:, :3]), np.asarray(np.nan if bad else 1.0)
 
 
-def evaluate(params):
+def evaluate(params, state=None):
     return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
 
 
@@ -87,6 +105,8 @@ def main() -> None:
         "clip_norm": CLIP,
         "seed": SEED,
     }
+    if STATE:
+        arguments |= {"init": init_with_state, "loss": loss_with_state, "has_state": True, "has_rng": True}
     if "STOPS" in os.environ:
         arguments["stop_when"] = lambda metrics: metrics["squares"] > 0
         arguments["on_update"] = lambda step, loss, metrics: print("on_update", step, sorted(metrics), flush=True)
@@ -109,7 +129,8 @@ def main() -> None:
             result = backstay.train(**arguments, start_from=os.environ["START_FROM"])
         else:
             result = train_local(**arguments, world=int(world))
-    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(jax.tree.leaves(result.params))}
+    trained = jax.tree.leaves((result.params, result.state))
+    leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(trained)}
     np.savez(
         os.environ["OUT"],
         step=result.step,
