@@ -7,6 +7,7 @@ hook. So the end of what the script writes to `sys.stderr` goes into the message
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -70,8 +71,15 @@ class _End:
     def ended(self) -> None:
         """`atexit`: Python has printed the text of a `SystemExit` by now."""
         text = self._errors.text.strip()
-        if os.getpid() == self._owner and text and not self._raised:
+        # A second call of `train` has written why it failed, and ends the process with SystemExit too.
+        if os.getpid() == self._owner and text and not self._raised and self._says_trained():
             write_termination(self._path, {"result": TRAINED, **self._fields, "stderr": text})
+
+    def _says_trained(self) -> bool:
+        try:
+            return json.loads(self._path.read_bytes()).get("result") == TRAINED
+        except (OSError, ValueError, AttributeError):
+            return False
 
 
 class _Tail:
