@@ -77,7 +77,7 @@ class _End:
 
     def _says_trained(self) -> bool:
         try:
-            return json.loads(self._path.read_bytes()).get("result") == TRAINED
+            return bool(json.loads(self._path.read_bytes()).get("result") == TRAINED)
         except (OSError, ValueError, AttributeError):
             return False
 
