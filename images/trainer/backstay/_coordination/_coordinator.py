@@ -86,6 +86,7 @@ class Coordinator:
         *,
         last: Commit | None,
         prepared: Iterable[Contribution],
+        incarnation: int = 0,
         infos: Iterable[GradientInfo] = (),
         checkpoint: str = "",
         checkpoint_at: tuple[int, int] = (0, -1),
@@ -101,13 +102,14 @@ class Coordinator:
             start: where the term began.
             last: the commit that made `state.version`, if one of this term did.
             prepared: the gradients whose mean shard 0 holds for `state.version`: what the commit after it may name.
+            incarnation: of this coordinator's server.
             infos: of `prepared`, in that order.
             checkpoint, checkpoint_at: the newest whole one that is known, and its (term, version).
             since_checkpoint: seconds since one was begun.
         """
         new = cls(rules, state, wished_world=wished_world, intervals=intervals, now=now)
         new._history.start = start
-        new._history.resume(last)
+        new._history.resume(last, incarnation)
         new._conclusion.resume(now, checkpoint, checkpoint_at[1], since_checkpoint)
         new._succession.resume(tuple(prepared), tuple(infos), checkpoint_at)
         return new

@@ -91,10 +91,15 @@ class History:
             state.samples = self.state.samples.at(state.version * state.world + state.offset, state.redone)
         self._begin(state, start)
 
-    def resume(self, last: Commit | None) -> None:
-        """Continue the term of a coordinator that is gone; `last` is the commit that made the state's version."""
-        # The previous coordinator's answers must not be taken for answers to decisions of this one.
-        self._round = self.state.version << 32
+    def resume(self, last: Commit | None, incarnation: int) -> None:
+        """Continue the term of a coordinator that is gone.
+
+        Args:
+            last: the commit that made the state's version.
+            incarnation: of this coordinator's server.
+        """
+        # Answers to decisions of a previous coordinator must not be taken for answers to decisions of this one.
+        self._round = incarnation << 32
         if last is not None:
             self._keep(last)
             self._applied = dict.fromkeys(self._applied, last.version)

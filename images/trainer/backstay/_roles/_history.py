@@ -152,6 +152,7 @@ def _begin(
             held.start,
             last=held.last,
             prepared=() if held.prepared is None else held.prepared.contributions,
+            incarnation=environment.incarnation,
             infos=() if held.prepared is None else held.prepared.infos,
             checkpoint=checkpoint,
             checkpoint_at=at,
