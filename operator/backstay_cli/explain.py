@@ -255,13 +255,17 @@ def _about_checkpoints(view: JobView, conditions: dict[str, Any], now: float) ->
 
 def _about_budgets(view: JobView, where: str) -> Iterator[str]:
     spec = view.job.get("spec") or {}
-    for role, field, default in (("ParameterServer", "parameterServers", 10), ("Worker", "workers", 100)):
+    for role, short, field, default in (
+        ("ParameterServer", "server", "parameterServers", 10),
+        ("Worker", "worker", "workers", 100),
+    ):
         limit = (spec.get(field) or {}).get("maxRestarts", default)
         used = view.roles[role].restarts if role in view.roles else 0
         if limit and used >= _BUDGET * limit:
+            logs = f"backstay logs {view.name}{where} --role {short} --previous"
             yield (
-                f"{used} of {count(limit, 'restart')} of spec.{field} are used: find the cause with `backstay history "
-                f"{view.name}{where}`, or raise spec.{field}.maxRestarts"
+                f"{used} of {count(limit, 'restart')} of spec.{field} are used: find the cause with `{logs}`, or raise "
+                f"spec.{field}.maxRestarts"
             )
 
 

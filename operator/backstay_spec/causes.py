@@ -255,7 +255,8 @@ def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, re
         return Verdict(Cause.NODE_LOST, "the node lost its container (ContainerStatusUnknown)")
     code = state.get("exitCode")
     if code == 0:
-        return Verdict(Cause.EXITED_EARLY, "exit code 0 before the job was done")
+        why = "exit code 0 before the job was done: the script must call backstay.train, and wait for what it returns"
+        return Verdict(Cause.EXITED_EARLY, why)
     named = state.get("reason") or ""
     text = exit_text(code if isinstance(code, int) else -1)
     if named not in ("", "Error"):

@@ -145,7 +145,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     said = ""
     for line in process.stdout:
         said += line
-        if re.search(r"step \d+ of \d+  loss", line):
+        if re.search(r"step [\d,]+ of [\d,]+  loss", line):
             break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
