@@ -89,7 +89,8 @@ def test_the_runtime_is_told_the_whole_spec():
         parameterServers={"replicas": 3},
         workers={"replicas": 7, "stallSeconds": 20},
         evaluator={},
-        update={"mode": "Sync", "backups": "5%", "maxNonFinite": 9},
+        update={"mode": "Sync", "backups": "5%", "maxNonFinite": 9, "grace": "1500ms", "weighting": "Examples"},
+        wire={"gradients": "Int8", "parameters": "BFloat16", "errorFeedback": True},
         checkpoint={"volume": {"emptyDir": {}}, "everySteps": 5, "everySeconds": 0, "keep": 2},
     ).spec
     config = manifests_pod.runtime_config(spec, "json")
@@ -99,6 +100,9 @@ def test_the_runtime_is_told_the_whole_spec():
         "mode": "Sync",
         "backups": "5%",
         "max_non_finite": 9,
+        "grace_seconds": 1.5,
+        "weighting": "Examples",
+        "wire": {"gradients": "Int8", "parameters": "BFloat16", "error_feedback": True},
         "staleness_damping": False,
         "stall_seconds": 20,
         "standbys": 0,
