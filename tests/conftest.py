@@ -78,9 +78,9 @@ FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/runtime/", "t
 class Groups(LoadScopeScheduling):
     """Tests of one group follow each other in one process.
 
-    The end-to-end tests are one: they share a cluster, and two of their jobs at once are many processes. Those of the
-    command start clusters of their own and are another one. The training jobs of tests/runtime are each alone. All
-    others keep with those of their file, with whom they share fixtures and what JAX compiled.
+    The end-to-end tests are one: they share a cluster, and two of their jobs at once are many processes. The tests
+    of the command start their own clusters and are another group. The training jobs of tests/runtime are each alone.
+    All others keep with those of their file, with whom they share fixtures and what JAX compiled.
     """
 
     def _split_scope(self, nodeid: str) -> str:
