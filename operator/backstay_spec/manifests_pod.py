@@ -49,7 +49,7 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
         wire=WireConfig(
             gradients=spec.wire.gradients,
             parameters=spec.wire.parameters,
-            error_feedback=bool(spec.wire.error_feedback),
+            error_feedback=spec.wire.error_feedback,
         ),
         stall_seconds=spec.workers.stall_seconds,
         standbys=spec.parameter_servers.standbys,

@@ -30,7 +30,7 @@ class WireConfig(BaseModel):
 
     gradients: Literal["Exact", "BFloat16", "Int8", "Int4"] = "Exact"
     parameters: Literal["Exact", "BFloat16"] = "Exact"
-    error_feedback: bool = False
+    error_feedback: bool | None = None  # None: with local steps
 
 
 class RuntimeConfig(BaseModel):

@@ -159,7 +159,7 @@ class Wire(SpecModel):
 
     error_feedback: bool | None = None
     """Whether a worker adds what rounding took from a contribution to its next one. Needs `gradients: Int8` or `Int4`.
-    Absent: false."""
+    Absent: with local steps."""
 
 
 class Checkpoint(SpecModel):

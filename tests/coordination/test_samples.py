@@ -25,10 +25,10 @@ def staged(rank: int, version: int, term: int, *, key_step: int | None = None, f
 class Run:
     """A Sync job of one shard whose workers draw batches of a data set; what its history used is recorded."""
 
-    def __init__(self, seed: int, size: int, batch: int, world: int, backups: int) -> None:
-        self.random = Random(seed)
+    def __init__(self, seed: int, size: int, batch: int, world: int, backups: int, batches: int = 1) -> None:
+        self.random, self.steps = Random(seed), batches
         self.batches = from_dataset(np.arange(size), batch_size=batch, seed=5)
-        rules = Rules(mode="Sync", shards=1, steps=10**6, backups=backups, max_non_finite=10**6)
+        rules = Rules(mode="Sync", shards=1, steps=10**6, backups=backups, max_non_finite=10**6, batches=batches)
         self.job = Coordinator(rules, CoordinatorState(1, 0, world, samples=Samples(size, batch)))
         self.used: list[tuple[int, np.ndarray[Any, Any]]] = []  # (version, samples) of the history in force
         self.computed: Counter[int] = Counter()
@@ -49,9 +49,10 @@ class Run:
         [updated] = [decision for decision in decisions if isinstance(decision, Updated)]
         if not updated.commit.skip:
             for contribution in updated.commit.contributions:
-                key = BatchKey(state.version, contribution.id.rank, state.world, 0, state.offset)
-                drawn = self.batches.indices(key)
-                self.used.append((state.version, self.batches.places(key)[1] * self.batches.size + drawn))
+                for step in range(state.version * self.steps, (state.version + 1) * self.steps):
+                    key = BatchKey(step, contribution.id.rank, state.world, 0, state.offset)
+                    drawn = self.batches.indices(key)
+                    self.used.append((state.version, self.batches.places(key)[1] * self.batches.size + drawn))
         for ended in updated.ended:
             self.ended[ended.epoch] = ended
         self.mirror = after(self.mirror, updated.commit)
@@ -81,12 +82,13 @@ class Run:
     batch=st.integers(1, 3),
     world=st.integers(1, 5),
     backups=st.sampled_from([0, 0, 1, 2]),
+    batches=st.sampled_from([1, 1, 2, 3]),
 )
 def test_t9_each_sample_once_an_epoch_over_changes_of_the_world_and_rollbacks(
-    seed: int, size: int, batch: int, world: int, backups: int
+    seed: int, size: int, batch: int, world: int, backups: int, batches: int
 ) -> None:
-    run = Run(seed, size, batch, world, backups)
-    skipped = False
+    run = Run(seed, size, batch, world, backups, batches)
+    skipped = batches > 1  # what a rank that leaves has drawn between two batches of others is dropped
     for _ in range(40):
         match run.random.randrange(8):
             case 0:
@@ -131,6 +133,42 @@ def test_t9_the_account_says_what_was_dropped_and_repeated() -> None:
         run.update()
     assert run.ended == {0: EpochEnded(epoch=0, size=20, used=10, dropped=10, repeated=8)}
     assert str(run.ended[0]) == "epoch 0 has ended: 20 samples: 10 used, 10 dropped, 8 repeated"
+
+
+def test_t9_with_local_steps_only_ranks_that_leave_drop_samples() -> None:
+    """Of the last contribution of rank 2, the batches that lie between those of the ranks that stay."""
+    run = Run(seed=0, size=1000, batch=1, world=3, backups=0, batches=4)
+    run.update()
+    run.update(wished=2)
+    account = run.job.state.samples
+    assert account is not None
+    assert (account.used, account.dropped) == (12 + 8, 3)
+    run.update(wished=3)
+    while run.job.state.world < 3:
+        run.update()
+    run.update()
+    assert set(run.samples().values()) == {1}
+    account = run.job.state.samples
+    assert account is not None
+    assert account.dropped == 3
+
+
+def test_t9_another_number_of_local_steps_goes_on_with_the_next_batch() -> None:
+    """A run continues a checkpoint of another run, which made more local steps, or none."""
+    run = Run(seed=1, size=1000, batch=1, world=2, backups=0, batches=4)
+    for _ in range(3):
+        run.update()
+    run.store()
+    stored = CoordinatorState.from_json(run.stored)
+    stored.term += 1
+    again = Run(seed=1, size=1000, batch=1, world=2, backups=0, batches=3)
+    again.job.restart(0.0, stored, "uri")
+    again.mirror = again.job.state.copy()
+    for _ in range(2):
+        again.update()
+    numbers = run.samples() + again.samples()
+    assert sum(numbers.values()) == len(numbers) == 2 * (3 * 4 + 2 * 3)
+    assert again.job.state.samples == Samples(1000, 1, used=36)
 
 
 def test_t9_an_async_account_counts_updates_and_what_a_change_of_the_world_leaves_out() -> None:

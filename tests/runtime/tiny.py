@@ -119,6 +119,10 @@ def main() -> None:
         arguments["start_from"] = os.environ["START_FROM"]
     if "WIRE" in os.environ:
         arguments["wire"] = backstay.Wire(*os.environ["WIRE"].split(","))
+    if "LOCAL" in os.environ:  # such as "3,reset"
+        count, inner_state = os.environ["LOCAL"].split(",")
+        arguments["local"] = backstay.LocalSteps(int(count), OPTIMIZER, inner_state=inner_state)
+        arguments["optimizer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)
     world = os.environ.get("WORLD")
     if world is None:
         result = backstay.train(**arguments, log_every=0)

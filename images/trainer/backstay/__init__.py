@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ._result import Result
     from ._train import train
     from ._update._codecs import Wire
+    from ._update._local_steps import LocalSteps
     from .errors import BackstayError
 
 __version__: Final = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "BackstayError",
     "BatchKey",
     "Checkpoint",
+    "LocalSteps",
     "Result",
     "StartFrom",
     "TokenFile",
@@ -45,6 +47,7 @@ _HOMES: Final = {
     "BackstayError": ".errors",
     "BatchKey": "._data._batch_key",
     "Checkpoint": "._checkpoint",
+    "LocalSteps": "._update._local_steps",
     "Result": "._result",
     "StartFrom": "._checkpoint",
     "TokenFile": "._data._dataset",

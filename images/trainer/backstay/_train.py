@@ -23,6 +23,7 @@ from ._process._logs import Reporter, configure
 from ._process._title import show_role
 from ._result import Result
 from ._roles._script import Script, evaluation_of
+from ._update._local_steps import LocalSteps, default_outer
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def train(
     init: Callable[[Any], Any],
     loss: Callable[..., Any],
     batches: Callable[[BatchKey], Any],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | None = None,
     steps: int,
     evaluate: Callable[..., Mapping[str, float]] | None = None,
     has_state: bool = False,
@@ -60,6 +61,7 @@ def train(
     stop_when: StopWhen | None = None,
     evaluate_every: int | None = None,
     wire: Wire | None = None,
+    local: LocalSteps | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of the job that the environment names.
 
@@ -71,7 +73,9 @@ def train(
             with `has_rng` a key is its last argument.
         batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays; a pure function. It is
             called ahead of need, in a thread of its own.
-        optimizer: any optax optimizer that shards can compute exactly.
+        optimizer: any optax optimizer that shards can compute exactly. With `local` it is the outer optimizer, and may
+            be left out. The default is SGD with learning rate 0.7. In Sync mode it has Nesterov momentum 0.9. In Async
+            mode it has none, and contributions are weighted by ``1 / (1 + staleness)``.
         steps: how many updates to make.
         evaluate: ``evaluate(params)``, with `has_state` ``evaluate(params, state)``, returns ``{name: number}``; called
             once after the last update or, in a job with an evaluator, for each checkpoint.
@@ -81,7 +85,8 @@ def train(
         has_rng: whether `loss` gets a random key, which is `BatchKey.key`: of (seed, step, rank) alone, so a
             replacement of a worker gets the same one.
         seed: of `init` and of the keys of batches.
-        clip_norm: upper bound of the norm of the mean gradient, over all parameters.
+        clip_norm: upper bound of the norm of the mean gradient, over all parameters; with `local`, of the mean
+            contribution. `optax.clip_by_global_norm` in the inner optimizer bounds the gradients of local steps.
         deterministic: ask the backend for kernels that give the same bits run after run.
         log_every: seconds between lines of progress.
         start_from: where the initial parameters come from instead of `init`, by name: a checkpoint of Backstay, a
@@ -98,6 +103,7 @@ def train(
             twentieth of `steps`, else it is called only at the end. In a job each checkpoint is evaluated.
         wire: how tensors are encoded between workers and servers. In a job, `spec.wire` of the TrainingJob says it, and
             an argument that differs is an error. One process rounds as a job does, so that results can be compared.
+        local: optimizer steps that each worker makes by itself between two updates.
 
     Returns:
         The last parameters and model state. Only in a single process and in workers: parameter servers and
@@ -116,11 +122,13 @@ def train(
         environment = Environment.read(os.environ)
         if environment is not None:
             _once()
+        mode = "Sync" if environment is None else environment.config.mode
+        outer = default_outer(mode) if optimizer is None and local is not None else optimizer
         script = Script(
             init=init,
             loss=loss,
             batches=batches,
-            optimizer=optimizer,
+            optimizer=outer,
             steps=steps,
             evaluate=evaluate,
             has_state=has_state,
@@ -134,6 +142,8 @@ def train(
             stop_when=stop_when,
             evaluate_every=evaluate_every,
             wire=wire,
+            local=local,
+            damps=optimizer is None and mode == "Async",
         )
         if environment is None:
             return _alone(script)
@@ -190,7 +200,8 @@ def _alone(script: Script) -> Result:
     from ._roles._reports import Throttle
 
     configure("text", "", "")
-    reporter, rate, throttle = Reporter(script.log_every, script.steps), Rate(), Throttle()
+    batches = script.batches_of_update
+    reporter, rate, throttle = Reporter(script.log_every, script.steps, batches), Rate(), Throttle()
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
     samples = epochs_of(script)
 
@@ -210,7 +221,7 @@ def _alone(script: Script) -> Result:
         if script.on_update is not None and throttle.due(now, force=last or stops):
             script.on_update(update.step, update.loss, update.metrics)
         if samples is not None:
-            samples, ended = samples.add(update.step - 1, [update.applied], 0)
+            samples, ended = samples.add((update.step - 1) * batches, [update.applied] * batches, 0)
             for epoch in ended:
                 _LOG.info("%s (step %d)", epoch, update.step)
         if stops:

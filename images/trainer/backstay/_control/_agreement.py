@@ -90,7 +90,19 @@ class Agreement:
 
 
 _ARGUMENTS: Final = frozenset(
-    {"steps", "seed", "clip_norm", "has_state", "has_rng", "wire.gradients", "wire.parameters", "wire.errorFeedback"}
+    {
+        "steps",
+        "seed",
+        "clip_norm",
+        "has_state",
+        "has_rng",
+        "wire.gradients",
+        "wire.parameters",
+        "wire.errorFeedback",
+        "local.count",
+        "local.inner_state",
+        "local.optimizer",
+    }
 )
 
 

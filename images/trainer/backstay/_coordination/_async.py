@@ -60,12 +60,12 @@ class Async:
     def rejects_applied(self) -> bool:
         return True
 
-    def next_offset(self, state: CoordinatorState, world: int) -> int:
+    def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         # Each rank is at a step of its own: begin above the highest number that the fastest rank can have drawn.
         before = state.worlds[-1]
         fastest = max(state.key_steps.get(rank, 0) for rank in range(before.world))
         slowest = min(state.key_steps.get(rank, 0) for rank in range(world))
-        return before.offset + (fastest + 1) * before.world - slowest * world
+        return before.offset + (fastest + 1) * state.batches * before.world - slowest * batches * world
 
     def owed_since(
         self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float

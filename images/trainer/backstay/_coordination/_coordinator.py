@@ -40,7 +40,7 @@ from ._modes import MODES
 from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
 from ._succession import Succession
-from ._world import effective_world, next_world
+from ._world import change_batches, effective_world, next_world
 from .seam import Report
 
 __all__ = ["Coordinator"]
@@ -70,6 +70,7 @@ class Coordinator:
         self.rules = rules
         self._wished_world = wished_world or state.world
         self._mode = MODES[rules.mode]
+        change_batches(state, rules.batches, self._mode)
         self._history = History(rules, self._mode, state, start_of(state, checkpoint))
         self._conclusion = Conclusion(rules, self._history, intervals, now)
         self._conclusion.begin(now, checkpoint)
@@ -249,6 +250,7 @@ class Coordinator:
         if not self._succession.begin(state):
             return [Restart(0)]  # a shard has reported that term meanwhile
         out = self._intake.begin()
+        change_batches(state, self.rules.batches, self._mode)
         self._history.begin(state, start_of(state, checkpoint))
         self._conclusion.begin(now, checkpoint)
         self._grace.begin(now, state.version)

@@ -88,7 +88,9 @@ class History:
     def begin(self, state: CoordinatorState, start: Rollback) -> None:
         """A new term begins at `state`."""
         if state.samples is None and self.state.samples is not None:
-            state.samples = self.state.samples.at(state.version * state.world + state.offset, state.redone)
+            state.samples = self.state.samples.at(
+                state.version * state.batches * state.world + state.offset, state.redone
+            )
         self._begin(state, start)
 
     def resume(self, last: Commit | None, incarnation: int) -> None:
@@ -190,7 +192,7 @@ class History:
         state.version += 1
         ended = count_samples(state, Commit(version=version, contributions=contributions, world=world, skip=skip))
         if world != state.world:
-            change_world(state, world, self._mode.next_offset(state, world))
+            change_world(state, world, self._mode.next_offset(state, world, state.batches))
         state.non_finite_run = state.non_finite_run + 1 if skip else 0
         if self.over:
             state.last = state.version

@@ -58,10 +58,13 @@ class UpdateMode(Protocol):
     def rejects_applied(self) -> bool:
         """Whether a shard that reports a gradient again, after it applied its commit, needs a `Reject`."""
 
-    def next_offset(self, state: CoordinatorState, world: int) -> int:
+    def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         """`BatchKey.offset` from the version of `state` on, if `world` ranks are in force from there on.
 
         `BatchKey.number` is ``offset + step * world + rank``. It must exceed every number that the world before gave.
+
+        Args:
+            batches: how many batches, and so steps, each contribution takes from there on.
         """
 
     def owed_since(

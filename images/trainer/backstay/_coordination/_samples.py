@@ -67,7 +67,7 @@ class Samples:
     redone: int = 0
 
     def count(
-        self, commit: Commit, *, world: int, offset: int, left_out: int, redone: int
+        self, commit: Commit, *, world: int, offset: int, left_out: int, redone: int, batches: int = 1
     ) -> tuple[Samples, tuple[EpochEnded, ...]]:
         """Count an update.
 
@@ -75,16 +75,20 @@ class Samples:
             world, offset: those that the gradients of the update were computed with.
             left_out: batches that no rank will draw, because `commit` changes the world.
             redone: `CoordinatorState.redone` now.
+            batches: how many each contribution is computed from. The ranks draw the first ones in order of rank, then
+                the second ones.
 
         Returns:
             See `add`.
         """
         ranks = set() if commit.skip else {contribution.id.rank for contribution in commit.contributions}
         if self.sync:
-            uses = [rank in ranks for rank in range(min(world, commit.world))]
-            number = offset + commit.version * world
+            # Numbers continue after the last one that a rank of the next world has drawn.
+            drawn = (batches - 1) * world + min(world, commit.world)
+            uses = [place % world in ranks for place in range(drawn)]
+            number = offset + commit.version * batches * world
         else:
-            uses, number = [not commit.skip for _ in commit.contributions], commit.version
+            uses, number = [not commit.skip for _ in commit.contributions] * batches, commit.version * batches
         dropped = replace(self, dropped=self.dropped + left_out * self.batch) if left_out else self
         return dropped.add(number, uses, redone)
 

@@ -33,6 +33,7 @@ class Rules:
         stores: the last version is written as a checkpoint before the job is done.
         evaluates: the job waits for an evaluation of the last version.
         replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
+        batches: how many batches each contribution is computed from.
         timeouts: the coordinator's deadlines.
     """
 
@@ -49,6 +50,7 @@ class Rules:
     stores: bool = False
     evaluates: bool = False
     replicates: bool = False
+    batches: int = 1
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -79,6 +81,7 @@ class CoordinatorState:
         history: the id of the history, which the names of its checkpoints carry; empty where nothing is stored.
         last: the version that ends training early; 0: none, `Rules.steps` ends it.
         samples: the account of the current epoch; None where the size of an epoch is unknown.
+        batches: `Rules.batches` of this history.
         start_from: what the parameters of version 0 were read from; empty: `init` returned them.
     """
 
@@ -93,6 +96,7 @@ class CoordinatorState:
     start_from: str = ""
     last: int = 0
     samples: Samples | None = None
+    batches: int = 1
 
     def __post_init__(self) -> None:
         if not self.worlds:
@@ -120,6 +124,7 @@ class CoordinatorState:
             "history": self.history,
             "startFrom": self.start_from,
             "last": self.last,
+            "batches": self.batches,
             **({} if self.samples is None else {"samples": self.samples.to_json()}),
         }
 
@@ -146,6 +151,7 @@ class CoordinatorState:
                 start_from=str(data.get("startFrom", "")),
                 last=int(data.get("last", 0)),
                 samples=Samples.from_json(data.get("samples")),
+                batches=int(data.get("batches", 1)),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a coordinator's state: {error!r}") from error
@@ -164,7 +170,12 @@ def count_samples(state: CoordinatorState, commit: Commit) -> tuple[EpochEnded, 
         return ()
     left_out = 0 if state.samples.sync or commit.world == state.world else left_out_of(state, commit.world)
     state.samples, ended = state.samples.count(
-        commit, world=state.world, offset=state.offset, left_out=left_out, redone=state.redone
+        commit,
+        world=state.world,
+        offset=state.offset,
+        left_out=left_out,
+        redone=state.redone,
+        batches=state.batches,
     )
     return ended
 
@@ -174,7 +185,7 @@ def left_out_of(state: CoordinatorState, world: int) -> int:
     before = [state.key_steps.get(rank, 0) for rank in range(state.world)]
     behind = [state.key_steps.get(rank, 0) for rank in range(world)]
     fastest, slowest = max(before), min(behind)
-    return sum(fastest + 1 - step for step in before) + sum(step - slowest for step in behind)
+    return state.batches * (sum(fastest + 1 - step for step in before) + sum(step - slowest for step in behind))
 
 
 def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:

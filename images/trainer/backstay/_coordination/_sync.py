@@ -57,12 +57,13 @@ class Sync:
     def rejects_applied(self) -> bool:
         return False
 
-    def next_offset(self, state: CoordinatorState, world: int) -> int:
+    def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         # Numbers continue after those of the ranks that made the update before. Ranks that leave have drawn later
-        # numbers in vain, and the ranks that stay draw these again (T9).
+        # numbers in vain, and the ranks that stay draw these again (T9). With local steps, numbers of ranks that leave
+        # lie between those of ranks that stay: these are left out.
         before = state.worlds[-1]
-        made = before.offset + (state.version - 1) * before.world + min(before.world, world)
-        return made - state.version * world
+        made = before.offset + (state.version * state.batches - 1) * before.world + min(before.world, world)
+        return made - state.version * batches * world
 
     def owed_since(
         self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
 
 from ._state import CoordinatorState, World
 
-__all__ = ["change_world", "effective_world", "next_world"]
+if TYPE_CHECKING:
+    from ._mode import UpdateMode
+
+__all__ = ["change_batches", "change_world", "effective_world", "next_world"]
 
 
 def effective_world(world: int, wished: int) -> int:
@@ -36,3 +40,10 @@ def change_world(state: CoordinatorState, world: int, offset: int) -> None:
     """Put `world` in force from `state.version` on, with this `BatchKey.offset`, and record it."""
     state.world = world
     state.worlds = (*state.worlds, World(version=state.version, world=world, offset=offset))
+
+
+def change_batches(state: CoordinatorState, batches: int, mode: UpdateMode) -> None:
+    """Put in force how many batches each contribution takes from `state.version` on, where another run took others."""
+    if batches != state.batches:
+        change_world(state, state.world, mode.next_offset(state, state.world, batches))
+        state.batches = batches

@@ -20,6 +20,7 @@ class BatchKey:
 
     Attributes:
         step: in Sync mode the version of the parameters; in Async mode the number of this rank's gradients before it.
+            With local steps, their number: in Sync mode ``version * count + i``, in Async mode the rank's own.
         rank: this worker's index, ``0 <= rank < world``.
         world: the number of ranks in force.
         seed: the job's seed.
@@ -36,7 +37,8 @@ class BatchKey:
     def number(self) -> int:
         """Which batch of all that ranks draw: ``offset + step * world + rank``, 0 or more.
 
-        No two batches of a job have the same number, even when the world changes. In Sync mode no number is left out.
+        No two batches of a job have the same number, even when the world changes. In Sync mode no number is left out,
+        except with local steps when the world shrinks.
         """
         return self.offset + self.step * self.world + self.rank
 

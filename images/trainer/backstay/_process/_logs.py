@@ -55,7 +55,14 @@ def configure(log_format: Literal["text", "json"], name: str, job: str) -> None:
 class Reporter:
     """Writes a line of progress at most every `seconds`."""
 
-    def __init__(self, seconds: float, steps: int) -> None:
+    def __init__(self, seconds: float, steps: int, batches: int = 1) -> None:
+        """
+        Args:
+            seconds: at least, between two lines.
+            steps: how many updates training makes.
+            batches: local steps of each update; 1: there are none.
+        """
+        self._batches = batches
         self._seconds = seconds
         self._steps = steps
         self._log = logging.getLogger(f"{_ROOT}.progress")
@@ -90,15 +97,18 @@ class Reporter:
         shown = "" if loss is None else f"  loss {loss:.6g}"
         shown += "".join(f"  {name} {value:.6g}" for name, value in sorted((metrics or {}).items()))
         shown += "" if examples_per_second is None else f"  {examples_per_second:.1f} examples/s"
+        inner = "" if self._batches == 1 else f"  local step {step * self._batches}"
         self._log.info(
-            "step %d/%d%s",
+            "step %d/%d%s%s",
             step,
             self._steps,
+            inner,
             shown,
             extra={
                 "fields": {
                     "step": step,
                     "steps": self._steps,
+                    **({} if self._batches == 1 else {"localStep": step * self._batches}),
                     "loss": loss,
                     "metrics": dict(metrics or {}),
                     "examplesPerSecond": None if examples_per_second is None else round(examples_per_second, 3),

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from .._compute._gradient import examples_of
+from .._compute._local_steps import LocalProgram, LocalTraining
 from .._compute._placement import Placement
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
@@ -103,9 +104,10 @@ def train_alone(
     model = script.initial()
     tree = describe(model, has_state=script.has_state)
     placement = Placement(devices)
-    rounding = None if script.wire is None or script.wire.exact else Rounding(tree, script.wire)
+    wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
+    rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     carry = _first(model, tree, script, placement, rounding)
-    step = _step_of(script, tree, placement, rounding)
+    step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
     fetch, close = _fetching(script, placement)
     judge = _Judge(tree, max_non_finite)
     waiting: deque[Report] = deque()
@@ -120,11 +122,9 @@ def train_alone(
     try:
         for number in range(script.steps):
             key = BatchKey(step=number, rank=0, world=1, seed=script.seed)
-            batch = fetch(key)
-            words = _NO_WORDS if rounding is None else seed_of(script.seed, number, 0)
-            carry, outcome = step(carry, batch, words)
+            carry, outcome, examples = step(carry, key, fetch)
             shown = bool(model_every) and (number + 1) % model_every == 0
-            newest = Report(number + 1, examples_of(batch), outcome, _model(carry, tree) if shown else None)
+            newest = Report(number + 1, examples, outcome, _model(carry, tree) if shown else None)
             waiting.append(newest)
             stops = False
             while len(waiting) > (0 if shown else AHEAD):
@@ -160,7 +160,8 @@ def _fetching(script: Script, placement: Placement) -> tuple[Callable[[BatchKey]
     if getattr(batches, "workers", 1) <= 1:
         return batches, lambda: None
     prefetcher = Prefetcher(batches)
-    return lambda key: prefetcher.get(key, script.steps - 1), prefetcher.close
+    last = script.steps * script.batches_of_update - 1
+    return lambda key: prefetcher.get(key, last), prefetcher.close
 
 
 def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
@@ -188,20 +189,80 @@ def _first(
     return placed
 
 
-def _step_of(
-    script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """``(carry, batch, words) -> (carry, outcome)``, compiled for each shape of batch; `carry` is donated. `words` seed
-    the rounding."""
+_Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[str, Any], int]]
+"""``(carry, key, batch_of) -> (carry, outcome, examples)``: one update; `carry` is donated."""
+
+
+def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
+    """Each update has one gradient; one function, compiled for each shape of batch."""
     objective = Objective(script.loss, tree, has_rng=script.has_rng, seed=script.seed)
-    optimizer, count = script.optimizer, len(tree.parameters.leaves)
+    update = _update_of(script, tree, rounding)
 
     def step(carry: Any, batch: Any, words: Any) -> Any:
         number = carry["step"]
         at = jnp.stack([number, jnp.zeros_like(number)])
-        model, residual = [*carry["params"], *carry["state"]], carry["residual"]
-        made = objective(model if rounding is None else rounding.parameters(model), batch, at)
-        computed, state = made.leaves[:count], made.leaves[count:]
+        made = objective(_received(carry, rounding), batch, at)
+        return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words)
+
+    options = placement.options(deterministic=script.deterministic)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
+
+    def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
+        batch = batch_of(key)
+        return *jitted(carry, batch, _words(script, key, rounding)), examples_of(batch)
+
+    return whole
+
+
+def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
+    """Each update has local steps, as one worker makes them."""
+    assert script.local is not None
+    training = LocalTraining(
+        LocalProgram(
+            script.loss,
+            tree,
+            script.local,
+            placement.devices,
+            script.deterministic,
+            has_rng=script.has_rng,
+            seed=script.seed,
+        )
+    )
+    options = placement.options(deterministic=script.deterministic)
+    received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
+    update = jax.jit(
+        _update_of(script, tree, rounding),
+        donate_argnums=0,
+        out_shardings=placement.everywhere,
+        compiler_options=options,
+    )
+
+    def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
+        made, examples = training.steps(received(carry), key, batch_of)
+        return *update(carry, made, _words(script, key, rounding)), examples
+
+    return whole
+
+
+def _received(carry: Any, rounding: Rounding | None) -> list[Any]:
+    """The leaves of the model, as a worker receives them."""
+    model = [*carry["params"], *carry["state"]]
+    return model if rounding is None else rounding.parameters(model)
+
+
+def _words(script: Script, key: BatchKey, rounding: Rounding | None) -> Any:
+    return _NO_WORDS if rounding is None else seed_of(script.seed, key.step, key.rank)
+
+
+def _update_of(script: Script, tree: TreeSpec, rounding: Rounding | None) -> Callable[[Any, Any, Any], Any]:
+    """``(carry, (leaves, loss, metrics, finite), words) -> (carry, outcome)``; to be traced. `words` seed the
+    rounding."""
+    optimizer, count = script.optimizer, len(tree.parameters.leaves)
+
+    def apply(carry: Any, made: Any, words: Any) -> Any:
+        leaves, loss, metrics, finite = made
+        number, residual = carry["step"], carry["residual"]
+        computed, state = leaves[:count], leaves[count:]
         gradients = computed
         if rounding is not None:
             gradients, residual = rounding.contribution(computed, residual, words)
@@ -215,14 +276,13 @@ def _step_of(
         new, held = called("update", optimizer, update)
         after = {"params": jax.tree_util.tree_leaves(new), "state": state, "optimizer": held, "residual": residual}
         before = {name: carry[name] for name in after}
-        kept = jax.tree_util.tree_map(lambda a, b: jnp.where(made.finite, a, b), after, before)
+        kept = jax.tree_util.tree_map(lambda a, b: jnp.where(finite, a, b), after, before)
         # Read in the first steps only; afterwards it costs nothing.
         nonzero = jax.lax.cond(number < UPDATES, _any_nonzero, lambda each: jnp.ones(len(each), bool), computed)
-        outcome = {"loss": made.loss, "metrics": made.metrics, "finite": made.finite, "nonzero": nonzero}
+        outcome = {"loss": loss, "metrics": metrics, "finite": finite, "nonzero": nonzero}
         return kept | {"step": number + 1}, outcome
 
-    options = placement.options(deterministic=script.deterministic)
-    return jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
+    return apply
 
 
 def _any_nonzero(leaves: list[Any]) -> Any:

@@ -83,8 +83,9 @@ def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str,
         "clip_norm": str(script.clip_norm),
         "update.mode": config.mode,
         "update.weighting": config.weighting,
-        "update.stalenessDamping": str(config.staleness_damping),
+        "update.stalenessDamping": str(config.staleness_damping or script.damps),
         **plan.wire.settings(),
+        **{name: text for name, text in plan.arguments.items() if name.startswith("local.")},
     }
 
 
@@ -190,7 +191,8 @@ def _samples(environment: Environment, script: Script, state: CoordinatorState) 
         return None
     if stored is not None and (stored.size, stored.batch, stored.sync) == (fresh.size, fresh.batch, sync):
         return stored
-    return fresh.at(state.offset + state.version * state.world if sync else state.version, state.redone)
+    made = state.version * state.batches
+    return fresh.at(state.offset + made * state.world if sync else made, state.redone)
 
 
 def _report(continued: Continued, leader: Leader) -> None:
@@ -227,11 +229,12 @@ def _rules(environment: Environment, script: Script) -> Rules:
         weighting=config.weighting,
         max_non_finite=config.max_non_finite,
         max_staleness=config.max_staleness,
-        staleness_damping=config.staleness_damping,
+        staleness_damping=config.staleness_damping or script.damps,
         clip_norm=script.clip_norm,
         stores=environment.checkpoint_uri is not None,
         evaluates=script.evaluate is not None,
         replicates=config.standbys > 0,
+        batches=script.batches_of_update,
         timeouts=environment.timeouts,
     )
 

@@ -53,17 +53,19 @@ class Leader:
         log_every: float,
         leaves: Sequence[str] = (),
         reports: Reports | None = None,
+        batches: int = 1,
     ) -> None:
         """
         Args:
             liveness: of this server, guarded by `lock`.
+            batches: of each contribution.
             leaves: the names of the leaves of the parameters.
             reports: what the script and TensorBoard get; set before `start`.
         """
         self.reports = reports or Reports(None, None)
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
         self._steps = steps
-        self._reporter = Reporter(log_every, steps)
+        self._reporter = Reporter(log_every, steps, batches)
         self._rate, self._update_rate = Rate(), Rate()
         self._loss: float | None = None
         self._per_second: float | None = None

@@ -20,12 +20,14 @@ import optax
 
 from .._compute._gradient import Gradient, GradientFn
 from .._compute._initial import initial
+from .._compute._local_steps import LocalProgram, LocalTraining
 from .._data._batch_key import BatchKey
 from .._result import Result
 from .._update._codecs import Rounding, Wire
 from .._update._kernels import Mean, enable_x64, mean, state_mean
+from .._update._local_steps import LocalSteps
 from .._update._rules import called
-from .._update._tree import describe
+from .._update._tree import TreeSpec, describe
 from .._update._untrained import Untrained, ZeroLeaves, warning
 from ..errors import ConfigurationError, JobFailed
 from ._script import evaluation_of
@@ -78,6 +80,7 @@ def train_local(
     devices: Any = None,
     on_update: Callable[[Update], object] | None = None,
     wire: Wire | None = None,
+    local: LocalSteps | None = None,
 ) -> Result:
     """Train in this process.
 
@@ -98,6 +101,7 @@ def train_local(
         on_update: called after each update; training ends when it returns True.
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
             The parameters that are updated, and the result, keep full precision.
+        local: each rank makes local steps.
 
     Raises:
         ConfigurationError: an argument or what a function returns is wrong.
@@ -112,12 +116,14 @@ def train_local(
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
-    gradient_of = GradientFn(loss, tree, devices, deterministic, has_rng=has_rng, seed=seed)
+    contributions_of = _contributors(loss, tree, local, world, devices, deterministic, has_rng=has_rng, seed=seed)
     update = _updater(optimizer, tree.parameters.unflatten)
     count = len(tree.parameters.leaves)
     averaged = jax.jit(_average, static_argnums=(1, 2))
     squares = jax.jit(_squares)
     zero_leaves, untrained = ZeroLeaves(tree), Untrained()
+    if wire is not None:
+        wire = wire.resolved(local=local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     newest: Gradient | None = None
     bad_in_a_row = 0
@@ -126,8 +132,8 @@ def train_local(
         if rounding is not None:
             model = tree.unflatten(rounding.parameters(jax.tree_util.tree_leaves(model)))
         gradients = [
-            gradient_of(model, batches(BatchKey(step=step, rank=rank, world=world, seed=seed)), (step, rank))
-            for rank in range(world)
+            contribute(model, BatchKey(step=step, rank=rank, world=world, seed=seed), batches)
+            for rank, contribute in enumerate(contributions_of)
         ]
         newest = gradients[-1]
         for gradient in gradients:
@@ -180,6 +186,27 @@ def train_local(
         metrics=metrics,
         train_metrics={} if newest is None else newest.metrics,
     )
+
+
+def _contributors(
+    loss: Callable[..., Any],
+    tree: TreeSpec,
+    local: LocalSteps | None,
+    world: int,
+    devices: Any,
+    deterministic: bool,
+    **options: Any,
+) -> list[Callable[[Any, BatchKey, Callable[[BatchKey], Any]], Gradient]]:
+    """For each rank ``(model, key, batches) -> contribution``."""
+    if local is not None:
+        program = LocalProgram(loss, tree, local, devices, deterministic, **options)
+
+        def training(one: LocalTraining) -> Callable[..., Gradient]:
+            return lambda model, key, batches: one.contribute(jax.tree_util.tree_leaves(model), key, batches)
+
+        return [training(LocalTraining(program)) for _ in range(world)]
+    gradient_of = GradientFn(loss, tree, devices, deterministic, **options)
+    return [lambda model, key, batches: gradient_of(model, batches(key), (key.step, key.rank))] * world
 
 
 def check_arguments(*, steps: int, clip_norm: float | None, world: int = 1) -> None:

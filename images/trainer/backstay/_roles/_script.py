@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from backstay_rpc.control_pb2 import Leaf
 
 from .._data._batch_key import BatchKey
+from .._update._local_steps import LocalSteps, local_settings
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Script:
-    """The arguments of `train`, checked."""
+    """The arguments of `train`, checked.
+
+    Attributes:
+        damps: whether Async updates weigh contributions by their staleness, also without `update.stalenessDamping`.
+    """
 
     init: Callable[[Any], Any]
     loss: Callable[..., Any]
@@ -91,6 +96,8 @@ class Script:
     stop_when: StopWhen | None = None
     evaluate_every: int | None = None
     wire: Wire | None = None
+    local: LocalSteps | None = None
+    damps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -109,6 +116,8 @@ class Script:
                 f"optimizer is {type(self.optimizer).__name__}: must be an optax.GradientTransformation, such as "
                 "optax.adam(1e-3)"
             )
+        if self.local is not None and not isinstance(self.local, LocalSteps):
+            raise ConfigurationError(f"local is {type(self.local).__name__}: must be backstay.LocalSteps, or None")
         for name in ("has_state", "has_rng"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
@@ -140,8 +149,8 @@ class Script:
         from .._update._rules import analyse
         from .._update._tree import describe
 
-        wire = wire or Wire()
-        if self.wire is not None and self.wire != wire:
+        wire = (wire or Wire()).resolved(local=self.local is not None)
+        if self.wire is not None and self.wire.resolved(local=self.local is not None) != wire:
             raise ConfigurationError(
                 f"wire is {self.wire} in the script, and {wire} in the job: spec.wire of the TrainingJob must say the "
                 "same, or train must leave `wire` out"
@@ -154,6 +163,7 @@ class Script:
             "has_state": str(self.has_state),
             "has_rng": str(self.has_rng),
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
+            **local_settings(self.local, tree),
         }
         return Plan(partition(tree, rule, shards, coded=coded_leaves(tree, wire)), rule, arguments, wire)
 
@@ -167,16 +177,22 @@ class Script:
         """
         from .._compute._contribution import GradientComputation
         from .._compute._gradient import GradientFn
+        from .._compute._local_steps import LocalComputation, LocalProgram
 
-        gradient_of = GradientFn(
-            self.loss,
-            tree,
-            deterministic=self.deterministic,
-            pack=layout.pack,
-            has_rng=self.has_rng,
-            seed=self.seed,
-        )
-        return GradientComputation(gradient_of, tree, layout, batch_of)
+        options: Any = {
+            "deterministic": self.deterministic,
+            "pack": layout.pack,
+            "has_rng": self.has_rng,
+            "seed": self.seed,
+        }
+        if self.local is not None:
+            return LocalComputation(LocalProgram(self.loss, tree, self.local, **options), layout, batch_of)
+        return GradientComputation(GradientFn(self.loss, tree, **options), tree, layout, batch_of)
+
+    @property
+    def batches_of_update(self) -> int:
+        """How many batches each rank draws for an update."""
+        return 1 if self.local is None else self.local.batches
 
     def from_seed(self) -> Any:
         """What `init` returns."""

@@ -106,7 +106,15 @@ class Server:
         self._link: Link | None = None
         if self.shard == 0:
             names = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
-            self._leader = Leader(self._liveness, self._lock, metrics, script.steps, script.log_every, names)
+            self._leader = Leader(
+                self._liveness,
+                self._lock,
+                metrics,
+                script.steps,
+                script.log_every,
+                names,
+                batches=script.batches_of_update,
+            )
             self._storage, self._driving, self._already_complete = begin_history(
                 environment,
                 script,

@@ -119,7 +119,7 @@ class Worker:
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(Placement().placing(script.batches))
-        self._reporter = Reporter(script.log_every, script.steps)
+        self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
         self._rate = Rate()
         self._seconds = WorkerSeconds(
             lambda part, seconds: metrics.worker_seconds(part).inc(seconds), age=process_age()
@@ -129,7 +129,7 @@ class Worker:
         self._term = 0
         self._version = 0  # of the newest parameters of this term
         self._encoder = Encoder(
-            [wire.gradients for wire in plan.wires], script.seed, error_feedback=plan.wire.error_feedback
+            [wire.gradients for wire in plan.wires], script.seed, error_feedback=bool(plan.wire.error_feedback)
         )
         self._sent = sum(block.nbytes for wire in plan.wires for block in wire.gradients)
         self._received = sum(block.nbytes for wire in plan.wires for block in wire.parameters)

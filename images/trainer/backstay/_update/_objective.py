@@ -76,7 +76,7 @@ class Objective:
             return self._checked(self._tree.unflatten([*trained, *untrained]), batch, key)
 
         (loss, (metrics, state)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
-        finite = _all_finite(gradients)
+        finite = all_finite(gradients)
         if state:
             finite = finite & _stays_finite(state, untrained)
         return Outcome([*gradients, *state], loss, metrics, finite)
@@ -167,7 +167,7 @@ def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
     return jnp.all(jnp.asarray(flags, jnp.bool_))
 
 
-def _all_finite(arrays: Sequence[Any]) -> Any:
+def all_finite(arrays: Sequence[Any]) -> Any:
     """0 * x is 0 for finite x and else NaN; on a CPU this takes a fifth of the time of `isfinite`.
 
     Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer than the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ class Wire:
         gradients: of contributions, from workers to servers: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
         parameters: from servers to workers: ``Exact`` or ``BFloat16``. The servers keep full precision.
         error_feedback: whether a worker adds what rounding took from a contribution to its next one. It needs
-            `gradients` to be ``Int8`` or ``Int4``.
+            `gradients` to be ``Int8`` or ``Int4``. None: with local steps, where they are.
 
     Raises:
         ConfigurationError: a value is not one of these.
@@ -50,7 +50,7 @@ class Wire:
 
     gradients: CodecName = "Exact"
     parameters: CodecName = "Exact"
-    error_feedback: bool = False
+    error_feedback: bool | None = None
 
     def __post_init__(self) -> None:
         if self.gradients != "Exact" and self.gradients not in CODECS:
@@ -62,6 +62,16 @@ class Wire:
                 f"error_feedback is true, and gradients is {self.gradients}: error feedback needs Int8 or Int4"
             )
 
+    def resolved(self, *, local: bool) -> Wire:
+        """The same with `error_feedback` true or false.
+
+        Args:
+            local: whether workers make local steps: a contribution then stands for many steps.
+        """
+        if self.error_feedback is not None:
+            return self
+        return replace(self, error_feedback=local and self.gradients in ("Int8", "Int4"))
+
     @property
     def exact(self) -> bool:
         """Whether everything travels as it is."""
@@ -72,7 +82,7 @@ class Wire:
         return {
             "wire.gradients": self.gradients,
             "wire.parameters": self.parameters,
-            "wire.errorFeedback": str(self.error_feedback).lower(),
+            "wire.errorFeedback": str(bool(self.error_feedback)).lower(),
         }
 
 

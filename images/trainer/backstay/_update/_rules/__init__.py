@@ -10,7 +10,7 @@ mistakes it can make cost balance, never exactness.
 from __future__ import annotations
 
 from ._advice import called
-from ._rule import ElementwiseProgram, Group, Program, Rule, StateProgram, WholeProgram, analyse
+from ._rule import ElementwiseProgram, Group, Program, Rule, StateProgram, WholeProgram, analyse, inner_program
 from ._trace import StateSpec, key_impl
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "WholeProgram",
     "analyse",
     "called",
+    "inner_program",
     "key_impl",
 ]

@@ -206,6 +206,16 @@ class Rule:
         )
 
 
+def inner_program(optimizer: optax.GradientTransformation, tree: TreeSpec) -> ProgramDigest:
+    """The digest of an optimizer that a worker runs by itself, over the whole tree.
+
+    Raises:
+        OptimizerError: as `analyse` does; it is not refused for what shards cannot compute.
+    """
+    traced = trace(optimizer, tree.parameters)
+    return program_digest([traced.init, traced.flat], [], [])
+
+
 def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
     """Find out what an optimizer does to each leaf, by tracing one update over the whole tree's shapes.
 

@@ -1,0 +1,98 @@
+"""The public description of local steps, and what pods of a run must agree on about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import optax
+
+    from ._tree import TreeSpec
+
+__all__ = ["LocalSteps", "default_outer", "local_settings"]
+
+OUTER_RATE: Final = 0.7
+OUTER_MOMENTUM: Final = 0.9
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Optimizer steps that each worker makes by itself between two updates (DiLoCo, https://arxiv.org/abs/2311.08105).
+
+    The contribution of a worker to an update is ``old - new`` parameters. The argument `optimizer` of `train` is the
+    outer optimizer, which applies the mean contribution on the servers.
+
+    Attributes:
+        count: how many steps, at least 1.
+        optimizer: the inner optimizer, any optax optimizer. Shards do not compute it, so it may mix leaves, such as
+            ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))``.
+        inner_state: ``"keep"``: the state of the inner optimizer stays on the worker from update to update, and a
+            replacement of the worker begins with a fresh one. ``"reset"``: fresh after every update, so the result
+            does not depend on replacements (T4).
+
+    Raises:
+        ConfigurationError: a value is not one of these.
+    """
+
+    count: int
+    optimizer: optax.GradientTransformation
+    inner_state: Literal["keep", "reset"] = "keep"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise ConfigurationError(f"LocalSteps: count is {self.count!r}: must be a whole number of steps, 1 or more")
+        if not (callable(getattr(self.optimizer, "init", None)) and callable(getattr(self.optimizer, "update", None))):
+            raise ConfigurationError(
+                f"LocalSteps: optimizer is {type(self.optimizer).__name__}: must be an optax.GradientTransformation, "
+                "such as optax.adamw(1e-3)"
+            )
+        if self.inner_state not in ("keep", "reset"):
+            raise ConfigurationError(f"LocalSteps: inner_state is {self.inner_state!r}: must be 'keep' or 'reset'")
+
+    @property
+    def batches(self) -> int:
+        """How many batches a contribution takes."""
+        return self.count
+
+
+def default_outer(mode: str) -> optax.GradientTransformation:
+    """The outer optimizer where the script names none.
+
+    In Sync mode it is that of DiLoCo: SGD with Nesterov momentum. In Async mode it is SGD without momentum, because
+    momentum adds up contributions that are late by several versions (https://arxiv.org/abs/2401.09135). There the
+    weight of each contribution is ``1 / (1 + staleness)`` too.
+
+    Args:
+        mode: ``"Sync"`` or ``"Async"``.
+    """
+    import optax
+
+    if mode == "Async":
+        return optax.sgd(OUTER_RATE)
+    return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+
+
+def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str]:
+    """The settings of local steps that must be equal in every pod of a run, as text.
+
+    Args:
+        local: None: workers send gradients.
+        tree: of the model.
+
+    Raises:
+        OptimizerError: the inner optimizer cannot be traced, or does not keep the dtypes and shapes of its state.
+    """
+    if local is None:
+        return {"local.count": "none"}
+    from ._rules import inner_program
+
+    program = inner_program(local.optimizer, tree)
+    return {
+        "local.count": str(local.count),
+        "local.inner_state": local.inner_state,
+        "local.optimizer": " ".join([program.sha256.hex()[:16], *program.constants]),
+    }

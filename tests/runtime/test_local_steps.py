@@ -1,0 +1,26 @@
+"""A job whose workers make local steps, of real processes."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+
+
+def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_them(job) -> None:
+    """T1, T3, T4: model state, random keys, clipped; the inner state is fresh after each update."""
+    tiny = job(1, 2)
+    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": "3,reset"}
+    server = tiny.server(0)
+    stays = tiny.worker(0)
+    dies = tiny.worker(1, HOLD_AT="10")  # the second local step of the fourth update
+    tiny.wait_for(dies, "step 3/6  local step 9")
+    dies.process.send_signal(signal.SIGKILL)
+    comes = tiny.worker(1, 1)
+    assert [pod.wait() for pod in (stays, comes, server)] == [0, 0, 0]
+    expected = tiny.reference()
+    for pod in (stays, comes):
+        for name, value in expected.items():
+            if name.isdigit():
+                np.testing.assert_allclose(tiny.params(pod)[name], value, rtol=1e-9, atol=1e-12)
+    assert "step 6/6  local step 18" in server.output()

@@ -1,0 +1,261 @@
+"""Local steps in one process, against a plain DiLoCo loop in float64 (T4), and as a `Computation`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import backstay
+from backstay import BatchKey, LocalSteps
+from backstay._compute._contribution import Start
+from backstay._roles._alone import train_alone
+from backstay._roles._local import train_local
+from backstay._roles._script import Script
+from backstay._update._codecs import Wire
+from backstay._update._kernels import enable_x64
+from backstay._update._partition import partition
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
+from backstay._wire.buffers import Arrangement
+from backstay.errors import ConfigurationError, JobFailed
+
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+INNER = optax.adamw(3e-2)
+
+
+def init(key: Any) -> Any:
+    first, second = jax.random.split(key)
+    return {"w": jax.random.normal(first, (5, 6)), "out": jax.random.normal(second, (6, 3))}, {"mean": jnp.zeros(6)}
+
+
+def loss(params: Any, state: Any, batch: Any, key: Any) -> Any:
+    x, y = batch
+    hidden = jnp.tanh(x @ params["w"] - state["mean"])
+    kept = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)
+    error = jnp.mean((kept @ params["out"] - y) ** 2)
+    return error, {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(hidden, 0)}, {"twice": 2 * error}
+
+
+def batches(key: BatchKey) -> Any:
+    x = key.rng.normal(size=(8, 5))
+    return x, np.sin(x[:, :3])
+
+
+def script(**changes: Any) -> Script:
+    settings: dict[str, Any] = {
+        "init": init,
+        "loss": loss,
+        "batches": batches,
+        "optimizer": OUTER,
+        "steps": 5,
+        "has_state": True,
+        "has_rng": True,
+        "seed": 3,
+        "local": LocalSteps(4, INNER),
+    }
+    return Script(**settings | changes)
+
+
+def diloco(steps: int, world: int, count: int, inner_state: str, seed: int = 3) -> tuple[Any, list[float]]:
+    """Written out: nothing of Backstay but the batches and the definition of a key."""
+    params, state = init(jax.random.key(seed))
+    held, inner = OUTER.init(params), [INNER.init(params) for _ in range(world)]
+
+    def split(*arguments: Any) -> Any:
+        value, *rest = loss(*arguments)
+        return value, rest
+
+    gradient = jax.jit(jax.value_and_grad(split, has_aux=True))
+    update = jax.jit(INNER.update)
+    losses = []
+    for version in range(steps):
+        differences, states, seen = [], [], []
+        for rank in range(world):
+            own, own_state = params, state
+            if inner_state == "reset":
+                inner[rank] = INNER.init(params)
+            for step in range(version * count, (version + 1) * count):
+                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), rank)
+                batch = batches(BatchKey(step, rank, world, seed))
+                (value, (own_state, _)), gradients = gradient(own, own_state, batch, key)
+                updates, inner[rank] = update(gradients, inner[rank], own)
+                own = optax.apply_updates(own, updates)
+                seen.append(float(value))
+            differences.append(jax.tree.map(lambda a, b: a - b, params, own))
+            states.append(own_state)
+        mean = jax.tree.map(lambda *each: sum(each) / world, *differences)
+        state = jax.tree.map(lambda *each: sum(each) / world, *states)
+        updates, held = OUTER.update(mean, held, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(np.mean(seen)))
+    return (params, state), losses
+
+
+def same(got: Any, want: Any, rtol: float = 1e-9) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol)
+
+
+@pytest.mark.parametrize("inner_state", ["keep", "reset"])
+def test_t4_one_process_is_a_plain_diloco_loop(inner_state: str) -> None:
+    seen = []
+    with enable_x64():
+        one = script(local=LocalSteps(4, INNER, inner_state=inner_state))  # type: ignore[arg-type]
+        got = train_alone(one, on_update=lambda r: bool(seen.append((r.loss, r.metrics["twice"], r.examples))))
+        want, losses = diloco(5, 1, 4, inner_state)
+    same((got.params, got.state), want)
+    np.testing.assert_allclose([each[0] for each in seen], losses, rtol=1e-9)
+    np.testing.assert_allclose([each[1] for each in seen], np.multiply(losses, 2), rtol=1e-9)
+    assert [each[2] for each in seen] == [32] * 5
+
+
+@pytest.mark.parametrize(("world", "inner_state"), [(1, "keep"), (2, "reset"), (4, "keep")])
+def test_t4_the_reference_of_jobs_is_a_plain_diloco_loop(world: int, inner_state: str) -> None:
+    local = LocalSteps(3, INNER, inner_state=inner_state)  # type: ignore[arg-type]
+    with enable_x64():
+        got = train_local(init, loss, batches, OUTER, 5, has_state=True, has_rng=True, seed=3, world=world, local=local)
+        want, _ = diloco(5, world, 3, inner_state)
+    same((got.params, got.state), want)
+
+
+def test_one_local_step_with_sgd_and_an_outer_rate_of_one_is_sgd() -> None:
+    with enable_x64():
+        got = train_alone(script(optimizer=optax.sgd(1.0), local=LocalSteps(1, optax.sgd(0.1))))
+        want = train_alone(script(optimizer=optax.sgd(0.1), local=None))
+    same((got.params, got.state), (want.params, want.state))
+
+
+def test_train_takes_local_steps_and_has_an_outer_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments: dict[str, Any] = {
+        "init": init,
+        "loss": loss,
+        "batches": batches,
+        "steps": 3,
+        "has_state": True,
+        "has_rng": True,
+        "local": LocalSteps(4, INNER),
+        "log_every": 0,
+    }
+    got = backstay.train(**arguments)
+    shown = [line.split(" ", 1)[1].split("  loss")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["step 1/3  local step 4", "step 2/3  local step 8", "step 3/3  local step 12"]
+    same(got.params, train_alone(script(steps=3, seed=0)).params, rtol=1e-6)
+    with pytest.raises(ConfigurationError, match="optimizer is NoneType"):
+        backstay.train(**arguments | {"local": None})
+
+
+def bad_at(steps: set[int]) -> Any:
+    def make(key: BatchKey) -> Any:
+        x, y = batches(key)
+        return np.where(key.step in steps, np.nan, x), y
+
+    return make
+
+
+def test_a_contribution_with_a_step_that_is_not_finite_leaves_no_trace() -> None:
+    """Neither in the parameters nor in the state of the inner optimizer."""
+    seen = []
+    with enable_x64():
+        got = train_alone(script(batches=bad_at({5}), steps=3), on_update=lambda r: bool(seen.append(r.applied)))
+
+        def moved(key: BatchKey) -> Any:  # as if the second update were not there
+            x, y = batches(BatchKey(key.step + 4 * (key.step >= 4), key.rank, key.world, key.seed))
+            return x, y
+
+        assert seen == [True, False, True]
+        want = train_alone(script(batches=moved, steps=2, has_rng=False, loss=lambda p, s, b: loss(p, s, b, KEY)))
+        got = train_alone(script(batches=bad_at({5}), steps=3, has_rng=False, loss=lambda p, s, b: loss(p, s, b, KEY)))
+    same((got.params, got.state), (want.params, want.state))
+    with pytest.raises(JobFailed, match="3 updates in a row"):
+        train_alone(script(batches=bad_at({5, 8, 15}), steps=4))
+
+
+KEY = jax.random.key(0)
+
+
+def test_error_feedback_is_on_for_codecs_of_local_steps() -> None:
+    def wide(key: Any) -> Any:
+        return {"w": jax.random.normal(key, (8, 700))}
+
+    def error(params: Any, batch: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch @ params["w"]) - 1) ** 2)
+
+    settings = {"init": wide, "loss": error, "batches": lambda key: key.rng.normal(size=(4, 8)), "has_state": False}
+    with enable_x64():
+        found = {}
+        for feedback in (None, True, False):
+            one = script(**settings, has_rng=False, wire=Wire("Int4", error_feedback=feedback))
+            found[feedback] = np.asarray(train_alone(one).params["w"])
+        want = train_local(wide, error, one.batches, OUTER, 5, seed=3, wire=Wire("Int4"), local=LocalSteps(4, INNER))
+    assert (found[None] == found[True]).all()
+    assert (found[None] != found[False]).any()
+    same(want.params["w"], found[None], rtol=1e-11)
+
+
+@pytest.mark.parametrize("inner_state", ["keep", "reset"])
+def test_contributions_of_a_worker(inner_state: str) -> None:
+    """With `reset`, earlier contributions of a worker do not count. Every step has its own batch."""
+    model = init(jax.random.key(0))
+    tree = describe(model, has_state=True)
+    arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 2))
+    one = script(local=LocalSteps(4, INNER, inner_state=inner_state))  # type: ignore[arg-type]
+    keys: list[BatchKey] = []
+
+    def batch_of(key: BatchKey) -> Any:
+        keys.append(key)
+        return batches(key)
+
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+    key = BatchKey(step=2, rank=1, world=2, seed=7, offset=5)
+    old, fresh = (one.computation(tree, arrangement, batch_of) for _ in range(2))
+    assert (old.batches, one.batches_of_update) == (4, 4)
+    old.compile(batches(key))
+    old.start(Start(leaves, BatchKey(step=1, rank=1, world=2, seed=7, offset=5))).wait()
+    made = []
+    for computation in (old, fresh):
+        keys.clear()
+        contribution = computation.start(Start(leaves, key))
+        contribution.wait()
+        assert [each.step for each in keys] == [8, 9, 10, 11]
+        assert {(each.rank, each.world, each.seed, each.offset) for each in keys} == {(1, 2, 7, 5)}
+        assert contribution.key == key
+        summary = contribution.summary
+        assert (summary.finite, summary.examples, set(summary.metrics)) == (True, 32, {"twice"})
+        made.append(np.concatenate([block for blocks in contribution.blocks for block in blocks]))
+    assert np.array_equal(*made) == (inner_state == "reset")
+
+
+def test_pods_must_agree_about_local_steps() -> None:
+    def digest(local: LocalSteps | None) -> bytes:
+        return script(local=local).plan(1).agreement.digest
+
+    fresh = [optax.adamw(3e-2), optax.adamw(4e-2), optax.sgd(3e-2)]
+    found = {digest(LocalSteps(4, optimizer)) for optimizer in fresh}
+    found |= {digest(None), digest(LocalSteps(5, INNER)), digest(LocalSteps(4, INNER, inner_state="reset"))}
+    assert len(found) == 6
+    assert digest(LocalSteps(4, INNER)) in found
+    mine, theirs = (script(local=LocalSteps(count, INNER)).plan(1).agreement for count in (4, 8))
+    why = mine.difference(theirs.leaves, theirs.settings, "worker 1", "server 0")
+    assert "local.count is 8 in worker 1 and 4 in server 0" in why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"count": 0}, "count is 0: must be a whole number of steps"),
+        ({"count": True}, "count is True"),
+        ({"count": 2.0}, r"count is 2\.0"),
+        ({"optimizer": 0.1}, "optimizer is float: must be an optax"),
+        ({"inner_state": "drop"}, "inner_state is 'drop': must be 'keep' or 'reset'"),
+    ],
+)
+def test_bad_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LocalSteps(**{"count": 2, "optimizer": INNER, **arguments})
+    with pytest.raises(ConfigurationError, match=r"local is int: must be backstay\.LocalSteps"):
+        script(local=4)
