@@ -25,7 +25,7 @@ from backstay._wire import frames
 from backstay._wire.client import Push
 from backstay._wire.flight import ClientStream, PortTaken
 from backstay._wire.server import DataServer
-from backstay.errors import PeerLost, Refused, Superseded
+from backstay.errors import JobFailed, PeerLost, Refused, Superseded
 from backstay_rpc.control_pb2 import (
     Chunk,
     Done,
@@ -718,7 +718,7 @@ def test_a_job_that_has_failed_says_why(kit: SimpleNamespace, make_shard: Make, 
     client = dial(shard)
     waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
     shard.coordination.wait_for("staged")
-    shard.runtime.deliver(Done(failed="three updates in a row were not finite"))
-    with pytest.raises(Refused, match="three updates in a row") as refused:
+    shard.runtime.deliver(Done(failed="three updates in a row were not finite", reason="NonFiniteGradients"))
+    with pytest.raises(JobFailed, match="three updates in a row") as failed:
         waiting.result(kit.wait)
-    assert refused.value.code == "ABORTED"
+    assert failed.value.reason == "NonFiniteGradients"

@@ -55,7 +55,7 @@ __all__ = ["Stopped", "Worker", "raise_end"]
 _LOG = logging.getLogger(__name__)
 
 # Refusals that a new join mends: the server was replaced, restarted its history, or still holds an older attempt.
-_MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL", "ABORTED"}
+_MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL"}
 
 
 class Stopped(Exception):  # noqa: N818

@@ -294,7 +294,7 @@ class ShardRuntime:
                 case Done():
                     self._publisher.done = message
                     if message.failed:
-                        self._stop_locked(Refusal("ABORTED", f"the job has failed: {message.failed}"))
+                        self._stop_locked(Refusal("ABORTED", f"{message.reason}: {message.failed}"))
                     self._changed.notify_all()
 
     def _order(self, order: Order, what: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, PushBegin, RejectReason
 
-from ..errors import PeerLost, Refused, Superseded
+from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
 from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal
@@ -60,7 +60,7 @@ class _Thread:
             work, future = item
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits for the future
+            except BaseException as error:  # noqa: BLE001  # it belongs to the thread that waits for the future
                 future.set_exception(error)
             del work, future, item  # what it held must not live until the next exchange
 
@@ -71,7 +71,7 @@ class StreamClient:
     def __init__(self, stream: CancellableStream, shard: int, wire: ShardWire) -> None:
         """
         Args:
-            stream: open, used by nobody else.
+            stream: open, without another user.
             shard: its number, for messages.
             wire: how its blocks travel.
         """
@@ -151,7 +151,7 @@ class StreamClient:
         return data
 
     def _wanted(self) -> bool:
-        """Whether the server wants the rest of the push; waits until it has received another window of it."""
+        """Whether the server accepts the rest of the push; waits until it has received another window of it."""
         frame, _ = self._read()
         kind = kind_of(frame)
         if kind == "refused":
@@ -162,7 +162,7 @@ class StreamClient:
 
     def _receive(self, into: Sequence[Bytes], wires: Sequence[BlockWire], begun: float) -> Pulled:
         frame, body = self._read()
-        while (kind := kind_of(frame)) == "received":  # what it told of the last windows
+        while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
             frame, body = self._read()
         answer_seconds = time.perf_counter() - begun
         if kind == "refused":
@@ -213,8 +213,10 @@ class StreamClient:
             raise PeerLost(f"shard {self._shard} ended the stream")
         return item
 
-    def _refused(self, frame: Frame) -> Refused | PeerLost:
+    def _refused(self, frame: Frame) -> Refused | PeerLost | JobFailed:
         code, message = frame.refused.code, f"shard {self._shard}: {frame.refused.message}"
+        if code == "ABORTED":  # final: a server that was paused may end before its next answer
+            return JobFailed.from_text(frame.refused.message)
         if code == "UNAVAILABLE":
             return PeerLost(message)
         return Superseded(code, message) if code == "PERMISSION_DENIED" else Refused(code, message)
@@ -225,7 +227,7 @@ class StreamClient:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker gives to one update, for all shards.
+    """One contribution of a worker, for all shards.
 
     Attributes:
         id: of the contribution.
@@ -253,7 +255,7 @@ class ShardedClient:
             raise ValueError("there must be one client for each shard, in order")
         self._clients = tuple(clients)
         self._mode: Mode = mode
-        # The caller takes shard 0; a stream's thread is its own so that a slow one delays nobody.
+        # The caller takes shard 0; a stream's thread is its own so that a slow one delays no other.
         self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
         self._closed = False
 
@@ -266,16 +268,17 @@ class ShardedClient:
             push: the contribution, or None to pull only.
             min_version: without a push, the least version wanted.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
-            exact: without a push: parameters in full precision, whatever their codec.
+            exact: without a push: parameters in full precision instead of their codec's.
 
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when all shards say so, `push_seconds` and `answer_seconds`
+            first that is not `REJECT_UNSPECIFIED`, `done` when it is set by all shards, `push_seconds` and `answer_seconds`
             the longest.
 
         Raises:
             errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
+            errors.JobFailed: a shard answered that the job has failed.
         """
         every = range(len(self._clients))
         pushes = None

@@ -48,7 +48,7 @@ class Refusal(Exception):  # noqa: N818  # it is what happened
         code: a gRPC status name. `INVALID_ARGUMENT`: frames that break the rules, another partition.
             `FAILED_PRECONDITION`: another incarnation, term, shard or version than the server's. `PERMISSION_DENIED`:
             a newer incarnation of the caller was seen. `RESOURCE_EXHAUSTED`: too much at once. `UNAVAILABLE`: the shard
-            is not ready or going away. `ABORTED`: the job has failed.
+            is not ready or going away. `ABORTED`: the job has failed; the message is ``reason: text``.
         message: names the thing, what is wrong, and what would be right.
     """
 
@@ -292,6 +292,7 @@ class DataClient(Protocol):
             errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller
                 lives.
             errors.PeerLost: the stream ended, the shard is going away, or `cancel` was called.
+            errors.JobFailed: the job has failed.
         """
         ...
 
