@@ -259,6 +259,24 @@ def test_worker_0_may_be_seen_to_end_before_shard_0(running):
     assert silent.status["phase"] == "Succeeded"
 
 
+def test_a_failed_script_may_be_seen_to_end_before_shard_0(running):
+    """The job's failure names the checkpoint, which the last message of shard 0's server has."""
+    cluster = running(SPEC)
+    cluster.end(leader(cluster), 1, json.dumps(RAISED))
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.train(loss=0.25)
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+    assert "the checkpoint of step 9 is file:///ckpt/9" in cluster.condition("Failed")["message"]
+    silent = running(SPEC)
+    silent.end(leader(silent), 1, json.dumps(RAISED))
+    silent.settle()
+    silent.tick(20)
+    silent.settle()
+    assert silent.status["phase"] == "Failed"
+
+
 def test_before_the_servers_leave_a_worker_without_the_result_is_replaced(running):
     """T8: `done` alone does not say that worker 0 has the result; a script that failed after it is not run again."""
     cluster = running(SPEC)

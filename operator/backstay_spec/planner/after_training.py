@@ -201,7 +201,8 @@ def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Ver
     if not returned:
         return _replaced(facts, record, end, None)
     text = f"worker 0 (pod {pod.name}) failed after training: {verdict.text}"
-    return _failed(end, text, found.traceback if found is not None else "")
+    failed = _failed(end, text, found.traceback if found is not None else "")
+    return _once_server_left(facts, record, end, pod, failed)
 
 
 def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None) -> Verdict:
@@ -218,14 +219,20 @@ def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None)
 
 
 def _complete(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
-    """The script has ended with exit code 0. The last message of shard 0's server is waited for, for a short while."""
+    """The script has ended with exit code 0."""
+    kind = status.AFTER_TRAINING_COMPLETE
+    complete = Statement(kind, True, "Completed", "the script of worker 0 has ended with exit code 0")
+    ended = Ended(Success(end.reason, end.message, end.fields), complete)
+    return _once_server_left(facts, record, end, pod, ended)
+
+
+def _once_server_left(facts: Facts, record: Record, end: Trained, pod: PodView, ended: Ended) -> Verdict:
+    """The verdict `ended`, or a short wait for the last message of shard 0's server, which has the loss."""
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     at = ended_at(pod)
     if not end.confirmed and server is not None and server.alive and at is not None and facts.now < at + LAST_MESSAGE:
         return Decision(record, Effects(wake=at + LAST_MESSAGE))
-    kind = status.AFTER_TRAINING_COMPLETE
-    complete = Statement(kind, True, "Completed", "the script of worker 0 has ended with exit code 0")
-    return Ended(Success(end.reason, end.message, end.fields), complete)
+    return ended
 
 
 def _lost(end: Trained, why: str) -> Verdict:
@@ -234,7 +241,7 @@ def _lost(end: Trained, why: str) -> Verdict:
     return Ended(Success(end.reason, end.message, end.fields), complete)
 
 
-def _failed(end: Trained, why: str, detail: str = "") -> Verdict:
+def _failed(end: Trained, why: str, detail: str = "") -> Ended:
     text = f"{why.rstrip('.')}; {end.stored}"
     complete = Statement(status.AFTER_TRAINING_COMPLETE, False, AFTER_TRAINING_FAILED, text)
     return Ended(Failure(AFTER_TRAINING_FAILED, text, detail, end.fields), complete)

@@ -65,7 +65,8 @@ class _End:
         """`sys.excepthook`."""
         if os.getpid() == self._owner:  # a process that the script has forked is not the pod's
             self._raised = True
-            write_termination(self._path, {"result": AFTER_TRAINING_FAILED, **describe(error).fields()})
+            said = {**self._fields, **describe(error).fields()}  # a failure of the script leaves the result where it is
+            write_termination(self._path, {"result": AFTER_TRAINING_FAILED, **said})
         self.previous(kind, error, trace)
 
     def ended(self) -> None:
