@@ -280,6 +280,10 @@ def test_any_value_is_pruned_defaulted_and_judged(value):
         ("(has(self.s) ? self.s : 'none').startsWith('no')", {}, True),
         ("int(self.percent.replace('%', '')) <= 50", {"percent": "60%"}, False),
         ("type(self.share) == int ? self.share < 5 : self.share.endsWith('%')", {"share": "5%"}, True),
+        ("self.share == 5", {"share": 5}, True),
+        ("self.share == 5", {"share": "5"}, False),
+        ("self.share != 5", {"share": "5"}, True),
+        ("self.missing == 5 || self.share == 5", {"share": 5}, True),
         ("self.s.contains('b') && self.s.lowerAscii() == 'abc'", {"s": "aBc"}, False),
     ],
 )

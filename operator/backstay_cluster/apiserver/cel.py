@@ -57,6 +57,17 @@ def _celpy() -> Any:
     return celpy
 
 
+def _equal(left: Any, right: Any) -> Any:
+    """As CEL defines it, values of two types are unequal instead of an error: an int-or-string field may change."""
+    boolean = _celpy().celtypes.BoolType
+    if isinstance(left, Exception) or isinstance(right, Exception):
+        return left if isinstance(left, Exception) else right
+    try:
+        return boolean(not _mixes_booleans(left, right) and left == right)
+    except TypeError:
+        return boolean(False)
+
+
 def _functions() -> dict[str, Any]:
     celpy = _celpy()
     text, array, integer = celpy.celtypes.StringType, celpy.celtypes.ListType, celpy.celtypes.IntType
@@ -68,6 +79,8 @@ def _functions() -> dict[str, Any]:
         return text(value[start:end])
 
     return {
+        "_==_": _equal,
+        "_!=_": lambda left, right: celpy.celtypes.BoolType(not _equal(left, right)),
         "lowerAscii": lambda s: text(s.lower()),
         "upperAscii": lambda s: text(s.upper()),
         "trim": lambda s: text(s.strip()),
@@ -84,7 +97,8 @@ def _functions() -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=2048)
-def _program(rule: str) -> Any:
+def program(rule: str) -> Any:
+    """A compiled expression, with the functions that an API server adds to CEL; `evaluate` takes its variables."""
     environment = _environment()
     return environment.program(environment.compile(rule), _functions())
 
@@ -98,7 +112,7 @@ def compile_error(rule: str) -> str | None:
     """What keeps a rule from being compiled, or None."""
     celpy = _celpy()
     try:
-        _program(rule)
+        program(rule)
     except celpy.CELParseError as error:
         return str(error.args[0]) if error.args else "the expression cannot be parsed"
     return None
@@ -244,11 +258,11 @@ def _evaluate(rule: Obj, activation: dict[str, Any], path: str) -> Cause | None:
     where = path + (rule.get("fieldPath") or "") if rule.get("fieldPath") else path
     reason = rule.get("reason") or "FieldValueInvalid"
     try:
-        result = _program(text).evaluate(activation)
+        result = program(text).evaluate(activation)
         if result:
             return None
         if rule.get("messageExpression"):
-            message = str(_program(rule["messageExpression"]).evaluate(activation)).strip() or message
+            message = str(program(rule["messageExpression"]).evaluate(activation)).strip() or message
     except celpy.CELEvalError as error:
         shown = _shown(activation["self"])
         return Cause(path, "FieldValueInvalid", f'Invalid value: "{shown}": {_words(error)} evaluating rule: {message}')
