@@ -79,12 +79,15 @@ class Groups(LoadScopeScheduling):
     """Tests of one group follow each other in one process.
 
     The end-to-end tests are one: they share a cluster, and two of their jobs at once are many processes. The tests
-    of the command start their own clusters and are another group. The training jobs of tests/runtime are each alone.
-    All others keep with those of their file, with whom they share fixtures and what JAX compiled.
+    of the command start their own clusters, and those of paused processes mostly wait: each of both is a group. The
+    training jobs of tests/runtime are each alone. All others keep with those of their file, with whom they share
+    fixtures and what JAX compiled.
     """
 
+    _ALONE = ("tests/e2e/test_command.py", "tests/e2e/test_paused.py")
+
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/e2e/") and not nodeid.startswith("tests/e2e/test_command.py"):
+        if nodeid.startswith("tests/e2e/") and not nodeid.startswith(self._ALONE):
             return "tests/e2e/"
         return nodeid if nodeid.startswith("tests/runtime/") else nodeid.partition("::")[0]
 

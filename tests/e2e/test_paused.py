@@ -21,7 +21,7 @@ pytestmark = [
 
 STOPPED_SECONDS = 15  # longer than a hung server has, and than an unrenewed Lease holds for its owner
 STARVED_SECONDS = 25
-STARVED_SHARE = 0.08  # of one processor, for a whole job and its operator
+STARVED_SHARE = 0.08  # of one processor, for two jobs and their operator
 
 
 @contextlib.contextmanager
@@ -90,38 +90,41 @@ def process_of(cluster: Any, module: str) -> int:
     raise AssertionError(f"{module} does not run")
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
 def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
-    cluster: Any, submit: Callable[..., str], tmp_path: Path, standbys: int
+    cluster: Any, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    spec = {
-        "parameterServers": {"replicas": 2, "standbys": standbys},
-        "workers": {"replicas": 2},
-        "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 50},
-    }
-    name = submit(spec, env={"PAUSE": "0.2", "STEPS": "100000", "GATE": str(gate)})
+    """Two jobs at once, without and with standbys: what the operator concludes for one is not about the other."""
+    jobs = []
+    for standbys in (0, 1):
+        spec = {
+            "parameterServers": {"replicas": 2, "standbys": standbys},
+            "workers": {"replicas": 2},
+            "checkpoint": {"uri": str(tmp_path / f"ckpt-{standbys}"), "everySteps": 50},
+        }
+        jobs.append(submit(spec, env={"PAUSE": "0.2", "STEPS": "100000", "GATE": str(tmp_path / "gate")}))
 
-    def status() -> dict[str, Any]:
+    def status(name: str) -> dict[str, Any]:
         found: dict[str, Any] = cluster.job(name).get("status", {})
         return found
 
-    def trains(beyond: int) -> Callable[[], bool]:
+    def trains(name: str, beyond: int) -> Callable[[], bool]:
         """The operator reports later updates, and that all pods are ready."""
 
         def holds() -> bool:
-            found = status()
+            found = status(name)
             ready = all(role["ready"] == role["desired"] for role in found.get("roles", {}).values())
             return found.get("step", 0) > beyond and ready
 
         return holds
 
     def pods() -> dict[str, str]:
-        return {pod["metadata"]["uid"]: pod["metadata"]["name"] for pod in cluster.pods(name)}
+        found = [pod["metadata"] for name in jobs for pod in cluster.pods(name)]
+        return {pod["uid"]: pod["name"] for pod in found}
 
-    cluster.wait(f"{name} trains", trains(3), 120, name)
+    for name in jobs:
+        cluster.wait(f"{name} trains", trains(name, 3), 120, name)
     before = pods()
-    assert len(before) == 4 + 2 * standbys
+    assert len(before) == 4 + 6
     servers = [pid for pod in before.values() if "-ps-" in pod for pid in cluster.processes(pod)]
     workers = [pid for pod in before.values() if "-worker-" in pod for pid in cluster.processes(pod)]
     operator, node = process_of(cluster, "backstay_operator"), process_of(cluster, "backstay_cluster")
@@ -129,8 +132,9 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
     assert workers
 
     def all_alive(what: str) -> None:
-        cluster.wait(f"{name} trains on after: {what}", trains(status().get("step", 0) + 3), 150, name)
-        assert pods() == before, f"{what}\n{cluster.describe(name)}"
+        for name in jobs:
+            cluster.wait(f"{name} trains on after: {what}", trains(name, status(name).get("step", 0) + 3), 150, name)
+        assert pods() == before, what + "".join(f"\n{cluster.describe(name)}" for name in jobs)
 
     with stopped([operator]):
         with stopped(servers):
@@ -152,6 +156,8 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
     all_alive("operator, servers and workers starved")
     starve(servers, STARVED_SHARE, STARVED_SECONDS)
     all_alive("servers starved")
-    roles = status()["roles"]
-    assert {(role["restarts"], role["disruptions"]) for role in roles.values()} == {(0, 0)}, cluster.describe(name)
-    cluster.delete(name)
+    for name in jobs:
+        roles = status(name)["roles"]
+        charged = {(role["restarts"], role["disruptions"]) for role in roles.values()}
+        assert charged == {(0, 0)}, cluster.describe(name)
+        cluster.delete(name)

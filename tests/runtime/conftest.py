@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ import numpy as np
 import pytest
 
 from backstay_cluster.net import claim_block
+
+from .forked import Forked, ForkingParent
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ class Pod:
     """One process, with its output and last words."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Forked
     log: Path
     termination: Path
     metrics: str
@@ -45,7 +46,7 @@ class Pod:
     def wait(self) -> int:
         try:
             return self.process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             self.process.kill()
             pytest.fail(f"{self.name} did not end:\n{self.output()}")
 
@@ -53,8 +54,8 @@ class Pod:
 class Job:
     """A job; pods are started one by one."""
 
-    def __init__(self, folder: Path, compiled: Path, shards: int, workers: int, **config: object) -> None:
-        self.folder, self._compiled = folder, compiled
+    def __init__(self, folder: Path, parent: ForkingParent, shards: int, workers: int, **config: object) -> None:
+        self.folder, self._parent = folder, parent
         self.shards, self.workers = shards, workers
         self.config = {"shards": shards, "workers": workers, **config}
         self.environment: dict[str, str] = {}
@@ -75,9 +76,7 @@ class Job:
         name = f"{role}-{index}-{incarnation}-{len(self.pods)}"
         servers = [f"{self.address}:{self._ports['parameter-server', shard][0]}" for shard in range(self.shards)]
         pod_environment = {
-            **os.environ,
-            **LIBRARY,
-            "JAX_COMPILATION_CACHE_DIR": str(self._compiled),
+            **self._parent.environ,
             "BACKSTAY_JOB": "tiny",
             "BACKSTAY_ROLE": role,
             "BACKSTAY_INDEX": str(index),
@@ -97,10 +96,7 @@ class Job:
             **environment,
         }
         log = self.folder / f"{name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT)], env=pod_environment, stdout=output, stderr=subprocess.STDOUT
-            )
+        process = self._parent.start([sys.executable, str(SCRIPT)], pod_environment, log)
         pod = Pod(name, process, log, self.folder / f"{name}.termination", f"{self.address}:{ports[2]}")
         self.pods.append(pod)
         return pod
@@ -136,15 +132,10 @@ class Job:
         environment.pop("HOLD_AT", None)
         key = json.dumps(environment, sort_keys=True)
         if key not in _REFERENCES:
-            out = self.folder / "reference.npz"
-            done = subprocess.run(
-                [sys.executable, str(SCRIPT)],
-                env={**os.environ, **LIBRARY, **environment, "OUT": str(out)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=SECONDS,
-            )
-            assert done.returncode == 0, done.stdout.decode()
+            out, log = self.folder / "reference.npz", self.folder / "reference.log"
+            loop = {**self._parent.environ, **environment, "OUT": str(out)}
+            done = self._parent.start([sys.executable, str(SCRIPT)], loop, log)
+            assert done.wait(SECONDS) == 0, log.read_text(errors="replace")
             _REFERENCES[key] = dict(np.load(out))
         return _REFERENCES[key]
 
@@ -171,8 +162,16 @@ class Job:
         return "\n".join(f"==== {pod.name}\n{pod.output()}" for pod in self.pods)
 
 
+@pytest.fixture(scope="session")
+def parent(compiled: Path) -> Iterator[ForkingParent]:
+    """Forks the pods of all these jobs."""
+    made = ForkingParent({**os.environ, **LIBRARY, "JAX_COMPILATION_CACHE_DIR": str(compiled)})
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def job(tmp_path: Path, compiled: Path) -> Iterator[type[Job]]:
+def job(tmp_path: Path, parent: ForkingParent) -> Iterator[type[Job]]:
     """Makes jobs: ``job(shards, workers, **config)``."""
     made: list[Job] = []
 
@@ -180,7 +179,7 @@ def job(tmp_path: Path, compiled: Path) -> Iterator[type[Job]]:
         # The logs of a second job do not mix with those of the first.
         folder = tmp_path / f"job-{len(made)}" if made else tmp_path
         folder.mkdir(exist_ok=True)
-        made.append(Job(folder, compiled, shards, workers, **config))
+        made.append(Job(folder, parent, shards, workers, **config))
         return made[-1]
 
     yield make  # type: ignore[misc]

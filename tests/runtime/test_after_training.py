@@ -19,6 +19,8 @@ from backstay._roles._farewell import Farewell
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, StorageError
 
+from .forked import KILLED, TERMINATED
+
 CHECKPOINTS = "checkpoints"
 TIMES = Timeouts()
 
@@ -63,6 +65,8 @@ def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) ->
     assert str(words["at"]).startswith("tests/runtime/tiny.py:")
     assert str(words["traceback"]).count("tiny.py") == 3
     assert "KeyError: 'no model of step 4'" in worker.output()
+    assert words["step"] == 4
+    assert str(words["checkpoint"]).endswith(".manifest.json"), "the job's failure names where the result is"
 
 
 def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: Path) -> None:
@@ -76,7 +80,7 @@ def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: P
     assert str(says.words()["stderr"]).endswith("no place to export to"), "no hook is called for SystemExit"
     tiny.wait_for(waits, "exporting")
     waits.process.send_signal(signal.SIGTERM)
-    assert waits.wait() == -signal.SIGTERM
+    assert waits.wait() == TERMINATED
     assert {pod.words()["result"] for pod in (waits, exits, says)} == {"Trained"}
 
 
@@ -93,7 +97,7 @@ def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_chec
     """T7, T8: killed with the result in its hands; the server says so, and a later pod returns the same result."""
     tiny = stored(job, tmp_path, 1, **{ENV_FAULTS: "kill worker/0 @0 done"})
     server, dies = tiny.server(0, 1), tiny.worker(0, 1)
-    assert [dies.wait(), server.wait()] == [-signal.SIGKILL, 0]
+    assert [dies.wait(), server.wait()] == [KILLED, 0]
     words = server.words()
     assert (words["result"], words["returned"]) == ("Succeeded", 0)
     assert not dies.termination.exists()
@@ -110,7 +114,7 @@ def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_agai
     tiny = job(2, 1)
     tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", ENV_FAULTS: "kill worker/0 @0 done"}
     servers = [tiny.server(shard, 1) for shard in range(2)]
-    assert tiny.worker(0, 1).wait() == -signal.SIGKILL
+    assert tiny.worker(0, 1).wait() == KILLED
     comes = tiny.worker(0, 2)
     assert [comes.wait(), *(server.wait() for server in servers)] == [0, 0, 0]
     assert servers[0].words()["returned"] == 2

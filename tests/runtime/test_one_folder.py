@@ -9,6 +9,8 @@ from typing import Any
 from backstay import load
 from backstay._checkpoint import CheckpointStore
 
+from .forked import KILLED
+
 
 def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> None:
     """The second one fails and names the first, which ends with its own parameters; then the folder is still its."""
@@ -23,7 +25,7 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     assert (second.words()["result"], second.words()["reason"]) == ("Failed", "CheckpointInUse")
     assert "job default/a (uid 1, pod parameter-server-0)" in str(second.words()["message"])
     server.process.send_signal(signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL
+    assert server.wait() == KILLED
     # Its next incarnation goes on at once with its own history, whoever else tries.
     third = other.server(0, 1)
     server = tiny.server(0, 1)

@@ -1,0 +1,98 @@
+"""Processes that are forked from one that has imported JAX, as the embedded cluster starts its pods.
+
+Importing JAX and its companions takes two seconds of processor time in each of about 200 processes otherwise. A test
+has the interface of `subprocess.Popen`, with the exit codes of a container: 128+n when a signal n ended the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from backstay_cli.preload import preload
+from backstay_cluster.kubelet.preload import Preload
+from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
+
+_T = TypeVar("_T")
+KILLED, TERMINATED = 137, 143
+"""Exit codes of SIGKILL and SIGTERM."""
+
+
+class Forked:
+    """One process."""
+
+    def __init__(self, process: Process, runtime: ProcessRuntime, loop: asyncio.AbstractEventLoop) -> None:
+        self._process, self._runtime, self._loop = process, runtime, loop
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.exited.result() if self._process.exited.done() else None
+
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self.returncode
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Raises `TimeoutError` when it has not ended by then."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while (code := self.returncode) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens when it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(9)
+
+
+class ForkingParent:
+    """Starts processes; `close` ends those that still run.
+
+    Attributes:
+        environ: what a process must have in its environment to be forked.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """
+        Args:
+            environ: what JAX and the other modules are imported with. A process in which one of their variables
+                differs is executed, and imports them itself.
+        """
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="forked", daemon=True)
+        self._thread.start()
+        modules = Preload.of_json(preload(environ=environ))
+        self.environ = {**environ, **modules.started_with}
+        self._runtime = ProcessRuntime(preload=modules, base_env=environ)
+
+    def start(self, argv: Sequence[str], environ: Mapping[str, str], output: Path) -> Forked:
+        """Start a command in this folder; its standard output and errors go to a file."""
+        with output.open("wb") as file:
+            process = self._run(self._runtime.start(uuid.uuid4().hex, argv, environ, str(Path.cwd()), file.fileno()))
+        return Forked(process, self._runtime, self._loop)
+
+    def close(self) -> None:
+        """End every process, and the thread."""
+        self._run(self._runtime.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
