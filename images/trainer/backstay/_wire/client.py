@@ -273,7 +273,7 @@ class ShardedClient:
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when it is set by all shards, `push_seconds` and `answer_seconds`
+            first that is not `REJECT_UNSPECIFIED`, `done` when all shards set it, `push_seconds` and `answer_seconds`
             the longest.
 
         Raises:
