@@ -1,4 +1,4 @@
-"""The commands about jobs on any cluster: status, top, logs, list, delete. Also those of `kubectl backstay`."""
+"""The commands about jobs on any cluster: status, top, logs, list, trace, delete. Also those of `kubectl backstay`."""
 
 from __future__ import annotations
 
@@ -236,6 +236,44 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         with _quiet_pipe():
             ask_cluster(where(kubeconfig, context, namespace), show)
+
+    @app.command()
+    def trace(
+        job: Job = None,
+        out: Annotated[
+            Path | None,
+            typer.Option("--out", "-o", help="The file to write; .gz compresses it. [default: JOB.trace.json]"),
+        ] = None,
+        stored: Annotated[
+            str | None,
+            typer.Option("--from", help="A stored timeline instead of a job: a file, or a folder or URI with some."),
+        ] = None,
+        namespace: Namespace = None,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+    ) -> None:
+        """Write what each pod of a job did in its last minutes, on one clock, for https://ui.perfetto.dev.
+
+        A job that runs is asked. Of a job that ended, the timeline that it stored beside its checkpoints is read.
+
+        Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
+        or there is no timeline.
+        """
+        from backstay_cli.trace import Written, trace_of_file, trace_of_job
+
+        async def write(cluster: Cluster) -> Written:
+            name = await choose(cluster, job)
+            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"))
+
+        if stored is not None:
+            try:
+                written = trace_of_file(stored, out or Path("trace.json"))
+            except BadInput as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise typer.Exit(BAD_INPUT) from None
+        else:
+            written = ask_cluster(where(kubeconfig, context, namespace), write)
+        print(written.summary())
 
     @app.command()
     def delete(

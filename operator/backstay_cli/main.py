@@ -120,6 +120,12 @@ def run(
         bool,
         typer.Option(help="Fork pods from a process that has imported JAX; --no-preload starts each from scratch."),
     ] = True,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what each pod did in the job's last minutes to this file, for https://ui.perfetto.dev."
+        ),
+    ] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the TrainingJob and do not run it.")] = False,
     output: Annotated[str, typer.Option(help="text, or json: one object on stdout at the end.")] = "text",
     data_dir: Annotated[
@@ -175,7 +181,17 @@ def run(
     volumes_in = folder if claims_of(job) and data_dir is None else None
     again = _command_again(sys.argv, volumes_in)
     as_json = output == "json"
-    raise typer.Exit(run_job(job, folder, as_json=as_json, again=again, user_environment=is_script, preloaded=preload))
+    raise typer.Exit(
+        run_job(
+            job,
+            folder,
+            as_json=as_json,
+            again=again,
+            user_environment=is_script,
+            preloaded=preload,
+            trace=trace,
+        )
+    )
 
 
 @app.command()

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from backstay_cli import compiled, report, stopping
 from backstay_cli.follow import JobView, look
-from backstay_cli.jobfile import claims_of
+from backstay_cli.jobfile import BadInput, claims_of
 from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.preload import preload
 from backstay_cli.script_output import ScriptOutput
@@ -64,6 +64,7 @@ def run_job(
     live: bool | None = None,
     user_environment: bool = False,
     preloaded: bool = True,
+    trace: Path | None = None,
 ) -> int:
     """Run one job to its end and report what happened.
 
@@ -75,6 +76,7 @@ def run_job(
         live: redraw in place; by default when stdout is a terminal.
         user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
         preloaded: pods are forked from a process that has imported JAX and what the script imports.
+        trace: write the job's timeline to this file.
 
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
@@ -105,10 +107,12 @@ def run_job(
         farewell = list(stopping.farewell(following.view, job, folder / _LOGS, again))
         for line in farewell:
             say(line)
+        _keep_trace(trace, following, folder / _LOGS, say)
         conclude("Interrupted", farewell[0])
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
+        _keep_trace(trace, following, folder / _LOGS, say)
         conclude("EmbeddedClusterFailed", str(error))
         return FAILED
     except ApiError as error:
@@ -117,9 +121,27 @@ def run_job(
     seconds = time.monotonic() - started
     for line in report.lines(view, seconds, folder / _LOGS):
         say(line)
+    _keep_trace(trace, following, folder / _LOGS, say)
     if as_json:
         print(report.as_json(view, seconds, folder / _LOGS), flush=True)
     return OK if view.phase == "Succeeded" else FAILED
+
+
+def _keep_trace(out: Path | None, following: _Following, logs: Path, say: Callable[[str], None]) -> None:
+    """Write the timeline that the job's newest server of shard 0 has stored."""
+    if out is None:
+        return
+    from backstay_cli.records import newest, unpacked
+    from backstay_cli.trace import write_trace
+
+    try:
+        found = newest([str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-*")], "trace")
+        if found is None:
+            raise BadInput("--trace: the job has stored no timeline")
+        history = () if following.view is None else following.view.history
+        say(write_trace(unpacked(found[1]), history, out, shortened(found[0])).summary())
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
 
 
 async def _interruptible(work: Any) -> Any:

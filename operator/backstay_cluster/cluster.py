@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 KUBECONFIG_NAME = "cluster.kubeconfig"
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
-# Every container is told which address to bind: in a real cluster all of a pod's, here only its own.
-EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)"}
+# Every container gets the address to bind, in a real cluster all of a pod's, here only its own; and the pod's folder.
+EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
 # What one pod compiled, its replacement loads: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 COMPILED_ENV, COMPILED = "JAX_COMPILATION_CACHE_DIR", "compiled"
 
@@ -82,7 +82,8 @@ class EmbeddedCluster:
         kubeconfig_path: where the kubeconfig is written; its name must end in `.kubeconfig`. In `data_dir` when None.
         gpus: the node's GPUs by index; found on this machine when None.
         kubelet: whether to run a node; without one, pods stay Pending (a `FakeKubelet` may be started instead).
-        extra_env: environment of every container besides `BACKSTAY_BIND`; `$(POD_IP)` is the pod's address.
+        extra_env: environment of every container besides `EXTRA_ENV`; `$(POD_IP)` is the pod's address,
+            `$(POD_LOGS)` the folder with its logs.
         base_env: what an image would give; this Python environment's when None.
         environ: where `KUBEBUILDER_ASSETS` is looked up.
         preload: what is imported once for all containers that run Python scripts; nothing when None.

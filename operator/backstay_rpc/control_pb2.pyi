@@ -111,7 +111,7 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts")
+    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "spans")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class HeartbeatRequest(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
@@ -133,7 +134,79 @@ class HeartbeatRequest(_message.Message):
     step_seconds: float
     doing: Doing
     parts: _containers.ScalarMap[str, float]
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    spans: bytes
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., spans: _Optional[bytes] = ...) -> None: ...
+
+class Spans(_message.Message):
+    __slots__ = ("peer", "first", "lost", "clock", "unix_seconds", "offsets", "points", "threads", "point", "thread", "began", "lasted", "step", "notes")
+    class NotesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    POINT_FIELD_NUMBER: _ClassVar[int]
+    THREAD_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
+    LASTED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    first: int
+    lost: int
+    clock: float
+    unix_seconds: float
+    offsets: _containers.RepeatedCompositeFieldContainer[ClockOffset]
+    points: _containers.RepeatedScalarFieldContainer[str]
+    threads: _containers.RepeatedScalarFieldContainer[str]
+    point: _containers.RepeatedScalarFieldContainer[int]
+    thread: _containers.RepeatedScalarFieldContainer[int]
+    began: _containers.RepeatedScalarFieldContainer[int]
+    lasted: _containers.RepeatedScalarFieldContainer[int]
+    step: _containers.RepeatedScalarFieldContainer[int]
+    notes: _containers.ScalarMap[int, str]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., first: _Optional[int] = ..., lost: _Optional[int] = ..., clock: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., offsets: _Optional[_Iterable[_Union[ClockOffset, _Mapping]]] = ..., points: _Optional[_Iterable[str]] = ..., threads: _Optional[_Iterable[str]] = ..., point: _Optional[_Iterable[int]] = ..., thread: _Optional[_Iterable[int]] = ..., began: _Optional[_Iterable[int]] = ..., lasted: _Optional[_Iterable[int]] = ..., step: _Optional[_Iterable[int]] = ..., notes: _Optional[_Mapping[int, str]] = ...) -> None: ...
+
+class ClockOffset(_message.Message):
+    __slots__ = ("shard", "incarnation", "seconds", "error")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    incarnation: int
+    seconds: float
+    error: float
+    def __init__(self, shard: _Optional[int] = ..., incarnation: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[float] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("job", "namespace", "uid", "server", "clock", "unix_seconds", "spans", "dropped")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    namespace: str
+    uid: str
+    server: Peer
+    clock: float
+    unix_seconds: float
+    spans: _containers.RepeatedScalarFieldContainer[bytes]
+    dropped: int
+    def __init__(self, job: _Optional[str] = ..., namespace: _Optional[str] = ..., uid: _Optional[str] = ..., server: _Optional[_Union[Peer, _Mapping]] = ..., clock: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., spans: _Optional[_Iterable[bytes]] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class Doing(_message.Message):
     __slots__ = ("point", "step", "has_step", "seconds")
@@ -392,7 +465,7 @@ class ShardFailed(_message.Message):
     def __init__(self, why: _Optional[str] = ...) -> None: ...
 
 class ShardMessage(_message.Message):
-    __slots__ = ("hello", "staged", "norm", "written", "position", "lost", "applied", "failed")
+    __slots__ = ("hello", "staged", "norm", "written", "position", "lost", "applied", "failed", "spans")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +474,7 @@ class ShardMessage(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     hello: Peer
     staged: Staged
     norm: Norm
@@ -409,7 +483,8 @@ class ShardMessage(_message.Message):
     lost: Lost
     applied: Applied
     failed: ShardFailed
-    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ...) -> None: ...
+    spans: Spans
+    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save")

@@ -32,7 +32,7 @@ CONTAINER: Final = "trainer"
 # Ports inside a pod. Each pod has its own address, so they are the same in every pod.
 PORT_CONTROL: Final = 7077  # gRPC, the control service of backstay_rpc
 PORT_DATA: Final = 7078  # Arrow Flight (gRPC), tensors
-PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz
+PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz, /status, /trace
 PORT_NAME_CONTROL: Final = "rpc"
 PORT_NAME_DATA: Final = "data"
 PORT_NAME_METRICS: Final = "metrics"
@@ -64,6 +64,8 @@ ENV_CONFIG: Final = "BACKSTAY_CONFIG"  # JSON, `RuntimeConfig` of backstay_spec.
 ENV_TERMINATION_LOG: Final = "BACKSTAY_TERMINATION_LOG"  # where to write the termination message
 # Set by a kubelet, not by the operator: the address to bind (default: all of the pod's).
 ENV_BIND: Final = "BACKSTAY_BIND"
+# The same: a folder that outlives the pod, for records (default: they are beside the checkpoints alone).
+ENV_KEEP: Final = "BACKSTAY_KEEP"
 
 SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secret
 

@@ -55,6 +55,7 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
         standbys=spec.parameter_servers.standbys,
         evaluator=spec.evaluator is not None,
         checkpoint=_checkpoint_config(spec),
+        trace_megabytes=spec.trace.megabytes,
         log_format="json" if log_format == "json" else "text",
     )
 

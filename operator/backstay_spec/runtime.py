@@ -52,6 +52,7 @@ class RuntimeConfig(BaseModel):
     standbys: int = Field(default=0, ge=0, le=1)
     evaluator: bool = False
     checkpoint: CheckpointConfig | None = None
+    trace_megabytes: int = Field(default=16, ge=0)
     log_format: Literal["text", "json"] = "text"
 
 

@@ -188,6 +188,14 @@ class Checkpoint(SpecModel):
     seed; a folder with other checkpoints is refused. `Any`: the newest one of any job."""
 
 
+class Trace(SpecModel):
+    """The timeline of what each pod did: `backstay trace`."""
+
+    megabytes: int = 16
+    """Memory of shard 0's server for the newest spans of all pods; 0: nothing is kept. The spans are stored
+    beside the checkpoints when the job ends or a pod dies."""
+
+
 class RunPolicy(SpecModel):
     """When the job runs, how long it may, and what is left of it afterwards."""
 
@@ -296,6 +304,9 @@ class TrainingJobSpec(SpecModel):
 
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Where and how often the job's state is stored."""
+
+    trace: Trace = Field(default_factory=Trace)
+    """The timeline of what each pod did."""
 
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
     """When the job runs, and what is left of it afterwards."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from trace_format import check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -79,11 +80,18 @@ def test_a_program_gets_one_object_and_a_person_hears_of_the_failed_evaluation(f
     """Exit status 0; what a pod printed reaches the terminal without the characters that it would obey."""
     script = tmp_path / "tïny trainer.py"
     script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
-    out, err = start(folder, script, "--workers", "1", "--output", "json").communicate(timeout=200)
+    written = tmp_path / "trace.json"
+    options = ["--workers", "1", "--output", "json", "--trace", str(written)]
+    out, err = start(folder, script, *options).communicate(timeout=200)
     seen = json.loads(out)
     assert (seen["phase"], seen["step"], seen["metrics"], seen["restarts"]) == ("Succeeded", 40, {}, 0), err
     assert seen["loss"] > 0
     assert "the evaluation failed: at step 40: ValueError: no \\x1b[2J evaluation" in err
+    trace = json.loads(written.read_bytes())
+    check(trace)
+    steps = {event["args"].get("step") for event in trace["traceEvents"] if event["name"] == "send"}
+    assert steps == set(range(40))
+    assert sum(event["ph"] == "f" for event in trace["traceEvents"]) >= 39  # the first one may not be timed exactly
     wait_until_gone(folder)
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from trace_format import check
 
 import backstay
 from backstay._roles._local import train_local
+from backstay_cli.trace import trace_of_file
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -63,6 +65,11 @@ def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
     assert_close(stored.params, reference(3, monkeypatch))
     assert stored.params["b"][1].shape == ()
     assert set(status["metrics"]) == {"norm"}
+    trace_of_file(str(tmp_path / "ckpt"), tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_bytes())
+    check(trace)
+    shown = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert shown >= {"server 0", "server 1", "worker 0", "worker 1 #2", "worker 2"}
 
 
 def test_t2_with_a_backup_an_update_never_waits_for_the_worker_that_hangs(

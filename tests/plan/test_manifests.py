@@ -77,7 +77,8 @@ def test_the_environment_is_the_contracts():
     assert said["BACKSTAY_SERVERS"] == "10.0.0.1:7077,10.0.0.2:7077"
     assert said["BACKSTAY_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert said["BACKSTAY_TOKEN"] == {"secretKeyRef": {"name": names.secret_name("mnist", "u-1"), "key": "token"}}
-    every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", contract.ENV_BIND}
+    of_kubelets = {contract.ENV_BIND, contract.ENV_KEEP}
+    every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", *of_kubelets}
     assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED} <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"
     told = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
@@ -92,6 +93,7 @@ def test_the_runtime_is_told_the_whole_spec():
         update={"mode": "Sync", "backups": "5%", "maxNonFinite": 9, "grace": "1500ms", "weighting": "Examples"},
         wire={"gradients": "Int8", "parameters": "BFloat16", "errorFeedback": True},
         checkpoint={"volume": {"emptyDir": {}}, "everySteps": 5, "everySeconds": 0, "keep": 2},
+        trace={"megabytes": 3},
     ).spec
     config = manifests_pod.runtime_config(spec, "json")
     assert config.model_dump(exclude_none=True) == {
@@ -108,6 +110,7 @@ def test_the_runtime_is_told_the_whole_spec():
         "standbys": 0,
         "evaluator": True,
         "checkpoint": {"uri": "/backstay/checkpoints", "every_steps": 5, "keep": 2, "continue_from": "SameJob"},
+        "trace_megabytes": 3,
         "log_format": "json",
     }
 

@@ -77,6 +77,9 @@ class FakeHost:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         return True
 
+    def did(self, peer: object, spans: bytes) -> None:
+        pass
+
     def evaluated(self, request: object) -> bool:
         return False
 

@@ -101,15 +101,15 @@ def test_values_pass_unchanged_without_a_script() -> None:
 
 def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip_lately() -> None:
     clocks = type(_instrument.clocks)()
-    clocks.observe(0, 10.0, 105.5, 11.0)  # a round trip of 1 s, at 10.5 here
-    assert clocks.offsets() == {0: (95.0, 0.5)}
-    clocks.observe(0, 20.0, 116.0, 22.0)  # slower: it would be less exact
-    assert clocks.offsets() == {0: (95.0, 0.5)}
-    clocks.observe(0, 30.0, 125.3, 30.2)
-    offset, error = clocks.offsets()[0]
+    clocks.observe((0, 1), 10.0, 105.5, 11.0)  # a round trip of 1 s, at 10.5 here
+    assert clocks.offsets() == {(0, 1): (95.0, 0.5)}
+    clocks.observe((0, 1), 20.0, 116.0, 22.0)  # slower: it would be less exact
+    assert clocks.offsets() == {(0, 1): (95.0, 0.5)}
+    clocks.observe((0, 1), 30.0, 125.3, 30.2)
+    offset, error = clocks.offsets()[0, 1]
     assert (offset, error) == (pytest.approx(95.2), pytest.approx(0.1))
-    clocks.observe(0, 100.0, 195.4, 100.4)  # clocks drift: an old offset is given up
-    assert clocks.offsets()[0][1] == pytest.approx(0.2)
+    clocks.observe((0, 1), 100.0, 195.4, 100.4)  # clocks drift: an old offset is given up
+    assert clocks.offsets()[0, 1][1] == pytest.approx(0.2)
 
 
 def test_means_are_those_since_the_previous_call() -> None:

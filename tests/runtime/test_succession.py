@@ -140,7 +140,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     standby = Standby(environment, SCRIPT, plan, metrics, stop)
     engine = ShardEngine(plan.partition, 1, plan.rule, SCRIPT.initial())
     held = Held(term=1, world=1, offset=0, engine=engine, last=None)
-    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready)
+    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
     server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
     server.deliver(Done(version=0))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -8,6 +8,7 @@ of `time.monotonic`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -46,6 +47,7 @@ class Span(NamedTuple):
     """Something that a thread did.
 
     Attributes:
+        number: of the spans of this process, from 0 on, in the order in which they ended.
         point: what, such as ``compute``.
         began, ended: seconds of `time.monotonic`. Equal for an instant.
         step: the step that it belongs to; None: it belongs to none.
@@ -53,6 +55,7 @@ class Span(NamedTuple):
         notes: more about it: strings and numbers.
     """
 
+    number: int
     point: str
     began: float
     ended: float
@@ -99,32 +102,38 @@ _CLOCK_LIFE: Final = 60.0
 """Seconds after which an offset is replaced although its round trip was shorter: clocks drift."""
 
 
+Server = tuple[int, int]
+"""A server's shard and incarnation: a replacement may run on another machine, whose clock is another one."""
+
+
 @dataclass
 class _Clocks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _known: dict[int, _Clock] = field(default_factory=dict)
+    _known: dict[Server, _Clock] = field(default_factory=dict)
 
-    def observe(self, shard: int, began: float, there: float, ended: float) -> None:
-        """A call to the server of `shard` began and ended at these times here, and was answered at `there` there.
+    def observe(self, server: Server, began: float, there: float, ended: float) -> None:
+        """A call to `server` began and ended at these times here, and was answered at `there` there.
 
         The answer was given between the two, so the offset has an error of at most half of the round trip.
         """
         offset, error = there - (began + ended) / 2, (ended - began) / 2
         with self._lock:
-            known = self._known.get(shard)
+            known = self._known.get(server)
             if known is None or error <= known.error or ended - known.seen > _CLOCK_LIFE:
-                self._known[shard] = _Clock(offset, error, ended)
+                self._known = {key: clock for key, clock in self._known.items() if key[0] != server[0]}
+                self._known[server] = _Clock(offset, error, ended)
 
-    def offsets(self) -> dict[int, tuple[float, float]]:
-        """By shard: seconds that its server's clock is ahead of this process's, and the largest error of that."""
+    def offsets(self) -> dict[Server, tuple[float, float]]:
+        """By server: seconds that its clock is ahead of this process's, and the largest error of that."""
         with self._lock:
-            return {shard: (clock.offset, clock.error) for shard, clock in self._known.items()}
+            return {server: (clock.offset, clock.error) for server, clock in self._known.items()}
 
 
 clocks: Final = _Clocks()
 
 _striker: Striker | None = None
-_ring: deque[tuple[str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
+_ring: deque[tuple[int, str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
+_numbers = itertools.count()
 _observers: dict[str, Callable[[float], None]] = {}
 _sums: dict[str, tuple[float, int]] = {}  # seconds and number of the spans since `means` was called, by point
 _followed = 0
@@ -165,7 +174,9 @@ class _Open:
             if (observer := _observers.get(self._point)) is not None:
                 observer(ended - self._began)
         if _ring is not None:
-            _ring.append((self._point, self._began, ended, self._step, _thread_id(), self._notes or None))
+            _ring.append(
+                (next(_numbers), self._point, self._began, ended, self._step, _thread_id(), self._notes or None)
+            )
 
     def _leave(self) -> None:
         if _open and _open[-1] is self:
@@ -209,19 +220,25 @@ def record(point: str, began: float, ended: float, step: int | None = None, **no
     if (observer := _observers.get(point)) is not None:
         observer(seconds)
     if _ring is not None:
-        _ring.append((point, began, ended, step, _thread_id(), notes or None))
+        _ring.append((next(_numbers), point, began, ended, step, _thread_id(), notes or None))
 
 
-def spans() -> list[Span]:
-    """The newest spans, in the order in which they ended."""
+def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
+    """The newest spans, in the order in which they ended.
+
+    Args:
+        since: the lowest number.
+        most: how many at most; the newest are returned.
+    """
     found = None
     while found is None:
         with contextlib.suppress(RuntimeError):  # another thread appended meanwhile
-            found = [] if _ring is None else list(_ring)
+            found = [] if _ring is None else list(itertools.islice(reversed(_ring), most))
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
-        Span(point, began, ended, step, names.get(thread, "a thread that has ended"), notes)
-        for point, began, ended, step, thread, notes in found
+        Span(number, point, began, ended, step, names.get(thread, "a thread that has ended"), notes)
+        for number, point, began, ended, step, thread, notes in reversed(found)
+        if number >= since
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from backstay_spec import contract
 from backstay_spec.names import ROLE_OF_LABEL
 
-from . import _faults
+from . import _faults, _instrument
 from ._data._batch_key import BatchKey
 from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
 from ._process._environment import Environment
@@ -244,6 +244,8 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
+    if not environment.config.trace_megabytes:
+        _instrument.keep(0)
     show_role(environment, standby=environment.standby)
     if script.stop_when is not None and not environment.config.evaluator:
         raise ConfigurationError(

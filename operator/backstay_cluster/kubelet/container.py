@@ -176,7 +176,7 @@ class Container:
             spec,
             lambda kind, name: self._node.lookup(namespace, kind, name),
             base,
-            {**links, **{name: value.replace("$(POD_IP)", self._ip) for name, value in self._node.extra_env.items()}},
+            {**links, **{name: self._placed(value) for name, value in self._node.extra_env.items()}},
             pod_ip=self._ip,
             host_ip=self._node.ip,
             allocatable=self._node.allocatable,
@@ -192,6 +192,11 @@ class Container:
             if cwd != clean_path(spec["workingDir"]):
                 os.makedirs(cwd, exist_ok=True)  # noqa: PTH103
         return [moved(word) for word in argv], {name: moved(value) for name, value in env.items()}, cwd
+
+    def _placed(self, value: str) -> str:
+        meta = self._pod["metadata"]
+        logs = str(self._node.logs_dir / meta["namespace"] / meta["name"])
+        return value.replace("$(POD_IP)", self._ip).replace("$(POD_LOGS)", logs)
 
     async def _run_once(self, volumes: Mapping[str, Path]) -> bool:
         """Start and see it end; False when it was stopped before it started."""

@@ -38,7 +38,8 @@ class Kubelet:
         name: of the node.
         token: what callers of the kubelet's own port must bear.
         tls: serves that port over TLS and asks for a client certificate instead (a real API server brings one).
-        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address.
+        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the folder
+            with its logs.
         base_env: what an image would give; by default this Python environment's.
         gpus: the devices' names, as `CUDA_VISIBLE_DEVICES` takes them; by default this machine's.
         labels: of the node, besides the usual.

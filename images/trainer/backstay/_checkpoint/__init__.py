@@ -17,6 +17,7 @@ from ._manifest import Claim, FileInfo, FileRange, Job, Manifest, ManifestLeaf, 
 from ._names import parse_manifest
 from ._probe import probe
 from ._reader import Reader
+from ._records import Records, record_name
 from ._start import StartFrom, read_start
 from ._store import CheckpointStore, Contents, Entry, Newest
 from ._structure import describe_structure
@@ -42,6 +43,7 @@ __all__ = [
     "Origin",
     "PosixFolder",
     "Reader",
+    "Records",
     "StartFrom",
     "describe_structure",
     "export",
@@ -50,5 +52,6 @@ __all__ = [
     "parse_manifest",
     "probe",
     "read_start",
+    "record_name",
     "same_place",
 ]

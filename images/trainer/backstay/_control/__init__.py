@@ -11,6 +11,7 @@ from ._client import ControlClient, Heartbeats, News
 from ._driving import Driving, Observer, Storage
 from ._link import Link
 from ._service import ControlServer, Host, Peers
+from ._spans import Outbox
 
 __all__ = [
     "Agreement",
@@ -22,6 +23,7 @@ __all__ = [
     "Link",
     "News",
     "Observer",
+    "Outbox",
     "Peers",
     "Storage",
     "first_difference",

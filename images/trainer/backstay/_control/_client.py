@@ -30,6 +30,7 @@ from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
 from ._auth import refusal_of
+from ._spans import Outbox
 
 __all__ = ["ControlClient", "Heartbeats", "News"]
 
@@ -72,6 +73,7 @@ class ControlClient:
         self._servers = tuple(servers)
         self._metadata = Credentials(token).metadata
         self._lock = threading.Lock()
+        self._outbox = Outbox(peer)
         self._opened: dict[int, tuple[grpc.Channel, ControlStub]] = {}  # of the shards that were called
 
     @property
@@ -172,10 +174,18 @@ class ControlClient:
             request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
         if shard == 0:
             request.parts.update(_instrument.means(_PARTS))
+            request.spans = self._spans(incarnation)
         reply: HeartbeatReply = self._call(shard, "Heartbeat", request)
         if reply.clock:
-            _instrument.clocks.observe(shard, began, reply.clock, time.monotonic())
+            _instrument.clocks.observe((shard, incarnation), began, reply.clock, time.monotonic())
         return reply
+
+    def _spans(self, incarnation: int) -> bytes:
+        """The spans that shard 0's server does not have yet; none before the offset of its clock is known."""
+        if (0, incarnation) not in _instrument.clocks.offsets():
+            return b""
+        spans = self._outbox.take(incarnation)
+        return b"" if spans is None else spans.SerializeToString()
 
     def evaluated(self, term: int, step: int, metrics: Mapping[str, float], error: str = "") -> None:
         """Tell shard 0 what `evaluate` returned."""

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -29,6 +29,7 @@ from backstay_rpc.control_pb2 import (
     Rollback,
     ShardFailed,
     ShardMessage,
+    Spans,
     Staged,
     Written,
 )
@@ -92,6 +93,7 @@ class Link:
         self._requests: dict[int, NormRequest] = {}  # by round, not answered yet
         self._prepared: tuple[Contribution, ...] = ()
         self._coordinator = 0
+        self._opened = 0  # how often the link was opened
         self._begun = 0  # the newest term that it was told to begin
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
@@ -150,6 +152,12 @@ class Link:
                     pass
             self._put(wrap_report(report))
 
+    def did(self, take: Callable[[int], Spans | None]) -> None:
+        """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
+        with self._lock:
+            if self._outgoing is not None and self.up and (found := take(self._opened)) is not None:
+                self._put(ShardMessage(spans=found))
+
     def started(self, term: int, version: int) -> None:
         """The shard stands at the beginning of a term."""
         with self._lock:
@@ -192,6 +200,7 @@ class Link:
     def _open(self, channel: grpc.Channel) -> Iterator[CoordinatorMessage]:
         outgoing: queue.SimpleQueue[ShardMessage | None] = queue.SimpleQueue()
         with self._lock:
+            self._opened += 1
             outgoing.put(ShardMessage(hello=self._peer))
             position = Position(
                 term=self._term,

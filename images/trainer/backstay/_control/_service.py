@@ -82,6 +82,9 @@ class Host(Protocol):
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, as this server ends."""
 
+    def did(self, peer: Peer, spans: bytes) -> None:
+        """Another shard's server reports what it did lately: a serialized `Spans`."""
+
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
     def asks(self) -> bool:
@@ -372,7 +375,7 @@ class _Service(grpc.GenericRpcHandler):
                 older.end()
         self.links[sink] = peer.index
         sending = asyncio.ensure_future(sink.send(context))
-        listening = asyncio.ensure_future(self._listen(context, driving, peer.index, sink))
+        listening = asyncio.ensure_future(self._listen(context, driving, peer, sink))
         try:
             driving.attach(
                 peer.index,
@@ -392,12 +395,13 @@ class _Service(grpc.GenericRpcHandler):
                 task.cancel()
             await asyncio.gather(sending, listening, return_exceptions=True)
 
-    @staticmethod
-    async def _listen(context: Any, driving: Driving, shard: int, sink: _RemoteSink) -> None:
+    async def _listen(self, context: Any, driving: Driving, peer: Peer, sink: _RemoteSink) -> None:
         while (data := await context.read()) is not grpc.aio.EOF:
-            report = report_in(_parsed(ShardMessage, data))
-            if report is not None:
-                driving.hear(shard, sink, report)
+            message = _parsed(ShardMessage, data)
+            if message.HasField("spans"):
+                self.host.did(peer, message.spans.SerializeToString())
+            elif (report := report_in(message)) is not None:
+                driving.hear(peer.index, sink, report)
 
 
 def _parsed(kind: type[_M], data: bytes) -> _M:

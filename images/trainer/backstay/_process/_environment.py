@@ -33,6 +33,7 @@ class Environment:
         trained: how training ended, in a worker that was created afterwards; None in every other pod.
         timeouts: every deadline and interval of the pod.
         namespace, uid: of the job; the uid is another one in each run.
+        keep: a folder of this pod that outlives it; None: there is none.
     """
 
     job: str
@@ -55,6 +56,7 @@ class Environment:
     timeouts: Timeouts = field(default_factory=Timeouts)
     namespace: str = "default"
     uid: str = ""
+    keep: Path | None = None
 
     @property
     def standby(self) -> bool:
@@ -138,4 +140,5 @@ class Environment:
             trained=trained,
             namespace=text(contract.ENV_NAMESPACE, "default"),
             uid=text(contract.ENV_JOB_UID, ""),
+            keep=Path(keep) if (keep := variables.get(contract.ENV_KEEP)) else None,
         )

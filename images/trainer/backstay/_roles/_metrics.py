@@ -339,10 +339,12 @@ def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
 
 
 class HttpPort:
-    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`.
+    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`,
+    `/trace`.
 
     Attributes:
         status: returns what `/status` shows; only shard 0's server has something to show.
+        trace: returns what `/trace` shows, a `Timeline`; only shard 0's server has one.
     """
 
     def __init__(
@@ -364,6 +366,9 @@ class HttpPort:
         """
         shown = self
         self.status: Callable[[], Mapping[str, Any]] = dict
+        self.trace: Callable[[], bytes] = bytes
+        # It is large, and this port has no authentication: one at a time.
+        tracing = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
@@ -381,8 +386,19 @@ class HttpPort:
                     self._answer(200, json.dumps(said).encode(), "application/json")
                 elif path == "/status":
                     self._answer(200, json.dumps(shown.status(), allow_nan=False).encode(), "application/json")
+                elif path == "/trace":
+                    self._trace()
                 else:
-                    self._answer(404, b"there are /metrics, /healthz, /readyz, /peers and /status\n")
+                    self._answer(404, b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n")
+
+            def _trace(self) -> None:
+                if not tracing.acquire(blocking=False):
+                    self._answer(503, b"another client reads the timeline now: try again\n")
+                    return
+                try:
+                    self._answer(200, shown.trace(), "application/octet-stream")
+                finally:
+                    tracing.release()
 
             def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
                 self.send_response(status)
@@ -391,7 +407,7 @@ class HttpPort:
                 try:
                     self.end_headers()
                     self.wfile.write(body)
-                except ConnectionError:  # a probe that did not wait, while this process was stopped say
+                except (ConnectionError, TimeoutError):  # a probe that did not wait, while this process was stopped say
                     self.close_connection = True
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002

@@ -51,6 +51,8 @@ from ._script import Plan, Script
 from ._standby import Inherited
 from ._status_page import StatusPage
 from ._storing import CheckpointWriter, open_store
+from ._timeline import Tracing
+from ._worker_seconds import process_age
 
 __all__ = ["Server"]
 
@@ -137,6 +139,7 @@ class Server:
                 config.mode,
                 environment.timeouts,
             )
+        self._tracing = Tracing(environment, self._peer, store, self._link)
         self._writer: CheckpointWriter | None = None
         if store is not None:
             self._writer = CheckpointWriter(
@@ -175,6 +178,7 @@ class Server:
             self._http = inherited.http
             inherited.become_ready(lambda: self._ready)
         self._page = StatusPage(self._leader, self._http)
+        self._tracing.serve(self._http)
         self._data = DataServer(
             self._runtime,
             host=environment.bind,
@@ -187,6 +191,8 @@ class Server:
         self._held = held
         if held is not None:
             self._inherit(held)
+            assert inherited is not None
+            _instrument.record("failover", inherited.promoted, time.monotonic(), held.engine.version)
         if inherited is None:
             self._control = control_port(self, self._peers, environment)
         else:
@@ -200,6 +206,7 @@ class Server:
 
     def _folder_lost(self, error: BackstayError) -> None:
         """Another process has the checkpoint folder. Called by any thread."""
+        self._tracing.records.lost()
         if isinstance(error, Superseded):
             self._arbiter.supersede(error)
         elif self._driving is not None:
@@ -238,6 +245,8 @@ class Server:
             Refused: the coordinator refuses this server.
         """
         _instrument.observe("apply", self._metrics.apply_seconds.observe)
+        now = time.monotonic()
+        _instrument.record("start", now - process_age(), now)
         self._loader.start()
         if self._driving is not None:
             self._driving.start()
@@ -264,6 +273,7 @@ class Server:
                 if self._driving is not None:
                     self._driving.silent(silent | {hung.rank for hung in stalled})
                 self._metrics.live_workers.set(len(live))
+                self._tracing.tick()
                 if self._done is not None:
                     return self._end(self._done)
                 if self._stop.asked.is_set():
@@ -358,6 +368,7 @@ class Server:
         self._runtime.close()
         if self._writer is not None:
             self._writer.close()
+        self._tracing.close()
         if self._storage is not None:
             self._storage.close()
         self._control.close()
@@ -469,6 +480,7 @@ class Server:
         with self._lock:
             self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
         self._page.beat(request)
+        self._tracing.did(request.peer, request.spans)
         reply = HeartbeatReply(
             term=self._runtime.term,
             version=self._runtime.version,
@@ -499,6 +511,9 @@ class Server:
             self._driving.left(peer.index, peer.incarnation)
         return True
 
+    def did(self, peer: Peer, spans: bytes) -> None:
+        self._tracing.did(peer, spans)
+
     def evaluated(self, request: EvaluatedRequest) -> bool:
         if self._leader is None or self._driving is None:
             return False
@@ -521,6 +536,7 @@ class Server:
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
         )
+        self._tracing.replaced(request.incarnations)
         self._stall_seconds = request.stall_seconds or self._stall_seconds
         if request.HasField("checkpoint"):
             self._keep = request.checkpoint.keep or self._keep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Inherited:
     Attributes:
         held: its shard; None when it was never filled: then it starts as any other new server.
         become_ready: says how to know that the server is ready, from now on.
+        promoted: when the operator's call arrived, in seconds of `time.monotonic`.
     """
 
     held: Held | None
@@ -50,6 +52,7 @@ class Inherited:
     peers: Peers
     http: HttpPort
     become_ready: Callable[[Callable[[], bool]], None]
+    promoted: float
 
 
 class Standby:
@@ -86,10 +89,11 @@ class Standby:
             self._control.close()
             self._http.close()
             return None
+        promoted = time.monotonic()
         held = self._follower.take()
         at = "nothing yet" if held is None else f"version {held.engine.version} of term {held.term}"
         _LOG.info("this server is the active one now; it holds %s", at)
-        return Inherited(held, self._control, self._peers, self._http, self._become_ready)
+        return Inherited(held, self._control, self._peers, self._http, self._become_ready, promoted)
 
     def _ready_now(self) -> bool:
         return self._is_ready()
@@ -172,6 +176,9 @@ class Standby:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         del peer
         return not trained  # a standby counts no reports of the end
+
+    def did(self, peer: Peer, spans: bytes) -> None:
+        pass
 
     def evaluated(self, request: EvaluatedRequest) -> bool:
         del request

@@ -44,7 +44,7 @@ from .._update._partition import parts_of_leaves
 from .._update._untrained import ZeroLeaves
 from .._wire.buffers import Arrangement, ParamBuffers
 from .._wire.client import Push, ShardedClient, connect
-from .._wire.seam import Pulled
+from .._wire.seam import Pulled, flow_of
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
@@ -152,6 +152,8 @@ class Worker:
             WaitedTooLong: servers were away for too long.
             Whatever `batches` and `loss` raise.
         """
+        now = time.monotonic()
+        _instrument.record("start", now - process_age(), now)
         _instrument.follow_this_thread()
         for point, part in STEP_PARTS.items():
             _instrument.observe(point, self._metrics.step_part(part).observe)
@@ -278,10 +280,11 @@ class Worker:
                 incarnation=self._env.incarnation,
                 attempt=self._attempt,
             )
-            began = time.monotonic()
             try:
                 with _instrument.span("exchange", key_step):
+                    began = time.monotonic()
                     pulled, params = self._pull(Push(identity, blocks, info), 0)
+                    self._observe(pulled, identity, began, time.monotonic())
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -293,7 +296,6 @@ class Worker:
                 self._seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
                 return pulled, params, False
-            self._observe(pulled, identity, began, time.monotonic())
             outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
@@ -307,9 +309,9 @@ class Worker:
         """Keep the parts of an exchange as spans."""
         step, pushed, answered = gradient.key_step, began + pulled.push_seconds, began + pulled.answer_seconds
         outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
-        flow = f"{gradient.term}.{gradient.version}.{gradient.rank}.{gradient.incarnation}.{gradient.attempt}"
+        flow = flow_of(gradient)
         _instrument.record("push", began, pushed, step, flow=flow)
-        _instrument.record("update_wait", pushed, answered, step, outcome=outcome)
+        _instrument.record("update_wait", pushed, answered, step, outcome=outcome, flow=flow)
         _instrument.record("pull", answered, ended, step, version=pulled.version)
 
     def _learn(self, pulled: Pulled, key_step: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, PushBegin, RejectReason
 
+from .. import _instrument
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
@@ -130,7 +131,11 @@ class StreamClient:
         data: Sequence[Bytes] = ()
         for frame, (block, section, start, stop) in self._chunks:
             if block != at:
+                began = time.monotonic()
                 at, data = block, self._data(push, block)
+                if not sent and self._wire.gradients[block].codec is not None:  # later ones are encoded meanwhile
+                    step = push.part.contribution.key_step
+                    _instrument.record("encode", began, time.monotonic(), step, shard=self._shard)
             if not sent:  # not before there is something to send: from the beginning on, the server holds memory
                 self._stream.write(frames.push_begin(begin))
             if sent + stop - start > told + 2 * WINDOW_BYTES:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from backstay_rpc.control_pb2 import Frame, GradientInfo, Hello, Part, RejectReason
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, RejectReason
 
 if TYPE_CHECKING:
     from .._update._codecs import ShardWire
@@ -35,6 +35,7 @@ __all__ = [
     "Refusal",
     "ShardPort",
     "block_nbytes",
+    "flow_of",
 ]
 
 Mode: TypeAlias = Literal["Sync", "Async"]
@@ -303,3 +304,8 @@ class DataClient(Protocol):
     def close(self) -> None:
         """Ends the stream. Idempotent."""
         ...
+
+
+def flow_of(gradient: GradientId) -> str:
+    """The note that the spans of a contribution have in common, in the worker and in the servers."""
+    return f"{gradient.term}.{gradient.version}.{gradient.rank}.{gradient.incarnation}.{gradient.attempt}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ import numpy as np
 from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
 from backstay_spec import contract
 
+from .. import _instrument
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
-from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort
+from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow_of
 
 if TYPE_CHECKING:
     from .._update._codecs import BlockWire
@@ -78,12 +80,23 @@ class StreamServer:
                 cover = Cover(self._sizes)
                 cover.announce(frame.push_begin.bytes)
                 incoming = self._shard.begin(hello, frame.push_begin.part)
+                began = time.monotonic()
                 try:
                     complete = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
                 if complete is None or (not complete and not self._skip_rest(stream)):
                     return False
+                pushed = frame.push_begin.part.contribution
+                _instrument.record(
+                    "receive",
+                    began,
+                    time.monotonic(),
+                    pushed.version,
+                    rank=pushed.rank,
+                    flow=flow_of(pushed),
+                    complete=complete,
+                )
                 answer = self._shard.answer(incoming, 0, stream.alive)
                 exact = False
             case _:

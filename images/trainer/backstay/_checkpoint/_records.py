@@ -1,0 +1,106 @@
+"""Records of a job beside its checkpoints: what its pods did last, reports about pods that died, the job's history.
+
+A record is for people and is never read by training. Its name matches no pattern of a checkpoint's files. So no code
+takes it for a part of a checkpoint, and `prune` of the store never deletes it. This module deletes the oldest records
+of a kind, so their number is bounded. A folder that fails costs records, and never the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ..errors import CheckpointError
+from ._files import Folder
+
+__all__ = ["KEPT", "Records", "record_name"]
+
+_LOG = logging.getLogger(__name__)
+
+KEPT: Final = {"trace": 8, "report": 50, "history": 20}
+"""How many records of each kind a folder keeps."""
+
+_SUFFIX: Final = {"trace": "pb.gz", "report": "json", "history": "json"}
+_NAME: Final = re.compile(r"(trace|report|history)-([0-9]{12})-[a-z0-9-]{1,100}\.(pb\.gz|json)")
+_WAITING: Final = 16
+
+
+def record_name(kind: str, unix_seconds: float, what: str) -> str:
+    """The name of a record's file: records of a kind sort by time.
+
+    Args:
+        kind: a key of `KEPT`.
+        unix_seconds: when the record was made.
+        what: makes the name unique; other characters than lower-case letters, digits and ``-`` are left out.
+    """
+    clean = re.sub(r"[^a-z0-9-]", "", what.lower())[:100] or "job"
+    return f"{kind}-{int(unix_seconds):012d}-{clean}.{_SUFFIX[kind]}"
+
+
+class Records:
+    """Writes records in its own thread, into each of some folders. Thread-safe."""
+
+    def __init__(self, folders: Sequence[Folder]) -> None:
+        """`folders`: where each record is written; none: nothing is kept."""
+        self._folders = tuple(folders)
+        self._queue: queue.Queue[tuple[str, str, Callable[[], bytes]] | None] = queue.Queue(_WAITING)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="backstay-records", daemon=True)
+        if self._folders:
+            self._thread.start()
+
+    def put(self, kind: str, name: str, content: Callable[[], bytes]) -> None:
+        """Write a record soon. One for which the queue has no room is left out: the folder is too slow.
+
+        Args:
+            kind: a key of `KEPT`.
+            name: what `record_name` returns.
+            content: makes the file, in the thread that writes.
+        """
+        if not self._folders or self._closed.is_set():
+            return
+        try:
+            self._queue.put_nowait((kind, name, content))
+        except queue.Full:
+            _LOG.warning("the record %s is left out: the folder is too slow", name)
+
+    def lost(self) -> None:
+        """The folder belongs to another process now: nothing more is written."""
+        self._closed.set()
+
+    def close(self, seconds: float) -> None:
+        """Write what waits, for at most so long, and nothing more."""
+        if not self._folders:
+            return
+        try:
+            self._queue.put(None, timeout=seconds)
+        except queue.Full:
+            return
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._closed.is_set():
+                continue
+            kind, name, content = item
+            try:
+                made = content()
+            except Exception:  # noqa: BLE001  # a record is not worth more
+                _LOG.exception("the record %s could not be made", name)
+                continue
+            for folder in self._folders:
+                try:
+                    folder.write(name, made)
+                    _prune(folder, kind)
+                except CheckpointError as error:
+                    _LOG.warning("the record %s could not be stored: %s", name, error)
+
+
+def _prune(folder: Folder, kind: str) -> None:
+    found = sorted(name for name in folder.names() if (match := _NAME.fullmatch(name)) is not None and match[1] == kind)
+    for name in found[: -KEPT[kind]]:
+        folder.delete(name)

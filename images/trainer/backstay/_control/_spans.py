@@ -1,0 +1,87 @@
+"""The newest spans of a pod, as the message to shard 0's server: with heartbeats, or on a shard's link."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans
+
+from .. import _instrument
+
+__all__ = ["MOST_AT_ONCE", "Outbox", "columns"]
+
+MOST_AT_ONCE: Final = 2000
+"""Spans of one message. Steps of less than a few milliseconds make more: then older ones are left out."""
+
+_NANOSECONDS: Final = 1e9
+
+
+class Outbox:
+    """Makes messages of the spans that shard 0's server does not have yet. Thread-safe.
+
+    A new server of shard 0 gets what the ring buffer still has: the timeline survives the server that held it.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+        most: int = MOST_AT_ONCE,
+    ) -> None:
+        """
+        Args:
+            peer: this pod.
+            clock: the one of `_instrument`.
+            most: spans of one message.
+        """
+        self._peer, self._clock, self._unix_clock, self._most = peer, clock, unix_clock, most
+        self._lock = threading.Lock()
+        self._server = -1  # the incarnation that has the spans before `_next`
+        self._next = 0
+
+    def take(self, server: int) -> Spans | None:
+        """The spans that the server of shard 0 with this incarnation has not received; None: there are none.
+
+        Spans that are taken and then lost on the way stay lost.
+        """
+        with self._lock:
+            since = self._next if server == self._server else 0
+            found = _instrument.spans(since, self._most)
+            if not found:
+                return None
+            self._server, self._next = server, found[-1].number + 1
+        offsets = [
+            ClockOffset(shard=shard, incarnation=incarnation, seconds=seconds, error=error)
+            for (shard, incarnation), (seconds, error) in _instrument.clocks.offsets().items()
+        ]
+        message = columns(found, lost=found[0].number - since)
+        message.peer.CopyFrom(self._peer)
+        message.clock, message.unix_seconds = self._clock(), self._unix_clock()
+        message.offsets.extend(offsets)
+        return message
+
+
+def columns(spans: Sequence[_instrument.Span], lost: int = 0) -> Spans:
+    """Spans in columns; `lost`: spans before them that were never sent. The sender and its clocks are left empty."""
+    points: dict[str, int] = {}
+    threads: dict[str, int] = {}
+    began = [round(span.began * _NANOSECONDS) for span in spans]
+    message = Spans(
+        first=spans[0].number if spans else 0,
+        lost=lost,
+        point=[points.setdefault(span.point, len(points)) for span in spans],
+        thread=[threads.setdefault(span.thread, len(threads)) for span in spans],
+        began=[at - before for at, before in zip(began, [0, *began], strict=False)],
+        lasted=[max(0, round(span.ended * _NANOSECONDS) - at) for span, at in zip(spans, began, strict=True)],
+        step=[0 if span.step is None else span.step + 1 for span in spans],
+        notes={at: json.dumps(dict(span.notes), default=str) for at, span in enumerate(spans) if span.notes},
+    )
+    message.points.extend(points)
+    message.threads.extend(threads)
+    return message

@@ -1,0 +1,189 @@
+"""The newest spans of all pods of a job, on shard 0's server: for `backstay trace`, and stored when a pod dies."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from backstay_rpc.control_pb2 import Peer, Timeline
+
+from .._checkpoint import PosixFolder, Records, record_name
+from .._control import Link, Outbox
+
+if TYPE_CHECKING:
+    from .._checkpoint import CheckpointStore
+    from .._process._environment import Environment
+    from ._metrics import HttpPort
+
+__all__ = ["Collector", "Tracing"]
+
+_AFTER: Final = 5.0
+"""Seconds after the death of a pod until the timeline is stored: it has the start of the replacement then."""
+
+_SOONEST: Final = 60.0
+"""Seconds between two timelines that are stored because pods died."""
+
+_CLOSE: Final = 10.0
+
+_LARGEST: Final = 1 << 20
+"""Bytes of one message that are kept. A pod sends a tenth of it."""
+
+
+class Collector:
+    """Keeps the newest messages with spans, and does not read them. Thread-safe."""
+
+    def __init__(
+        self,
+        server: Peer,
+        capacity: int,
+        *,
+        job: str,
+        namespace: str,
+        uid: str,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            server: this one.
+            capacity: bytes that are kept; 0: nothing is.
+        """
+        self._server, self._capacity = server, capacity
+        self._job, self._namespace, self._uid = job, namespace, uid
+        self._clock, self._unix_clock = clock, unix_clock
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[str, bytes]] = deque()  # by the name of the slot, such as worker-3
+        self._size = self._dropped = 0
+
+    def add(self, peer: Peer, spans: bytes) -> None:
+        """Keep a serialized `Spans` of `peer`; the oldest ones make room."""
+        if not spans or not self._capacity:
+            return
+        with self._lock:
+            if len(spans) > min(_LARGEST, self._capacity):
+                self._dropped += len(spans)
+                return
+            self._kept.append((f"{peer.role}-{peer.index}", spans))
+            self._size += len(spans)
+            while self._size > self._capacity:
+                oldest = self._kept.popleft()[1]
+                self._size -= len(oldest)
+                self._dropped += len(oldest)
+
+    def timeline(self, slot: str | None = None) -> bytes:
+        """A serialized `Timeline`.
+
+        Args:
+            slot: of the pods of this slot alone, such as ``worker-3``; None: of all.
+        """
+        with self._lock:
+            kept = [spans for name, spans in self._kept if slot is None or name == slot]
+            dropped = self._dropped
+        return Timeline(
+            job=self._job,
+            namespace=self._namespace,
+            uid=self._uid,
+            server=self._server,
+            clock=self._clock(),
+            unix_seconds=self._unix_clock(),
+            spans=kept,
+            dropped=dropped,
+        ).SerializeToString()
+
+
+class Tracing:
+    """A server's part in the timeline. It sends its spans to shard 0's server, which keeps those of all pods. They are
+    stored when a pod dies and when the job ends. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        peer: Peer,
+        store: CheckpointStore | None,
+        link: Link | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            peer: this server.
+            store: of the checkpoints; None: there is none.
+            link: to shard 0; None: this is shard 0.
+        """
+        self._outbox, self._peer, self._link = Outbox(peer, clock=clock, unix_clock=unix_clock), peer, link
+        self._clock, self._unix_clock = clock, unix_clock
+        self._uid = environment.uid.replace("-", "")[:8]
+        self._collector = Collector(
+            peer,
+            environment.config.trace_megabytes << 20,
+            job=environment.job,
+            namespace=environment.namespace,
+            uid=environment.uid,
+            clock=clock,
+            unix_clock=unix_clock,
+        )
+        folders = [store.folder] if store is not None else []
+        if environment.keep is not None:
+            folders.append(PosixFolder(environment.keep))
+        self._keeps = link is None and environment.config.trace_megabytes > 0
+        self.records = Records(folders if link is None else ())
+        self._lock = threading.Lock()
+        self._incarnations: dict[str, int] = {f"{peer.role}-{peer.index}": 1}
+        self._due: float | None = None
+        self._stored = -_SOONEST
+
+    def serve(self, port: HttpPort) -> None:
+        """Show the timeline on the page `/trace`."""
+        if self._link is None:
+            port.trace = self.timeline
+
+    def timeline(self) -> bytes:
+        """A serialized `Timeline`, up to now."""
+        self._own()
+        return self._collector.timeline()
+
+    def did(self, peer: Peer, spans: bytes) -> None:
+        """Keep the spans of another pod: a serialized `Spans`."""
+        self._collector.add(peer, spans)
+
+    def replaced(self, incarnations: Mapping[str, int]) -> None:
+        """The newest incarnations, such as ``{"worker-3": 2}``: one that is newer than before means that a pod died."""
+        with self._lock:
+            died = any(number > self._incarnations.get(name, max(number, 1)) for name, number in incarnations.items())
+            self._incarnations.update(incarnations)
+            if died and self._due is None:
+                self._due = max(self._clock() + _AFTER, self._stored + _SOONEST)
+
+    def tick(self) -> None:
+        """Call it about once a second."""
+        self._own()
+        with self._lock:
+            is_due = self._due is not None and self._clock() >= self._due
+            if is_due:
+                self._due, self._stored = None, self._clock()
+        if is_due:
+            self._store()
+
+    def close(self) -> None:
+        """Store the end of the job."""
+        self._own()
+        self._store()
+        self.records.close(_CLOSE)
+
+    def _own(self) -> None:
+        if self._link is not None:
+            self._link.did(self._outbox.take)
+        elif (spans := self._outbox.take(0)) is not None:
+            self._collector.add(self._peer, spans.SerializeToString())
+
+    def _store(self) -> None:
+        if self._keeps:
+            found = self._collector.timeline()
+            name = record_name("trace", self._unix_clock(), f"{self._uid}-{self._peer.incarnation}")
+            self.records.put("trace", name, lambda: gzip.compress(found, 1))

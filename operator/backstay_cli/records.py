@@ -1,0 +1,110 @@
+"""Records that a job has left: beside its checkpoints, or in the folder of an embedded cluster."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from backstay_cli.clusters import Cluster
+from backstay_cli.jobfile import BadInput
+from backstay_cli.pods import slot_of
+from backstay_spec import contract
+
+__all__ = ["all_of", "newest", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
+
+_NAME = re.compile(r"(trace|report|history)-[0-9]{12}-[a-z0-9-]{1,100}\.(pb\.gz|json)")
+
+
+def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
+    """Folders and URIs in which the job's records may be.
+
+    Args:
+        job: the TrainingJob.
+    """
+    meta, spec = job["metadata"], job.get("spec") or {}
+    places = []
+    if cluster.folder is not None:
+        pods = cluster.folder / "pods" / meta["namespace"]
+        places += sorted(str(folder) for folder in pods.glob(f"{meta['name']}-*") if folder.is_dir())
+    stored = ((job.get("status") or {}).get("checkpoint") or {}).get("uri") or ""
+    if folder := stored.rpartition("/")[0] or (spec.get("checkpoint") or {}).get("uri"):
+        places.append(folder.removeprefix("file://"))
+    return places
+
+
+def newest(places: list[str], kind: str) -> tuple[str, bytes] | None:
+    """The newest record of a kind in some folders, with where it is; None: there is none.
+
+    Args:
+        kind: ``trace``, ``report`` or ``history``.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
+    found = [(name, place) for place in places for name in _names(place) if name.startswith(f"{kind}-")]
+    if not found:
+        return None
+    name, place = max(found)
+    return f"{place}/{name}", read_file(f"{place}/{name}")
+
+
+def all_of(places: list[str], kind: str) -> Iterator[tuple[str, bytes]]:
+    """All records of a kind, oldest first; one that is in two folders once."""
+    found = {name: place for place in places for name in _names(place) if name.startswith(f"{kind}-")}
+    for name, place in sorted(found.items()):
+        yield f"{place}/{name}", read_file(f"{place}/{name}")
+
+
+def _names(place: str) -> list[str]:
+    try:
+        if "://" in place:
+            import fsspec
+
+            filesystem, path = fsspec.core.url_to_fs(place)
+            listed = [str(entry).rsplit("/", 1)[-1] for entry in filesystem.ls(path, detail=False)]
+        else:
+            listed = [entry.name for entry in Path(place).iterdir()]
+    except (OSError, ImportError, ValueError):
+        return []  # a volume of the cluster, say
+    return [name for name in listed if _NAME.fullmatch(name)]
+
+
+def read_file(place: str) -> bytes:
+    """The content of a file, or of a URI.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
+    try:
+        if "://" in place:
+            import fsspec
+
+            with fsspec.open(place, "rb") as file:
+                return bytes(file.read())
+        return Path(place).read_bytes()
+    except (OSError, ImportError, ValueError) as error:
+        raise BadInput(f"{place} cannot be read: {error}") from None
+
+
+def unpacked(data: bytes) -> bytes:
+    """`data`, decompressed if it is a gzip file."""
+    if data[:2] != b"\x1f\x8b":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"the file is damaged: {error}") from None
+
+
+def servers_of_shard_0(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The running pods that may hold the job's timeline, the newest first."""
+    found = [
+        pod
+        for pod in pods
+        if slot_of(pod)[:2] == (contract.ROLE_SERVER, 0) and pod.get("status", {}).get("phase") == "Running"
+    ]
+    return sorted(found, key=slot_of, reverse=True)

@@ -1,0 +1,452 @@
+"""A job's timeline as a Chrome trace, which https://ui.perfetto.dev opens. No I/O here.
+
+The format is https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Its times are
+microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from backstay_cli.follow import Entry
+from backstay_cli.pods import slot_words
+from backstay_cli.words import on_one_line
+from backstay_rpc.control_pb2 import Spans, Timeline
+from backstay_spec import contract
+
+__all__ = ["BadTimeline", "Clock", "Job", "Pod", "Span", "chrome_trace", "read"]
+
+_TRACKS: Final = {"quorum_wait": "coordinator: quorum", "blame": "coordinator: blame", "apply": "apply updates"}
+"""Points whose spans begin in one thread and end in another: each has its own track."""
+
+_NAMES: Final = {
+    "batch_wait": "data",
+    "push": "send",
+    "pull": "receive",
+    "update_wait": "wait for the quorum",
+    "quorum_wait": "wait for the quorum",
+    "exchange": "exchange",
+    "first_pull": "first receive",
+    "blame": "waited for",
+}
+_ROLES: Final = {contract.ROLE_SERVER: 0, contract.ROLE_EVALUATOR: 2}
+_BEFORE: Final = 60.0
+"""Seconds before the first span of which events are shown."""
+
+_JOB: Final = 1  # the process of the job's own tracks
+
+
+class BadTimeline(Exception):  # noqa: N818  # it is what happened
+    """The bytes are not a timeline."""
+
+
+class Span(NamedTuple):
+    """A part of a pod's work; times are nanoseconds of the pod's clock."""
+
+    point: str
+    thread: str
+    began: int
+    ended: int
+    step: int | None
+    notes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a pod's clock relates to that of the timeline.
+
+    Attributes:
+        offset: seconds that the timeline's clock is ahead.
+        error: the largest error of the offset, in seconds; None: wall clocks were compared, whose error is not known.
+    """
+
+    offset: float
+    error: float | None
+
+
+@dataclass
+class Pod:
+    """A pod's part of a timeline."""
+
+    role: str
+    index: int
+    incarnation: int
+    name: str
+    spans: list[Span] = field(default_factory=list)
+    lost: int = 0
+    clock: Clock = Clock(0.0, 0.0)
+
+    @property
+    def shown(self) -> str:
+        """For people, such as ``worker 3`` or ``worker 3 #2``."""
+        return slot_words(f"{self.role}-{self.index}") + (f" #{self.incarnation}" if self.incarnation > 1 else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A timeline that was read.
+
+    Attributes:
+        clock, unix_seconds: of shard 0's server, at the same moment.
+        pods: in the order in which they are shown.
+        dropped: bytes of spans that were too old or too many.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    clock: float
+    unix_seconds: float
+    pods: tuple[Pod, ...]
+    dropped: int = 0
+
+
+_Key = tuple[str, int, int, str]
+
+
+def read(data: bytes) -> Job:
+    """A serialized `Timeline`.
+
+    Raises:
+        BadTimeline: it is not one.
+    """
+    try:
+        timeline = Timeline.FromString(data)
+        messages = [Spans.FromString(spans) for spans in timeline.spans]
+        pods: dict[_Key, Pod] = {}
+        seen: dict[_Key, set[Span | tuple[Any, ...]]] = {}
+        by_pod: dict[_Key, list[Spans]] = {}
+        for message in messages:
+            key = (message.peer.role, message.peer.index, message.peer.incarnation, message.peer.pod)
+            pod = pods.setdefault(key, Pod(*key))
+            pod.lost += message.lost
+            by_pod.setdefault(key, []).append(message)
+            known = seen.setdefault(key, set())
+            for span in _spans(message):
+                if (identity := span[:4]) not in known:  # a new server of shard 0 is sent what the previous one had
+                    known.add(identity)
+                    pod.spans.append(span)
+    except (DecodeError, IndexError, ValueError, OverflowError) as error:
+        raise BadTimeline(f"it is not a timeline: {error}") from None
+    links = _server_clocks(messages, timeline)
+    for key, pod in pods.items():
+        pod.clock = _clock(pod, by_pod[key], timeline, links)
+        pod.spans.sort(key=lambda span: (span.began, -span.ended))
+    _narrow_clocks(list(pods.values()), timeline)
+    order = sorted(pods.values(), key=lambda pod: (_ROLES.get(pod.role, 1), pod.index, pod.incarnation))
+    return Job(
+        timeline.job,
+        timeline.namespace,
+        timeline.uid,
+        timeline.clock,
+        timeline.unix_seconds,
+        tuple(order),
+        timeline.dropped,
+    )
+
+
+def _spans(message: Spans) -> Iterator[Span]:
+    at = 0
+    for position, (point, thread, delta, lasted, step) in enumerate(
+        zip(message.point, message.thread, message.began, message.lasted, message.step, strict=True)
+    ):
+        at += delta
+        notes = json.loads(message.notes[position]) if position in message.notes else {}
+        yield Span(message.points[point], message.threads[thread], at, at + lasted, step - 1 if step else None, notes)
+
+
+def _server_clocks(messages: Iterable[Spans], timeline: Timeline) -> dict[tuple[int, int], Clock]:
+    """The clocks of servers, by shard and incarnation: a pod that measured two servers compares them."""
+    reference = timeline.server.index, timeline.server.incarnation
+    found: dict[tuple[int, int], Clock] = {reference: Clock(0.0, 0.0)}
+    for message in messages:
+        offsets = {(each.shard, each.incarnation): (each.seconds, each.error) for each in message.offsets}
+        if reference not in offsets:
+            continue
+        to_reference, error = offsets[reference]
+        for server, (seconds, own_error) in offsets.items():
+            clock = Clock(to_reference - seconds, error + own_error)
+            known = found.get(server)
+            if known is None or clock.error < (known.error or 0.0):  # type: ignore[operator]
+                found[server] = clock
+    return found
+
+
+def _clock(pod: Pod, messages: Sequence[Spans], timeline: Timeline, servers: Mapping[tuple[int, int], Clock]) -> Clock:
+    """One offset for all spans of a pod, so that none of them changes its place among the others."""
+    if pod.role == contract.ROLE_SERVER and (pod.index, pod.incarnation) in servers:
+        return servers[pod.index, pod.incarnation]
+    reference = timeline.server.index, timeline.server.incarnation
+    measured = [
+        (each.error, each.seconds)
+        for message in messages
+        for each in message.offsets
+        if (each.shard, each.incarnation) == reference
+    ]
+    if measured:
+        offset = min(measured)[1]
+        # Each measurement holds for its time: where clocks drift, the bound is that of the farthest one.
+        return Clock(offset, max(abs(seconds - offset) + error for error, seconds in measured))
+    newest = messages[-1]
+    return Clock((newest.unix_seconds - newest.clock) - (timeline.unix_seconds - timeline.clock), None)
+
+
+def _narrow_clocks(pods: Sequence[Pod], timeline: Timeline) -> None:
+    """Narrow the offsets by what contributions prove. A server begins to receive one after its worker began to send it,
+    and has received it before the worker gets the answer. Round trips of heartbeats are longer on a busy machine.
+    """
+    servers = [pod for pod in pods if pod.role == contract.ROLE_SERVER]
+    reference = timeline.server.index, timeline.server.incarnation
+    first = [server for server in servers if (server.index, server.incarnation) == reference]
+    sent = {pod.name: _exchanges(pod) for pod in pods if pod.role == contract.ROLE_WORKER}
+    for worker in (pod for pod in pods if pod.name in sent):
+        for received in map(_received, first):
+            worker.clock = _within(
+                worker.clock,
+                [
+                    ((received[flow][1] - answered) / 1e9, (received[flow][0] - began) / 1e9)
+                    for flow, (began, answered) in sent[worker.name].items()
+                    if flow in received
+                ],
+            )
+    for server in servers:
+        if server in first:
+            continue
+        received = _received(server)
+        for worker in (pod for pod in pods if pod.name in sent):
+            if (error := worker.clock.error) is None:
+                continue
+            low, high = worker.clock.offset - error, worker.clock.offset + error
+            server.clock = _within(
+                server.clock,
+                [
+                    ((began - received[flow][0]) / 1e9 + low, (answered - received[flow][1]) / 1e9 + high)
+                    for flow, (began, answered) in sent[worker.name].items()
+                    if flow in received
+                ],
+            )
+
+
+def _within(clock: Clock, bounds: Sequence[tuple[float, float]]) -> Clock:
+    """The clock with its offset between all these bounds. One that they contradict drifts, and stays as it is."""
+    if clock.error is None or not bounds:
+        return clock
+    low = max([clock.offset - clock.error, *(bound for bound, _ in bounds)])
+    high = min([clock.offset + clock.error, *(bound for _, bound in bounds)])
+    return Clock((low + high) / 2, (high - low) / 2) if low <= high else clock
+
+
+def _exchanges(worker: Pod) -> dict[str, tuple[int, int]]:
+    """Of each contribution of a worker: when it began to send it, and when it had the answer."""
+    began = {str(span.notes["flow"]): span.began for span in worker.spans if span.point == "push"}
+    return {
+        flow: (began[flow], span.ended)
+        for span in worker.spans
+        if span.point == "update_wait" and (flow := str(span.notes.get("flow"))) in began
+    }
+
+
+def _received(server: Pod) -> dict[str, tuple[int, int]]:
+    """Of each contribution that a server has received as a whole: when it began to, and when it had all of it."""
+    return {
+        str(span.notes["flow"]): (span.began, span.ended)
+        for span in server.spans
+        if span.point == "receive" and span.notes.get("complete")
+    }
+
+
+# ---- The Chrome trace
+
+
+def chrome_trace(job: Job, history: Sequence[Entry] = ()) -> dict[str, Any]:
+    """The JSON object of the trace.
+
+    Args:
+        history: of the job: deaths, replacements and other events, at their wall-clock times.
+    """
+    placed = [_Placed(pod, pid) for pid, pod in enumerate(job.pods, _JOB + 1)]
+    first = min((p.at(span.began) for p in placed for span in p.pod.spans[:1]), default=job.clock)
+    entries = [(at, entry) for entry in history if (at := _at(job, entry)) is not None and at >= first - _BEFORE]
+    start = min([first, *(at for at, _ in entries)])
+
+    def micros(seconds: float) -> float:
+        return round((seconds - start) * 1e6, 3)
+
+    events: list[dict[str, Any]] = []
+    for p in placed:
+        events += p.events(micros)
+    arrows, lost_arrows = _arrows(placed, micros)
+    events += arrows
+    events += _history(job, entries, placed, micros)
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
+    errors = {pod.shown: pod.clock.error for pod in job.pods}
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "job": job.name,
+            "namespace": job.namespace,
+            "uid": job.uid,
+            "clock": "the monotonic clock of shard 0's server",
+            "clockErrorSeconds": errors,
+            "unixSecondsAtZero": job.unix_seconds - (job.clock - start),
+            "eventsOfTheOperator": "placed by wall clocks, which may differ between machines",
+            "droppedBytes": job.dropped,
+            "lostSpans": {pod.shown: pod.lost for pod in job.pods if pod.lost},
+            "arrowsLeftOut": lost_arrows,
+        },
+        "traceEvents": events,
+    }
+
+
+class _Placed:
+    """A pod as a process of the trace: its spans on tracks, on each of which they nest."""
+
+    def __init__(self, pod: Pod, pid: int) -> None:
+        self.pod, self.pid = pod, pid
+        self.flows: dict[str, list[tuple[Span, int]]] = {}
+        self.slices: list[tuple[Span, int]] = []
+        self.tracks: list[str] = []
+        lanes: dict[str, list[tuple[int, list[int]]]] = {}  # by track: thread and the ends of its open spans
+        for span in pod.spans:
+            tid = self._lane(lanes.setdefault(_track(span), []), span)
+            self.slices.append((span, tid))
+            if "flow" in span.notes:
+                self.flows.setdefault(str(span.notes["flow"]), []).append((span, tid))
+
+    def _lane(self, lanes: list[tuple[int, list[int]]], span: Span) -> int:
+        """The thread for a span: the first one of its track where it is inside of, or after, every other span."""
+        for tid, ends in lanes:
+            while ends and ends[-1] <= span.began:
+                ends.pop()
+            if not ends or span.ended <= ends[-1]:
+                ends.append(span.ended)
+                return tid
+        self.tracks.append(_track(span) + (f" ({len(lanes) + 1})" if lanes else ""))
+        lanes.append((len(self.tracks), [span.ended]))
+        return len(self.tracks)
+
+    def at(self, nanoseconds: int) -> float:
+        """Seconds of the timeline's clock."""
+        return nanoseconds / 1e9 + self.pod.clock.offset
+
+    def events(self, micros: Any) -> Iterator[dict[str, Any]]:
+        """The process, its tracks and its spans."""
+        pod, error = self.pod, self.pod.clock.error
+        exactness = "wall clock" if error is None else f"clock ± {error * 1e3:.3g} ms"
+        names = {"process_name": ("name", pod.shown), "process_labels": ("labels", exactness)}
+        for name, (key, value) in names.items():
+            yield {"ph": "M", "name": name, "pid": self.pid, "tid": 0, "args": {key: value}}
+        yield _sorted_as(self.pid, self.pid)
+        for tid, track in enumerate(self.tracks, 1):
+            yield {"ph": "M", "name": "thread_name", "pid": self.pid, "tid": tid, "args": {"name": track}}
+        for span, tid in self.slices:
+            began = micros(self.at(span.began))
+            yield {
+                "ph": "X",
+                "name": _NAMES.get(span.point, span.point),
+                "cat": pod.role,
+                "pid": self.pid,
+                "tid": tid,
+                "ts": began,
+                "dur": max(0.0, round(micros(self.at(span.ended)) - began, 3)),
+                "args": {"point": span.point, **({} if span.step is None else {"step": span.step}), **span.notes},
+            }
+
+
+def _track(span: Span) -> str:
+    if span.point == "receive" and "rank" in span.notes:
+        return f"from worker {span.notes['rank']}"
+    return _TRACKS.get(span.point, "main" if span.thread == "MainThread" else span.thread)
+
+
+def _sorted_as(pid: int, index: int) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": index}}
+
+
+def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]], int]:
+    """Contributions, from where a worker sends one to where a server receives it; and how many clocks contradict."""
+    events: list[dict[str, Any]] = []
+    left_out = 0
+    sent = {
+        flow: (p, span, tid)
+        for p in placed
+        for flow, spans in p.flows.items()
+        for span, tid in spans
+        if span.point == "push"
+    }
+    for p in placed:
+        for flow, spans in p.flows.items():
+            for span, tid in spans:
+                if span.point != "receive" or flow not in sent:
+                    continue
+                worker, push, push_tid = sent[flow]
+                start = micros(worker.at(push.began))
+                end = max(micros(p.at(span.began)), start)
+                if end > micros(p.at(span.ended)):
+                    left_out += 1
+                    continue
+                same = {"name": "contribution", "cat": "contribution", "id": len(events) // 2 + 1}
+                events.append({"ph": "s", **same, "pid": worker.pid, "tid": push_tid, "ts": start})
+                events.append({"ph": "f", "bp": "e", **same, "pid": p.pid, "tid": tid, "ts": end})
+    return events, left_out
+
+
+def _at(job: Job, entry: Entry) -> float | None:
+    """When an event happened, by the timeline's clock; None: not known."""
+    return None if entry.at is None else job.clock + entry.at - job.unix_seconds
+
+
+def _history(
+    job: Job, entries: Sequence[tuple[float, Entry]], placed: Sequence[_Placed], micros: Any
+) -> list[dict[str, Any]]:
+    """Events of the job as instants, and replacements as spans, on their own process."""
+    events: list[dict[str, Any]] = []
+    tracks: dict[str, int] = {}
+    for position, (at, entry) in enumerate(entries):
+        name = f"{slot_words(entry.slot)} died: {entry.reason}" if entry.slot else entry.reason
+        instant = {
+            "ph": "i",
+            "name": name,
+            "cat": "event",
+            "ts": micros(at),
+            "args": {"message": on_one_line(entry.message)},
+        }
+        tid = tracks.setdefault(entry.slot, len(tracks) + 1)
+        events.append({**instant, "pid": _JOB, "tid": tid, "s": "g" if entry.type == "Warning" else "p"})
+        if not entry.slot:
+            continue
+        own = [p for p in placed if f"{p.pod.role}-{p.pod.index}" == entry.slot and p.pod.spans]
+        dead = [p for p in own if p.at(p.pod.spans[0].began) <= at]
+        if dead:
+            events.append({**instant, "pid": dead[-1].pid, "tid": 1, "s": "p"})
+        if entry.recovered is not None and entry.at is not None and entry.recovered >= entry.at:
+            # A replacement that died too ends here: spans of one track must not overlap.
+            again = [later for later, other in entries[position + 1 :] if other.slot == entry.slot and later >= at]
+            ended = min([at + entry.recovered - entry.at, *again])
+            is_server = entry.slot.startswith(contract.ROLE_SERVER)
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"{slot_words(entry.slot)}: {'until the next update' if is_server else 'replacement'}",
+                    "cat": "event",
+                    "pid": _JOB,
+                    "tid": tid,
+                    "ts": micros(at),
+                    "dur": round(micros(ended) - micros(at), 3),
+                    "args": {"reason": entry.reason, "message": on_one_line(entry.message)},
+                }
+            )
+    if events:
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": _JOB, "tid": 0, "args": {"name": f"job {job.name}: events"}}
+        )
+        events.append(_sorted_as(_JOB, 0))
+        for slot, tid in tracks.items():
+            shown = slot_words(slot) if slot else "job"
+            events.append({"ph": "M", "name": "thread_name", "pid": _JOB, "tid": tid, "args": {"name": shown}})
+    return events

@@ -1,0 +1,109 @@
+"""`backstay trace`: writes what each pod of a job did, on one clock, as a Chrome trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstay_cli.clusters import Cluster
+from backstay_cli.follow import Entry, view_of
+from backstay_cli.jobfile import BadInput
+from backstay_cli.records import newest, places_of, read_file, servers_of_shard_0, unpacked
+from backstay_cli.timeline import BadTimeline, Job, chrome_trace, read
+from backstay_cli.words import count, duration, shortened
+
+__all__ = ["Written", "trace_of_file", "trace_of_job", "write_trace"]
+
+_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A trace that was written.
+
+    Attributes:
+        source: where the timeline came from.
+    """
+
+    out: Path
+    job: Job
+    source: str
+
+    def summary(self) -> str:
+        """A text for people about the file."""
+        pods = [pod for pod in self.job.pods if pod.spans]
+        number = sum(len(pod.spans) for pod in pods)
+        known = [pod.clock.error for pod in pods if pod.clock.error is not None]
+        exact = f"; their clocks agree within {max(known) * 1e3:.2g} ms" if known else ""
+        first = min((pod.spans[0].began / 1e9 + pod.clock.offset for pod in pods), default=0.0)
+        last = max((span.ended / 1e9 + pod.clock.offset for pod in pods for span in pod.spans), default=0.0)
+        return (
+            f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(len(pods), 'pod')} over "
+            f"{duration(last - first)}, from {self.source}{exact}\nopen the file at https://ui.perfetto.dev"
+        )
+
+
+async def trace_of_job(cluster: Cluster, name: str, out: Path) -> Written:
+    """Write the timeline of a job: as shard 0's server holds it now, else as it was stored last.
+
+    Raises:
+        BadInput: there is no timeline, or `out` cannot be written.
+        ApiError: there is no such job.
+    """
+    job = await cluster.api.get_job(cluster.namespace, name)
+    pods = await cluster.api.pods_of(cluster.namespace, name)
+    events = await cluster.api.events_of(cluster.namespace, job["metadata"]["uid"])
+    history = view_of(job, pods, events).history
+    for pod in servers_of_shard_0(pods):
+        page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
+        if page:
+            return write_trace(page, history, out, f"pod {pod['metadata']['name']}")
+    found = newest(places_of(cluster, job), "trace")
+    if found is not None:
+        return write_trace(unpacked(found[1]), history, out, shortened(found[0]))
+    if (job.get("spec") or {}).get("trace", {}).get("megabytes") == 0:
+        raise BadInput(f"the job {name} keeps no timeline: spec.trace.megabytes is 0")
+    raise BadInput(
+        f"no timeline of the job {name} was found: shard 0's server does not run or cannot be reached. Its checkpoint "
+        "folder has none that this machine can read; name a stored one with --from"
+    )
+
+
+def trace_of_file(place: str, out: Path) -> Written:
+    """Write a timeline that was stored: a file, or the newest in a folder or URI.
+
+    Raises:
+        BadInput: there is none, or `out` cannot be written.
+    """
+    if not place.endswith(".pb.gz") and (found := newest([place.rstrip("/")], "trace")) is not None:
+        place, data = found
+    else:
+        data = read_file(place)
+    return write_trace(unpacked(data), (), out, shortened(place))
+
+
+def write_trace(timeline: bytes, history: Sequence[Entry], out: Path, source: str) -> Written:
+    """Write a serialized `Timeline` as a Chrome trace; a name that ends in ``.gz`` is compressed.
+
+    Raises:
+        BadInput: `timeline` is not one, has no spans, or `out` cannot be written.
+    """
+    try:
+        job = read(timeline)
+    except BadTimeline as error:
+        raise BadInput(f"{source}: {error}") from None
+    if not any(pod.spans for pod in job.pods):
+        raise BadInput(f"{source}: the timeline has no spans")
+    text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(gzip.compress(text) if out.suffix == ".gz" else text)
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise BadInput(f"--out: {out} cannot be written: {error.strerror or error}") from None
+    return Written(out, job, source)

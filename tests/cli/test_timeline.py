@@ -1,0 +1,244 @@
+"""A timeline becomes a trace that Perfetto opens: one clock, arrows that have two ends, slices that nest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_format import check
+from typer.testing import CliRunner
+
+from backstay_cli.follow import Entry
+from backstay_cli.jobfile import BadInput
+from backstay_cli.main import app
+from backstay_cli.timeline import BadTimeline, chrome_trace, read
+from backstay_cli.trace import trace_of_file, write_trace
+from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans, Timeline
+
+SERVER, WORKER = "parameter-server", "worker"
+
+
+def spans(
+    role: str,
+    index: int,
+    items: Sequence[tuple[Any, ...]],
+    *,
+    incarnation: int = 1,
+    ahead: float = 0.0,
+    offsets: Sequence[tuple[int, int, float, float]] = (),
+) -> Spans:
+    """Spans of a pod; `items`: point, began, ended, step, notes and thread, in seconds of the timeline's clock.
+
+    Args:
+        ahead: seconds that the pod's clock is ahead of the timeline's.
+        offsets: shard, incarnation, seconds, error, as the pod measured them.
+    """
+    message = Spans(
+        peer=Peer(role=role, index=index, incarnation=incarnation, pod=f"{role}-{index}-{incarnation}"),
+        clock=100.0 + ahead,
+        unix_seconds=1_000_100.0,
+        offsets=[ClockOffset(shard=s, incarnation=i, seconds=at, error=error) for s, i, at, error in offsets],
+    )
+    before = 0
+    for position, (point, began, ended, step, *more) in enumerate(items):
+        notes, thread = (*more, None, None)[:2]
+        start = round((began + ahead) * 1e9)
+        for names, column, name in (
+            (message.points, message.point, point),
+            (message.threads, message.thread, thread or "MainThread"),
+        ):
+            if name not in names:
+                names.append(name)
+            column.append(list(names).index(name))
+        message.began.append(start - before)
+        message.lasted.append(max(0, round((ended + ahead) * 1e9) - start))
+        message.step.append(0 if step is None else step + 1)
+        if notes:
+            message.notes[position] = json.dumps(notes)
+        before = start
+    return message
+
+
+def timeline(*messages: Spans) -> bytes:
+    return Timeline(
+        job="digits",
+        namespace="default",
+        uid="u",
+        server=Peer(role=SERVER, index=0, incarnation=1),
+        clock=100.0,
+        unix_seconds=1_000_100.0,
+        spans=[message.SerializeToString() for message in messages],
+    ).SerializeToString()
+
+
+def step(at: float, flow: str, wait: float = 0.03) -> list[tuple[Any, ...]]:
+    """A worker's spans of a step of about 0.1 s."""
+    return [
+        ("compute", at, at + 0.05, 1),
+        ("push", at + 0.05, at + 0.06, 1, {"flow": flow}),
+        ("update_wait", at + 0.06, at + 0.06 + wait, 1, {"flow": flow}),
+        ("pull", at + 0.06 + wait, at + 0.07 + wait, 1),
+        ("exchange", at + 0.05, at + 0.07 + wait, 1),
+    ]
+
+
+def receive(at: float, flow: str, rank: int = 0) -> tuple[Any, ...]:
+    return ("receive", at, at + 0.01, 1, {"rank": rank, "flow": flow, "complete": True}, "stream")
+
+
+def test_a_step_is_on_one_clock_with_an_arrow_for_its_contribution() -> None:
+    job = read(
+        timeline(
+            spans(SERVER, 0, [receive(10.052, "f"), ("apply", 10.07, 10.08, 1)]),
+            spans(WORKER, 0, step(10.0, "f"), ahead=500.0, offsets=[(0, 1, -500.001, 0.004)]),
+        )
+    )
+    trace = chrome_trace(job)
+    check(trace)
+    (arrow,) = [(e["ts"], e["pid"]) for e in trace["traceEvents"] if e["ph"] == "f"]
+    assert arrow == (pytest.approx(52_000, abs=4_000), 2)
+    (compute,) = [e for e in trace["traceEvents"] if e["name"] == "compute"]
+    assert compute["args"] == {"point": "compute", "step": 1}
+    error = trace["otherData"]["clockErrorSeconds"]["worker 0"]
+    assert abs(job.pods[1].clock.offset + 500) <= error <= 0.004
+
+
+def test_another_servers_clock_is_compared_by_a_worker_that_measured_both() -> None:
+    measured = [(0, 1, -5.0, 0.001), (1, 1, -7.0, 0.002)]
+    job = read(
+        timeline(
+            spans(SERVER, 0, [receive(10.052, "f")]),
+            spans(SERVER, 1, [("apply", 10.0, 10.1, 1)], ahead=-2.0),
+            spans(WORKER, 0, step(10.0, "f"), ahead=5.0, offsets=measured),
+        )
+    )
+    server = next(pod for pod in job.pods if (pod.role, pod.index) == (SERVER, 1))
+    assert server.clock.offset == pytest.approx(2.0, abs=1e-9)
+    assert server.clock.error == pytest.approx(0.003)
+
+
+def test_a_pod_that_measured_nothing_is_placed_by_its_wall_clock() -> None:
+    job = read(
+        timeline(spans(SERVER, 0, [("apply", 1, 2, 1)]), spans("evaluator", 0, [("evaluate", 1, 2, 1)], ahead=9))
+    )
+    assert (job.pods[1].clock.offset, job.pods[1].clock.error) == (pytest.approx(-9.0), None)
+    check(chrome_trace(job))
+
+
+def test_spans_that_a_new_server_was_sent_again_are_there_once_and_slices_nest() -> None:
+    overlapping = [
+        ("apply", 1.0, 2.0, 1),
+        ("apply", 1.5, 2.5, 2),
+        ("checkpoint", 1.2, 3.0, 1, None, "backstay-checkpoint"),
+    ]
+    trace = chrome_trace(read(timeline(spans(SERVER, 0, overlapping), spans(SERVER, 0, overlapping))))
+    check(trace)
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["apply updates", "backstay-checkpoint", "apply updates (2)"]
+    assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 3
+
+
+def test_deaths_are_instants_and_replacements_are_spans_that_end_with_the_next_death() -> None:
+    history = [
+        Entry(1_000_020.0, "Normal", "Running", "all pods train"),
+        Entry(1_000_030.0, "Warning", "Crashed", "pod x died: exit code 137", "worker-1", 1_000_050.0),
+        Entry(1_000_040.0, "Warning", "Crashed", "pod y died: exit code 137", "worker-1", 1_000_050.0),
+        Entry(900_000.0, "Normal", "Running", "long ago"),
+        Entry(None, "Normal", "NoTime", "nobody knows"),
+    ]
+    trace = chrome_trace(
+        read(timeline(spans(SERVER, 0, [("apply", 25.0, 26.0, 1)]), spans(WORKER, 1, [("compute", 25, 26, 1)]))),
+        history,
+    )
+    check(trace)
+    instants = [(e["name"], e["s"], e["ts"]) for e in trace["traceEvents"] if e["ph"] == "i"]
+    assert instants == [
+        ("Running", "p", 0.0),
+        ("worker 1 died: Crashed", "g", 10e6),
+        ("worker 1 died: Crashed", "p", 10e6),
+        ("worker 1 died: Crashed", "g", 20e6),
+        ("worker 1 died: Crashed", "p", 20e6),
+    ]
+    replaced = [(e["ts"], e["dur"]) for e in trace["traceEvents"] if e["name"] == "worker 1: replacement"]
+    assert replaced == [(10e6, 10e6), (20e6, 10e6)]
+
+
+@given(
+    ahead=st.lists(st.floats(-1e5, 1e5), min_size=2, max_size=3),
+    errors=st.lists(st.tuples(st.floats(1e-6, 0.02), st.floats(-1, 1)), min_size=4, max_size=4),
+    delays=st.lists(st.floats(0.0, 0.02), min_size=1, max_size=6),
+)
+def test_the_true_offset_is_within_the_stated_error(
+    ahead: list[float], errors: list[tuple[float, float]], delays: list[float]
+) -> None:
+    """Two servers and up to three workers whose clocks differ; each measurement has an error within its bound."""
+    other = ahead[0]
+    sent: list[Spans] = []
+    taken: dict[int, list[tuple[Any, ...]]] = {0: [], 1: []}
+    for rank, own in enumerate(ahead[1:]):
+        (first, wrong), (second, wrong_too) = errors[2 * rank], errors[2 * rank + 1]
+        measured = [(0, 1, -own + wrong * first, first), (1, 1, other - own + wrong_too * second, second)]
+        steps: list[tuple[Any, ...]] = []
+        for number, delay in enumerate(delays):
+            flow = f"{rank}.{number}"
+            steps += step(10.0 + number, flow)
+            for server in (0, 1):
+                taken[server].append(receive(10.05 + number + delay, flow, rank))
+        sent.append(spans(WORKER, rank, steps, ahead=own, offsets=measured))
+    job = read(timeline(spans(SERVER, 0, taken[0]), spans(SERVER, 1, taken[1], ahead=other), *sent))
+    check(chrome_trace(job))
+    for pod in job.pods:
+        true = {(SERVER, 0): 0.0, (SERVER, 1): -other}.get((pod.role, pod.index))
+        true = -ahead[1:][pod.index] if true is None else true
+        assert pod.clock.error is not None
+        assert abs(pod.clock.offset - true) <= pod.clock.error + 1e-7
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff", Timeline(spans=[b"\xff"]).SerializeToString(), timeline(Spans(point=[3], thread=[0], began=[1]))],
+)
+def test_bytes_that_are_not_a_timeline_are_refused(data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(BadTimeline, match="it is not a timeline"):
+        read(data)
+    with pytest.raises(BadInput, match="somewhere: it is not a timeline"):
+        write_trace(data, (), tmp_path / "out.json", "somewhere")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_stored_timeline_of_a_folder_is_written(tmp_path: Path) -> None:
+    for number, point in ((1, "old"), (2, "new")):
+        content = timeline(spans(SERVER, 0, [(point, 1.0, 2.0, 1)]))
+        (tmp_path / f"trace-{number:012d}-abc-1.pb.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "trace-of-somebody.json").write_text("{}")
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["trace", "--from", str(tmp_path), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "1 span of 1 pod over 1 s" in result.output
+    trace = json.loads(out.read_bytes())
+    check(trace)
+    assert [e["name"] for e in trace["traceEvents"] if e["ph"] == "X"] == ["new"]
+    packed = tmp_path / "out.json.gz"
+    trace_of_file(str(tmp_path / "trace-000000000001-abc-1.pb.gz"), packed)
+    assert b'"old"' in gzip.decompress(packed.read_bytes())
+
+
+@pytest.mark.parametrize(("place", "why"), [("nowhere", "cannot be read"), ("empty", "cannot be read")])
+def test_a_place_without_a_timeline_is_named(place: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(app, ["trace", "--from", str(tmp_path / place), "-o", str(tmp_path / "x")])
+    assert result.exit_code == 2
+    assert place in result.output
+    assert why in result.output
+
+
+def test_a_file_that_cannot_be_written_is_named_and_none_is_left(tmp_path: Path) -> None:
+    content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
+    with pytest.raises(BadInput, match=r"--out: .*no/out\.json cannot be written"):
+        write_trace(content, (), tmp_path / "no" / "out.json", "here")

@@ -1,0 +1,293 @@
+"""Spans on their way to shard 0's server, what it keeps of them, and the records beside the checkpoints."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay import _instrument
+from backstay._checkpoint import CheckpointStore, PosixFolder
+from backstay._checkpoint._records import KEPT, Records, record_name
+from backstay._control import Outbox
+from backstay._control._spans import columns
+from backstay._process._environment import Environment
+from backstay._roles._metrics import HttpPort, Metrics
+from backstay._roles._timeline import Collector, Tracing
+from backstay_cli.timeline import read
+from backstay_rpc.control_pb2 import Peer, Spans, Timeline
+from backstay_spec.runtime import RuntimeConfig
+
+PEER = Peer(role="worker", index=3, incarnation=2, pod="w")
+SERVER = Peer(role="parameter-server", index=0, incarnation=1, pod="s")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    _instrument.keep(_instrument.CAPACITY)
+    yield
+    _instrument.keep(_instrument.CAPACITY)
+
+
+def record(*names: str) -> None:
+    for at, name in enumerate(names):
+        _instrument.record(name, float(at), at + 0.5, at, rank=at)
+
+
+def outbox(most: int = 100) -> Outbox:
+    return Outbox(PEER, clock=lambda: 9.0, unix_clock=lambda: 1e9, most=most)
+
+
+def environment(folder: Path, megabytes: int = 1, keep: Path | None = None) -> Environment:
+    return Environment(
+        job="j",
+        role="parameter-server",
+        index=0,
+        incarnation=1,
+        servers=("127.0.0.1:1",),
+        port=1,
+        data_port=2,
+        metrics_port=3,
+        bind="127.0.0.1",
+        pod_name="s",
+        pod_ip="127.0.0.1",
+        token="00",
+        config=RuntimeConfig(shards=1, workers=1, trace_megabytes=megabytes),
+        checkpoint_uri=str(folder),
+        termination_log=None,
+        uid="12345678-abcd",
+        keep=keep,
+    )
+
+
+# ---- Sending
+
+
+def test_a_server_gets_each_span_once_and_a_new_server_what_the_ring_still_has() -> None:
+    box = outbox()
+    record("a", "b")
+    first = box.take(1)
+    assert first is not None
+    assert [first.points[i] for i in first.point] == ["a", "b"]
+    assert (first.peer, first.clock, first.unix_seconds, first.lost) == (PEER, 9.0, 1e9, 0)
+    assert box.take(1) is None
+    record("c")
+    second = box.take(1)
+    assert second is not None
+    assert list(second.points) == ["c"]
+    again = box.take(2)
+    assert again is not None
+    assert [again.points[i] for i in again.point] == ["a", "b", "c"]
+
+
+def test_of_too_many_spans_the_newest_are_sent_and_the_others_are_counted() -> None:
+    box = outbox(most=2)
+    record("a", "b")
+    assert box.take(1) is not None
+    record("c", "d", "e", "f")
+    found = box.take(1)
+    assert found is not None
+    assert ([found.points[i] for i in found.point], found.lost) == (["e", "f"], 2)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["compute", "push", "é"]),
+            st.floats(0, 1e7),
+            st.floats(0, 1e4),
+            st.none() | st.integers(0, 2**40),
+            st.none() | st.just({"rank": 1, "flow": "x"}),
+        ),
+        max_size=20,
+    )
+)
+def test_columns_hold_what_the_spans_said(
+    items: list[tuple[str, float, float, int | None, dict[str, object] | None]],
+) -> None:
+    spans = [
+        _instrument.Span(number, point, began, began + lasted, step, f"t{number % 2}", notes)
+        for number, (point, began, lasted, step, notes) in enumerate(items)
+    ]
+    message = columns(spans)
+    message.peer.CopyFrom(SERVER)
+    job = read(Timeline(server=SERVER, spans=[message.SerializeToString()]).SerializeToString())
+    found = [] if not job.pods else job.pods[0].spans
+    wanted = {(s.point, s.thread, round(s.began * 1e9), round(s.ended * 1e9)) for s in spans}
+    assert {(s.point, s.thread, s.began, s.ended) for s in found} == wanted
+    if len(wanted) == len(spans):
+        steps = sorted((s.began, s.point, s.thread, s.ended, s.step or -1, len(s.notes)) for s in found)
+        assert steps == sorted(
+            (round(s.began * 1e9), s.point, s.thread, round(s.ended * 1e9), s.step or -1, len(s.notes or {}))
+            for s in spans
+        )
+
+
+def test_a_switched_off_ring_sends_nothing() -> None:
+    _instrument.keep(0)
+    record("a")
+    assert outbox().take(1) is None
+
+
+# ---- Keeping
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), max_size=60))
+def test_a_collector_never_holds_more_than_its_capacity_and_drops_the_oldest(sizes: list[tuple[int, int]]) -> None:
+    collector = Collector(SERVER, 100, job="j", namespace="n", uid="u", clock=lambda: 1.0, unix_clock=lambda: 2.0)
+    sent = []
+    for rank, size in sizes:
+        sent.append((rank, bytes(size)))
+        collector.add(Peer(role="worker", index=rank), sent[-1][1])
+        held = Timeline.FromString(collector.timeline())
+        total = sum(len(spans) for spans in held.spans)
+        assert total <= 100
+        assert list(held.spans) == [spans for _, spans in sent[len(sent) - len(held.spans) :]]
+        assert held.dropped + total == sum(len(spans) for _, spans in sent)
+    of_rank = Timeline.FromString(collector.timeline("worker-2"))
+    assert len(of_rank.spans) <= sum(rank == 2 for rank, _ in sizes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_the_timeline_is_stored_once_after_a_death_and_at_the_end_in_both_folders(tmp_path: Path) -> None:
+    clock, ckpt, keep = Clock(), tmp_path / "ckpt", tmp_path / "keep"
+    tracing = Tracing(
+        environment(ckpt, keep=keep), SERVER, CheckpointStore(str(ckpt)), None, clock=clock, unix_clock=clock
+    )
+    record("apply")
+    tracing.replaced({"worker-3": 1, "worker-4": 2})  # it may have died before this server began
+    clock.now += 100
+    tracing.tick()
+    tracing.replaced({"worker-3": 2})
+    tracing.did(PEER, Spans(peer=PEER).SerializeToString())
+    tracing.replaced({"worker-4": 3})
+    tracing.tick()
+    clock.now += 5
+    tracing.tick()
+    tracing.tick()
+    clock.now += 1
+    tracing.close()
+    assert names(ckpt) == ["trace-000000001105-12345678-1.pb.gz", "trace-000000001106-12345678-1.pb.gz"]
+    assert names(keep) == names(ckpt)
+    job = read(gzip.decompress((ckpt / names(ckpt)[1]).read_bytes()))
+    assert [span.point for pod in job.pods for span in pod.spans if pod.role != "worker"] == ["apply"]
+
+
+def test_a_server_that_took_over_stores_what_the_workers_sent_again(tmp_path: Path) -> None:
+    clock = Clock()
+    peer = replace_incarnation(SERVER, 2)
+    tracing = Tracing(environment(tmp_path), peer, CheckpointStore(str(tmp_path)), None, clock=clock, unix_clock=clock)
+    tracing.replaced({"parameter-server-0": 2})
+    clock.now += 5
+    tracing.tick()
+    tracing.records.close(10)
+    assert names(tmp_path) == ["trace-000000001005-12345678-2.pb.gz"]
+
+
+def replace_incarnation(peer: Peer, incarnation: int) -> Peer:
+    found = Peer()
+    found.CopyFrom(peer)
+    found.incarnation = incarnation
+    return found
+
+
+def test_with_zero_megabytes_nothing_is_kept_or_stored(tmp_path: Path) -> None:
+    tracing = Tracing(environment(tmp_path, megabytes=0), SERVER, CheckpointStore(str(tmp_path)), None)
+    tracing.did(PEER, b"some")
+    tracing.close()
+    assert names(tmp_path) == []
+    assert list(Timeline.FromString(tracing.timeline()).spans) == []
+
+
+def test_after_the_folder_was_lost_nothing_is_written(tmp_path: Path) -> None:
+    tracing = Tracing(environment(tmp_path), SERVER, CheckpointStore(str(tmp_path)), None)
+    tracing.records.lost()
+    tracing.close()
+    assert names(tmp_path) == []
+
+
+# ---- Records
+
+
+def test_old_records_are_deleted_and_nothing_else_is(tmp_path: Path) -> None:
+    (tmp_path / "step-1.manifest.json").write_text("mine")
+    (tmp_path / "trace-notes.txt").write_text("mine")
+    records = Records([PosixFolder(tmp_path)])
+    for number in range(KEPT["trace"] + 3):
+        records.put("trace", record_name("trace", number, "u"), lambda: b"x")
+        records.put("report", record_name("report", 1, "worker-1"), lambda: b"x")  # the same name: written once
+        while records._queue.qsize() > 10:
+            threading.Event().wait(0.01)
+    records.close(10)
+    found = names(tmp_path)
+    assert "trace-notes.txt" in found
+    assert "step-1.manifest.json" in found
+    assert sum(name.endswith(".pb.gz") for name in found) == KEPT["trace"]
+    assert f"trace-{KEPT['trace'] + 2:012d}-u.pb.gz" in found
+    assert sum(name.startswith("report-") for name in found) == 1
+
+
+def test_a_folder_that_errs_costs_the_record_in_that_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    records = Records([PosixFolder(tmp_path / "file" / "below"), PosixFolder(tmp_path / "good")])
+    records.put("trace", record_name("trace", 1, "../U!"), lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    records.put("trace", record_name("trace", 2, "../U!"), lambda: b"x")
+    records.close(10)
+    assert names(tmp_path / "good") == ["trace-000000000002-u.pb.gz"]
+
+
+def test_no_record_is_taken_for_a_part_of_a_checkpoint() -> None:
+    from backstay._checkpoint import Contents
+
+    found = Contents.of([record_name(kind, 1.0, "worker-3-inc-000002") for kind in KEPT])
+    kinds = (found.manifests, found.claims, found.leases, found.shards, found.format_1, found.unknown)
+    assert not any(kinds)
+
+
+# ---- The page
+
+
+def test_one_client_at_a_time_reads_the_page() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        entered.set()
+        assert leave.wait(30)
+        return b"timeline"
+
+    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
+    url = f"http://127.0.0.1:{port.port}/trace"
+    try:
+        assert urllib.request.urlopen(url, timeout=10).read() == b""
+        port.trace = slow
+        found: list[bytes] = []
+        reader = threading.Thread(target=lambda: found.append(urllib.request.urlopen(url, timeout=30).read()))
+        reader.start()
+        assert entered.wait(30)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(url, timeout=10)
+        leave.set()
+        reader.join(30)
+        assert found == [b"timeline"]
+        assert urllib.request.urlopen(url, timeout=10).read() == b"timeline"
+    finally:
+        leave.set()
+        port.close()
