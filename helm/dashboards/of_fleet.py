@@ -47,7 +47,7 @@ def table(expr: str) -> Json:
 def jobs() -> Json:
     """The table of jobs."""
     step, goal = last("backstay_job_step"), f"({last('backstay_job_goal_steps')} > 0)"
-    speed = f"(sum {BY_JOB} (rate(backstay_updates_total{{{NS}}}[5m])) > 0)"
+    speed = f"(max {BY_JOB} (backstay_job_updates_per_second{{{NS}}}) > 0)"
     columns = {
         "A": f"{last('backstay_job_phase', by='by (namespace, training_job, phase)')} == 1",
         "B": f"{step} / {goal}",
@@ -55,8 +55,8 @@ def jobs() -> Json:
         "D": goodput(NS, "$__range"),
         "E": f"sum {BY_JOB} (increase(backstay_job_pod_seconds_total{{{NS}}}[$__range])) / 3600",
         "F": f'sum {BY_JOB} (backstay_job_pods{{{NS}, state="ready"}} * on (role) group_left () backstay:pod_price:per_hour)',
-        "G": f"sum {BY_JOB} (increase(backstay_job_restarts_total{{{NS}}}[24h]))",
-        "H": f"sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h]))",
+        "G": f"round(sum {BY_JOB} (increase(backstay_job_restarts_total{{{NS}}}[24h])))",
+        "H": f"round(sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h])))",
         "I": f"time() - max {BY_JOB} ((backstay_checkpoint_timestamp_seconds{{{NS}}} or backstay_job_checkpoint_timestamp_seconds{{{NS}}})"
         f" and on (namespace, training_job) backstay_job_training{{{NS}}})",
         "J": f"count {BY_JOB} (backstay_straggler_delay_seconds{{{NS}}})",
@@ -94,7 +94,7 @@ def jobs() -> Json:
         "table",
         "Jobs",
         "Every job of the time range, also one that is gone. The job's name leads to its dashboard. Goodput and pod hours"
-        " are of the time range; time left is computed from the updates of the last five minutes; the cost is known where"
+        " are of the time range; time left is computed from the updates of the last 30 seconds; the cost is known where"
         " the chart has prices of pods.",
         [table(expr) for expr in columns.values()],
         width=24,
@@ -201,8 +201,8 @@ def fleet() -> Json:
         graph(
             "Pods lost",
             "Pods of all jobs that were replaced: crashes are charged to a job's budget, disruptions are not.",
-            query(f"sum(increase(backstay_job_restarts_total{{{NS}}}[$__rate_interval]))", "crashes"),
-            query(f"sum(increase(backstay_job_disruptions_total{{{NS}}}[$__rate_interval]))", "disruptions"),
+            query(f"round(sum(increase(backstay_job_restarts_total{{{NS}}}[$__rate_interval])))", "crashes"),
+            query(f"round(sum(increase(backstay_job_disruptions_total{{{NS}}}[$__rate_interval])))", "disruptions"),
             names=("crashes", "disruptions"),
         ),
         graph(

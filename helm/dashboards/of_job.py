@@ -137,7 +137,7 @@ def state() -> Json:
 
 def first_row(board: Board) -> None:
     step, goal = f"max(backstay_job_step{{{JOB}}})", f"(max(backstay_job_goal_steps{{{JOB}}}) > 0)"
-    updates = f"({rate('backstay_updates_total', COORDINATOR)} > 0)"
+    updates = f"(max(backstay_job_updates_per_second{{{JOB}}}) > 0)"
     slots = f'sum(rate(backstay_job_slot_seconds_total{{{JOB}, role="Worker"}}[{WINDOW}]))'
     # A worker counts the seconds of a long part at its end: within a short window they may exceed the slots'.
     counted = f"(({rate('backstay_worker_seconds_total', WORKERS)} > {slots}) or ({slots} > 0))"
@@ -171,7 +171,7 @@ def first_row(board: Board) -> None:
         4,
         stat(
             "Time left",
-            "At the speed of the last minutes; nothing while no update is applied.",
+            "At the speed of the last 30 seconds; nothing while no update is applied.",
             query(f"({goal} - {step}) / {updates}", "left"),
             unit="dtdurations",
             none="no updates",
@@ -180,7 +180,7 @@ def first_row(board: Board) -> None:
             "Updates redone",
             "Updates that were lost with a server and applied again in the time range: what deaths of servers cost."
             " A job with standbys redoes none.",
-            query(f"max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range]))", "updates"),
+            query(f"round(max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range])))", "updates"),
             thresholds=steps((None, GREEN), (0.5, ORANGE)),
             decimals=0,
         ),
@@ -513,7 +513,7 @@ def storage(board: Board) -> None:
         ),
         graph(
             "Tensors on the wire",
-            "Bytes of contributions and parameters that the workers sent and received a second.",
+            "Bytes of contributions and parameters that the workers sent and received a second. Received bytes are drawn below zero.",
             query(rate("backstay_tensor_bytes_total", WORKERS, "by (direction)"), "{{direction}}"),
             unit="Bps",
             overrides=[

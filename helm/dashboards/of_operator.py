@@ -75,7 +75,7 @@ def operator() -> Json:
         stat(
             "Errors",
             "Errors after which the operator tried again, in the time range.",
-            query(f"sum(increase(backstay_operator_errors_total{{{OP}}}[$__range])) or vector(0)", "errors"),
+            query(f"round(sum(increase(backstay_operator_errors_total{{{OP}}}[$__range]))) or vector(0)", "errors"),
             thresholds=steps((None, GREEN), (1, ORANGE)),
             decimals=0,
         ),

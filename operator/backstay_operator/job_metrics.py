@@ -54,6 +54,11 @@ FAMILIES: Final = (
     _Family(_G, "goal_steps", "Updates that training ends with."),
     _Family(_G, "last_update_timestamp_seconds", "Unix time at which the operator last saw the step change."),
     _Family(_G, "examples_per_second", "Examples in applied contributions a second; 0 while the job does not train."),
+    _Family(
+        _G,
+        "updates_per_second",
+        "Updates applied a second, the mean of the last 30 seconds; 0 while the job does not train.",
+    ),
     _Family(_G, "loss", "The newest loss."),
     _Family(_C, "steps_redone", "Updates that were lost with a server and applied again, in the job's whole history."),
     _Family(_G, "standbys", "Standbys that the job desires; only of jobs with standbys."),
@@ -235,10 +240,9 @@ class JobMetrics(Collector):
                 series.set(name, said.get(name))
         series.set("goal_steps", said.get("goalSteps"))
         series.set("training", bool(trains) if series.phase in _TO_TRAIN else None)
-        if series.phase not in _TO_TRAIN:
-            series.set("examples_per_second", None)
-        elif not trains:
-            series.set("examples_per_second", 0)
+        if series.phase not in _TO_TRAIN or not trains:
+            for name in ("examples_per_second", "updates_per_second"):
+                series.set(name, 0 if series.phase in _TO_TRAIN else None)
         series.set("standbys_in_sync", in_sync)
         stored = said.get("checkpoint") or {}
         series.set("checkpoint_step", stored.get("step"))
@@ -279,6 +283,8 @@ class JobMetrics(Collector):
                 series.set("steps_redone", redone)
             if progress.examples_per_second is not None:
                 series.set("examples_per_second", progress.examples_per_second if trains else 0.0)
+            if progress.updates_per_second is not None:
+                series.set("updates_per_second", progress.updates_per_second if trains else 0.0)
             if progress.loss is not None:
                 series.set("loss", progress.loss)
 

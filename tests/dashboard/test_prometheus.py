@@ -179,13 +179,14 @@ def check_fleet(shown: Shown, cluster: Cluster) -> None:
     assert [metric["phase"] for metric, _ in row["A"]] == ["Running"]
     cells = {ref: found[0][1] for ref, found in row.items()}
     assert cells["B"] == pytest.approx(shown.one("job: Progress"), rel=0.1)
-    assert cells["C"] == pytest.approx(shown.one("job: Time left"), rel=20)  # the job is younger than five minutes
+    assert cells["C"] == pytest.approx(shown.one("job: Time left"), rel=0.01)
     assert cells["D"] == pytest.approx(shown.one("job: Goodput"), rel=0.1)
     hours = (shown.now - shown.began) / 3600
     assert 3 * hours < cells["E"] < 6.5 * hours  # six pods, less the time in which they were missing
     assert cells["F"] == 3 * 2.5
-    assert cells["G"] == pytest.approx(sum(r["restarts"] for r in roles.values()), rel=0.3)
-    assert cells["H"] == pytest.approx(1, rel=0.5)
+    assert cells["G"] == pytest.approx(sum(r["restarts"] for r in roles.values()), abs=1)
+    assert cells["G"] == int(cells["G"])
+    assert cells["H"] == 1
     assert cells["I"] == pytest.approx(shown.one("job: Checkpoint age"), abs=3)
     assert cells["J"] >= 1
     assert cells["K"] == pytest.approx(shown.one("job: Examples"), rel=0.6)

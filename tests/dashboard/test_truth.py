@@ -216,13 +216,13 @@ def test_progress_time_left_and_the_fleets_row(shows: Any) -> None:
     series = {
         of_job("step"): "0+0.5x80 40x20",
         of_job("goal_steps"): "100x100",
-        f"backstay_updates_total{labels('ParameterServer')}": "0+0.5x100",
+        of_job("updates_per_second"): f"{1 / 30}x100",
         of_job("restarts_total", role="Worker"): "0x40 3x60",
         of_job("disruptions_total", role="Worker"): "0x40 1x60",
     }
     for panel, ref, low, high in (("Progress", "A", 0.4, 0.4), ("Time left", "A", 1790, 1810)):
         shows(panel, ref, series, low, high, at=80)
-    for ref, low, high in (("B", 0.4, 0.4), ("C", 1790, 1810), ("G", 2.9, 3.5), ("H", 0.9, 1.2)):
+    for ref, low, high in (("B", 0.4, 0.4), ("C", 1790, 1810), ("G", 3, 3), ("H", 1, 1)):
         shows("Jobs", ref, series, low, high, at=80, dashboard="fleet")
 
 
