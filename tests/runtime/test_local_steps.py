@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +12,8 @@ import numpy as np
 def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_them(job) -> None:
     """T1, T3, T4: model state, random keys, clipped; the inner state is fresh after each update."""
     tiny = job(1, 2)
-    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": "3,reset"}
+    local = json.dumps({"count": 3, "inner_state": "reset"})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": local}
     server = tiny.server(0)
     stays = tiny.worker(0)
     dies = tiny.worker(1, HOLD_AT="10")  # the second local step of the fourth update
@@ -18,9 +21,22 @@ def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_t
     dies.process.send_signal(signal.SIGKILL)
     comes = tiny.worker(1, 1)
     assert [pod.wait() for pod in (stays, comes, server)] == [0, 0, 0]
-    expected = tiny.reference()
     for pod in (stays, comes):
-        for name, value in expected.items():
-            if name.isdigit():
-                np.testing.assert_allclose(tiny.params(pod)[name], value, rtol=1e-9, atol=1e-12)
+        assert_same(tiny, pod)
     assert "step 6/6  local step 18" in server.output()
+
+
+def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) -> None:
+    """However long a contribution travels, so many steps are made before the answer is mixed in."""
+    tiny = job(1, 2)
+    local = json.dumps({"count": 3, "overlap": 2})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "6", "STATE": "1", "LOCAL": local}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
+    assert_same(tiny, tiny.pods[1])
+
+
+def assert_same(tiny: Any, pod: Any) -> None:
+    for name, value in tiny.reference().items():
+        if name.isdigit():
+            np.testing.assert_allclose(tiny.params(pod)[name], value, rtol=1e-9, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -119,9 +120,8 @@ def main() -> None:
         arguments["start_from"] = os.environ["START_FROM"]
     if "WIRE" in os.environ:
         arguments["wire"] = backstay.Wire(*os.environ["WIRE"].split(","))
-    if "LOCAL" in os.environ:  # such as "3,reset"
-        count, inner_state = os.environ["LOCAL"].split(",")
-        arguments["local"] = backstay.LocalSteps(int(count), OPTIMIZER, inner_state=inner_state)
+    if "LOCAL" in os.environ:
+        arguments["local"] = backstay.LocalSteps(optimizer=OPTIMIZER, **json.loads(os.environ["LOCAL"]))
         arguments["optimizer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)
     world = os.environ.get("WORLD")
     if world is None:

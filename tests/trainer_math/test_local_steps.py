@@ -61,8 +61,11 @@ def script(**changes: Any) -> Script:
     return Script(**settings | changes)
 
 
-def diloco(steps: int, world: int, count: int, inner_state: str, seed: int = 3) -> tuple[Any, list[float]]:
-    """Written out: nothing of Backstay but the batches and the definition of a key."""
+def diloco(
+    steps: int, world: int, count: int, inner_state: str, seed: int = 3, *, overlap: int = 0, mixing: float = 0.0
+) -> tuple[Any, list[float]]:
+    """Written out: nothing of Backstay but the batches and the definition of a key. With `overlap`, Streaming DiLoCo of
+    one fragment."""
     params, state = init(jax.random.key(seed))
     held, inner = OUTER.init(params), [INNER.init(params) for _ in range(world)]
 
@@ -72,28 +75,38 @@ def diloco(steps: int, world: int, count: int, inner_state: str, seed: int = 3) 
 
     gradient = jax.jit(jax.value_and_grad(split, has_aux=True))
     update = jax.jit(INNER.update)
-    losses = []
+    seen: dict[int, list[float]] = {version: [] for version in range(steps)}
+    own: list[Any] = [None] * world
+
+    def train(rank: int, version: int, numbers: range) -> None:
+        if inner_state == "reset" and numbers.start == 0:
+            inner[rank] = INNER.init(params)
+        for step in [version * count + number for number in numbers]:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), rank)
+            mine, mine_state = own[rank]
+            batch = batches(BatchKey(step, rank, world, seed))
+            (value, (mine_state, _)), gradients = gradient(mine, mine_state, batch, key)
+            updates, inner[rank] = update(gradients, inner[rank], mine)
+            own[rank] = optax.apply_updates(mine, updates), mine_state
+            seen[version].append(float(value))
+
     for version in range(steps):
-        differences, states, seen = [], [], []
+        differences, states = [], []
         for rank in range(world):
-            own, own_state = params, state
-            if inner_state == "reset":
-                inner[rank] = INNER.init(params)
-            for step in range(version * count, (version + 1) * count):
-                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), rank)
-                batch = batches(BatchKey(step, rank, world, seed))
-                (value, (own_state, _)), gradients = gradient(own, own_state, batch, key)
-                updates, inner[rank] = update(gradients, inner[rank], own)
-                own = optax.apply_updates(own, updates)
-                seen.append(float(value))
-            differences.append(jax.tree.map(lambda a, b: a - b, params, own))
-            states.append(own_state)
+            late = overlap if version else 0
+            share = mixing if late else 0.0
+            server = params, state
+            own[rank] = jax.tree.map(lambda a, b: share * a + (1 - share) * b, own[rank] or server, server)  # noqa: B023
+            train(rank, version, range(late, count))
+            differences.append(jax.tree.map(lambda a, b: a - b, params, own[rank][0]))
+            states.append(own[rank][1])
+            if version + 1 < steps:
+                train(rank, version + 1, range(overlap))
         mean = jax.tree.map(lambda *each: sum(each) / world, *differences)
         state = jax.tree.map(lambda *each: sum(each) / world, *states)
         updates, held = OUTER.update(mean, held, params)
         params = optax.apply_updates(params, updates)
-        losses.append(float(np.mean(seen)))
-    return (params, state), losses
+    return (params, state), [float(np.mean(each)) for each in seen.values()]
 
 
 def same(got: Any, want: Any, rtol: float = 1e-9) -> None:
@@ -101,25 +114,31 @@ def same(got: Any, want: Any, rtol: float = 1e-9) -> None:
         np.testing.assert_allclose(a, b, rtol=rtol)
 
 
-@pytest.mark.parametrize("inner_state", ["keep", "reset"])
-def test_t4_one_process_is_a_plain_diloco_loop(inner_state: str) -> None:
+@pytest.mark.parametrize(("inner_state", "overlap"), [("keep", 0), ("reset", 0), ("keep", 2)])
+def test_t4_one_process_is_a_plain_diloco_loop(inner_state: str, overlap: int) -> None:
     seen = []
     with enable_x64():
-        one = script(local=LocalSteps(4, INNER, inner_state=inner_state))  # type: ignore[arg-type]
+        one = script(local=LocalSteps(4, INNER, inner_state=inner_state, overlap=overlap))  # type: ignore[arg-type]
         got = train_alone(one, on_update=lambda r: bool(seen.append((r.loss, r.metrics["twice"], r.examples))))
-        want, losses = diloco(5, 1, 4, inner_state)
+        want, losses = diloco(5, 1, 4, inner_state, overlap=overlap, mixing=0.5)
     same((got.params, got.state), want)
     np.testing.assert_allclose([each[0] for each in seen], losses, rtol=1e-9)
     np.testing.assert_allclose([each[1] for each in seen], np.multiply(losses, 2), rtol=1e-9)
     assert [each[2] for each in seen] == [32] * 5
 
 
-@pytest.mark.parametrize(("world", "inner_state"), [(1, "keep"), (2, "reset"), (4, "keep")])
-def test_t4_the_reference_of_jobs_is_a_plain_diloco_loop(world: int, inner_state: str) -> None:
-    local = LocalSteps(3, INNER, inner_state=inner_state)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("world", "inner_state", "overlap", "mixing"),
+    [(1, "keep", 0, 0.5), (2, "reset", 0, 0.5), (4, "keep", 0, 0.5), (2, "keep", 1, 0.5), (2, "reset", 3, 0.25)],
+)
+def test_t4_the_reference_of_jobs_is_a_plain_diloco_loop(
+    world: int, inner_state: str, overlap: int, mixing: float
+) -> None:
+    options: dict[str, Any] = {"inner_state": inner_state, "overlap": overlap, "mixing": mixing}
+    local = LocalSteps(3, INNER, **options)
     with enable_x64():
         got = train_local(init, loss, batches, OUTER, 5, has_state=True, has_rng=True, seed=3, world=world, local=local)
-        want, _ = diloco(5, world, 3, inner_state)
+        want, _ = diloco(5, world, 3, inner_state, overlap=overlap, mixing=mixing)
     same((got.params, got.state), want)
 
 
@@ -230,6 +249,28 @@ def test_contributions_of_a_worker(inner_state: str) -> None:
     assert np.array_equal(*made) == (inner_state == "reset")
 
 
+def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
+    """T9: after a change of the world, their batches belong to others. The worker begins with the servers' values."""
+    model = init(jax.random.key(0))
+    tree = describe(model, has_state=True)
+    arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 1))
+    first, second = ([np.asarray(leaf) + shift for leaf in jax.tree.leaves(model)] for shift in (0.0, 0.5))
+
+    def made(overlap: int, key: BatchKey, received: frozenset[int] | None) -> Any:
+        one = script(local=LocalSteps(4, INNER, inner_state="reset", overlap=overlap))
+        computation = one.computation(tree, arrangement, batches)
+        computation.start(Start(first, BatchKey(0, 0, 2, 3))).wait()
+        contribution = computation.start(Start(second, key, received))
+        return np.concatenate([block for blocks in contribution.blocks for block in blocks])
+
+    all_of_it = frozenset({0})
+    for key in (BatchKey(1, 0, 1, 3, offset=4), BatchKey(2, 0, 2, 3)):
+        assert np.array_equal(made(2, key, all_of_it), made(0, key, None))
+    due = BatchKey(1, 0, 2, 3)
+    assert not np.array_equal(made(2, due, all_of_it), made(0, due, None))
+    assert np.array_equal(made(2, due, None), made(0, due, None)), "the parameters were requested anew"
+
+
 def test_pods_must_agree_about_local_steps() -> None:
     def digest(local: LocalSteps | None) -> bytes:
         return script(local=local).plan(1).agreement.digest
@@ -237,7 +278,8 @@ def test_pods_must_agree_about_local_steps() -> None:
     fresh = [optax.adamw(3e-2), optax.adamw(4e-2), optax.sgd(3e-2)]
     found = {digest(LocalSteps(4, optimizer)) for optimizer in fresh}
     found |= {digest(None), digest(LocalSteps(5, INNER)), digest(LocalSteps(4, INNER, inner_state="reset"))}
-    assert len(found) == 6
+    found |= {digest(LocalSteps(4, INNER, overlap=2, mixing=share)) for share in (0.5, 0.25)}
+    assert len(found) == 8
     assert digest(LocalSteps(4, INNER)) in found
     mine, theirs = (script(local=LocalSteps(count, INNER)).plan(1).agreement for count in (4, 8))
     why = mine.difference(theirs.leaves, theirs.settings, "worker 1", "server 0")
@@ -251,6 +293,9 @@ def test_pods_must_agree_about_local_steps() -> None:
         ({"count": True}, "count is True"),
         ({"count": 2.0}, r"count is 2\.0"),
         ({"optimizer": 0.1}, "optimizer is float: must be an optax"),
+        ({"overlap": 3}, "overlap is 3: must be a whole number of steps from 0 to 2"),
+        ({"overlap": True}, "overlap is True"),
+        ({"mixing": 1.0}, r"mixing is 1\.0: must be at least 0 and below 1"),
         ({"inner_state": "drop"}, "inner_state is 'drop': must be 'keep' or 'reset'"),
     ],
 )

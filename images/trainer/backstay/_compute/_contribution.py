@@ -49,10 +49,13 @@ class Start:
         key: of the contribution's first batch. `key.step` is the number of the contribution: the version in Sync mode,
             this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws those of
             steps ``n * key.step`` to ``n * key.step + n - 1``.
+        received: the fragments (`Block.fragment`) that the answer to the previous contribution brought; only their
+            leaves, and the model state, are in `params`. None: `params` are the answer to a new request, and complete.
     """
 
     params: Sequence[Any]
     key: BatchKey
+    received: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

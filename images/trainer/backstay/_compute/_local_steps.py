@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from .._data._batch_key import BatchKey
+from .._update._fragments import fragments_of
 from .._update._local_steps import LocalSteps
 from .._update._objective import Objective, all_finite
 from .._update._rules import called
@@ -34,6 +35,7 @@ class LocalProgram:
     Attributes:
         local: the arguments of the script.
         placement: of the model and of batches.
+        keeps: whether the state of the inner optimizer is kept.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class LocalProgram:
         self.placement = Placement(devices)
         self._tree = tree
         self._count = len(tree.parameters.leaves)
+        self._fragments = fragments_of(tree, local.fragments)
         self._objective = Objective(loss, tree, has_rng=has_rng, seed=seed)
         self._pack = pack or list
-        self._keeps = local.inner_state == "keep"
+        self.keeps = local.inner_state == "keep"
         jit = partial(
             jax.jit,
             out_shardings=self.placement.everywhere,
@@ -69,8 +72,9 @@ class LocalProgram:
         self.begin: Callable[[Any, Any], Any] = jit(self._begin)
         self.step: Any = jit(self._step, donate_argnums=0)
         # The new state of the inner optimizer takes the memory of the previous state.
-        self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=2 if self._keeps else ())
+        self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=2 if self.keeps else ())
         self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add))
+        self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4))
 
     def place(self, leaves: Sequence[Any]) -> Any:
         """Leaves of the model where the functions take them."""
@@ -118,34 +122,85 @@ class LocalProgram:
         real = jnp.promote_types(jnp.float32, made.loss.dtype)
         return after, jax.tree_util.tree_map(lambda value: value.astype(real), (made.loss, made.metrics))
 
-    def _finish(self, before: Any, carry: Any, inner: Any, sums: Any) -> Any:
-        """The first result of `LocalTraining.steps`, and the state of the inner optimizer for the next contribution.
+    def _finish(self, base: Any, carry: Any, inner: Any, sums: Any) -> Any:
+        """The first result of `LocalTraining.steps`; then the worker's own leaves and the state of the inner optimizer
+        for the next contribution, None where that begins without them.
 
-        A contribution that is not finite leaves that state as it was. None: the next contribution begins with a fresh
-        state.
+        A contribution that is not finite leaves that state as it was, and the leaves are those of the servers.
         """
         after = carry["model"]
-        differences = [old - new for old, new in zip(before[: self._count], after[: self._count], strict=True)]
+        differences = [old - new for old, new in zip(base[: self._count], after[: self._count], strict=True)]
         finite = carry["finite"] & all_finite(differences)
-        kept = None
-        if self._keeps:
-            kept = jax.tree_util.tree_map(lambda new, old: jnp.where(finite, new, old), carry["inner"], inner)
+
+        def unless_bad(new: Any, old: Any) -> Any:
+            return jax.tree_util.tree_map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        own = unless_bad(after, base) if self.local.continues else None
+        kept = unless_bad(carry["inner"], inner) if self.keeps else None
         loss, metrics = jax.tree_util.tree_map(lambda value: value / self.local.batches, sums)
-        return (self._pack([*differences, *after[self._count :]]), loss, metrics, finite), kept
+        return (self._pack([*differences, *after[self._count :]]), loss, metrics, finite), own, kept
+
+    def _receive(self, own: Any, base: Any, leaves: Any, fragments: frozenset[int], mixes: bool) -> Any:
+        """The worker's own leaves and the leaves of the servers, after some fragments arrived in `leaves`."""
+        mixing = self.local.mixing if mixes else 0.0
+
+        def mixed(mine: Any, new: Any) -> Any:
+            if not mixing:
+                return new
+            if not jnp.issubdtype(new.dtype, jnp.inexact):
+                return mine  # such as a counter in the model state
+            return mine * jnp.asarray(mixing, new.real.dtype) + new * jnp.asarray(1 - mixing, new.real.dtype)
+
+        arrived = [fragment is None or fragment in fragments for fragment in self._fragments]
+        new_own = [mixed(mine, new) if here else mine for here, mine, new in zip(arrived, own, leaves, strict=True)]
+        new_base = [new if here else old for here, old, new in zip(arrived, base, leaves, strict=True)]
+        return jax.tree_util.tree_map(jnp.copy, (new_own, new_base))
+
+
+@dataclass
+class _Continued:
+    """The part of a rank's next contribution that exists before the answer to the last one.
+
+    Attributes:
+        key: of the contribution; None: no step of it was made yet.
+        base: the leaves of the servers, as the rank received them last; None where each answer brings all of them.
+        own: the worker's own leaves, if no step was made.
+        carry, sums, examples: after `LocalSteps.overlap` steps, if they were made.
+    """
+
+    key: BatchKey | None
+    base: Any
+    own: Any
+    carry: Any = None
+    sums: Any = None
+    examples: int = 0
 
 
 class LocalTraining:
-    """The local steps of one rank, and the state of its inner optimizer from one contribution to the next."""
+    """The local steps of one rank, and what it keeps from one contribution to the next."""
 
-    def __init__(self, program: LocalProgram) -> None:
+    def __init__(self, program: LocalProgram, updates: int) -> None:
+        """
+        Args:
+            program: may be shared.
+            updates: how many the job makes at most: no step is made for a contribution after them.
+        """
         self._program = program
+        self._updates = updates
         self._inner: Any = None  # None: fresh
+        self._continued: _Continued | None = None
 
-    def steps(self, leaves: Sequence[Any], key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, int]:
+    def steps(
+        self,
+        leaves: Sequence[Any],
+        key: BatchKey,
+        batch_of: Callable[[BatchKey], Any],
+        received: frozenset[int] | None = None,
+    ) -> tuple[Any, int]:
         """Make the steps of one contribution; the last ones are still being computed when this returns.
 
         Args:
-            leaves: of the model, on the host or the device. They must stay unchanged until the result is computed.
+            leaves, received: see `Start`. The leaves must stay unchanged until the result is computed.
             key: see `Start`.
             batch_of: returns the batch of a key.
 
@@ -154,11 +209,42 @@ class LocalTraining:
             steps, each before its own step, and whether all of it is finite; and the number of examples.
         """
         program = self._program
-        placed = program.place(leaves)
-        inner = program.initial_state(placed) if self._inner is None else self._inner
-        carry = program.begin(placed, inner)
-        sums, examples, running = None, 0, deque[Any]()
-        for number in range(program.local.batches):
+        local, base = program.local, program.place(leaves)
+        own, inner, carry, sums, examples = base, self._inner, None, None, 0
+        continued, self._continued = self._continued, None
+        if continued is not None and received is not None:
+            begun = continued.key == key
+            old = base if continued.base is None else continued.base
+            # Steps for a contribution that is not due are dropped: the worker continues from the values of the servers.
+            mine = continued.carry["model"] if begun else continued.own or old
+            own, base = program.receive(mine, old, base, received, begun)
+            if begun:
+                carry, sums, examples = continued.carry | {"model": own}, continued.sums, continued.examples
+        if carry is None:
+            inner = program.initial_state(own) if inner is None else inner
+            carry = program.begin(own, inner)
+        first = 0 if sums is None else local.overlap
+        carry, sums, examples = self._run(carry, key, batch_of, range(first, local.batches), sums, examples)
+        result, own, self._inner = program.finish(base, carry, inner if program.keeps else None, sums)
+        if local.continues and key.step + 1 < self._updates:
+            kept = base if local.fragments > 1 else None
+            self._continued = _Continued(None, kept, own)
+            if local.overlap:
+                self._ahead(kept, own, replace(key, step=key.step + 1), batch_of)
+        return result, examples
+
+    def _ahead(self, base: Any, own: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> None:
+        """Make the first steps of the next contribution, while the last one travels."""
+        program = self._program
+        carry = program.begin(own, program.initial_state(own) if self._inner is None else self._inner)
+        made = self._run(carry, key, batch_of, range(program.local.overlap), None, 0)
+        self._continued = _Continued(key, base, None, *made)
+
+    def _run(
+        self, carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any], numbers: range, sums: Any, examples: int
+    ) -> tuple[Any, Any, int]:
+        program, running = self._program, deque[Any]()
+        for number in numbers:
             own = replace(key, step=key.step * program.local.batches + number)
             batch = batch_of(own)
             examples += examples_of(batch)
@@ -168,12 +254,17 @@ class LocalTraining:
             running.append(outcome)
             if len(running) > _AHEAD:
                 running.popleft()[0].block_until_ready()
-        result, self._inner = program.finish(placed, carry, inner, sums)
-        return result, examples
+        return carry, sums, examples
 
-    def contribute(self, leaves: Sequence[Any], key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> Gradient:
+    def contribute(
+        self,
+        leaves: Sequence[Any],
+        key: BatchKey,
+        batch_of: Callable[[BatchKey], Any],
+        received: frozenset[int] | None = None,
+    ) -> Gradient:
         """The result of `steps` on the first device."""
-        result, examples = self.steps(leaves, key, batch_of)
+        result, examples = self.steps(leaves, key, batch_of, received)
         if len(self._program.placement.devices) > 1:
             result = jax.tree_util.tree_map(lambda value: value.addressable_data(0), result)
         made, loss, metrics, finite = result
@@ -183,15 +274,18 @@ class LocalTraining:
 class LocalComputation:
     """Local steps: a `Computation`."""
 
-    def __init__(self, program: LocalProgram, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> None:
+    def __init__(
+        self, program: LocalProgram, layout: Layout, batch_of: Callable[[BatchKey], Any], updates: int
+    ) -> None:
         """
         Args:
             program: made with `layout.pack`.
+            updates: as in `LocalTraining`.
             layout: of the partition.
             batch_of: returns the batch of a key; may wait.
         """
         self._program, self._layout, self._batch_of = program, layout, batch_of
-        self._training = LocalTraining(program)
+        self._training = LocalTraining(program, updates)
         self.batches = program.local.batches
 
     @property
@@ -202,5 +296,5 @@ class LocalComputation:
         self._program.compile(batch)
 
     def start(self, start: Start) -> PackedContribution:
-        result = self._training.contribute(start.params, start.key, self._batch_of)
+        result = self._training.contribute(start.params, start.key, self._batch_of, start.received)
         return PackedContribution(start.key, result, self._layout)

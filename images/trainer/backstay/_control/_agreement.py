@@ -101,6 +101,8 @@ _ARGUMENTS: Final = frozenset(
         "wire.errorFeedback",
         "local.count",
         "local.inner_state",
+        "local.overlap",
+        "local.mixing",
         "local.optimizer",
     }
 )

@@ -37,6 +37,7 @@ __all__ = ["AHEAD", "Report", "train_alone"]
 _LOG = logging.getLogger(__name__)
 
 _NO_WORDS: Final = np.zeros(2, np.uint32)
+_ALL: Final = frozenset({0})
 
 AHEAD: Final = 2
 """How many steps are dispatched before the host waits for the first of them."""
@@ -226,7 +227,8 @@ def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding:
             script.deterministic,
             has_rng=script.has_rng,
             seed=script.seed,
-        )
+        ),
+        script.steps,
     )
     options = placement.options(deterministic=script.deterministic)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
@@ -238,7 +240,7 @@ def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding:
     )
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
-        made, examples = training.steps(received(carry), key, batch_of)
+        made, examples = training.steps(received(carry), key, batch_of, _ALL if key.step else None)
         return *update(carry, made, _words(script, key, rounding)), examples
 
     return whole

@@ -116,7 +116,8 @@ def train_local(
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
-    contributions_of = _contributors(loss, tree, local, world, devices, deterministic, has_rng=has_rng, seed=seed)
+    options: dict[str, Any] = {"has_rng": has_rng, "seed": seed}
+    contributions_of = _contributors(loss, tree, local, steps, world, devices, deterministic, **options)
     update = _updater(optimizer, tree.parameters.unflatten)
     count = len(tree.parameters.leaves)
     averaged = jax.jit(_average, static_argnums=(1, 2))
@@ -192,6 +193,7 @@ def _contributors(
     loss: Callable[..., Any],
     tree: TreeSpec,
     local: LocalSteps | None,
+    steps: int,
     world: int,
     devices: Any,
     deterministic: bool,
@@ -202,9 +204,13 @@ def _contributors(
         program = LocalProgram(loss, tree, local, devices, deterministic, **options)
 
         def training(one: LocalTraining) -> Callable[..., Gradient]:
-            return lambda model, key, batches: one.contribute(jax.tree_util.tree_leaves(model), key, batches)
+            def contribute(model: Any, key: BatchKey, batches: Callable[[BatchKey], Any]) -> Gradient:
+                received = frozenset({0}) if key.step else None
+                return one.contribute(jax.tree_util.tree_leaves(model), key, batches, received)
 
-        return [training(LocalTraining(program)) for _ in range(world)]
+            return contribute
+
+        return [training(LocalTraining(program, steps)) for _ in range(world)]
     gradient_of = GradientFn(loss, tree, devices, deterministic, **options)
     return [lambda model, key, batches: gradient_of(model, batches(key), (key.step, key.rank))] * world
 

@@ -186,7 +186,8 @@ class Script:
             "seed": self.seed,
         }
         if self.local is not None:
-            return LocalComputation(LocalProgram(self.loss, tree, self.local, **options), layout, batch_of)
+            program = LocalProgram(self.loss, tree, self.local, **options)
+            return LocalComputation(program, layout, batch_of, self.steps)
         return GradientComputation(GradientFn(self.loss, tree, **options), tree, layout, batch_of)
 
     @property

@@ -127,6 +127,7 @@ class Worker:
         self._attempt = 0
         self._key_step = 0
         self._term = 0
+        self._fragments: frozenset[int] | None = None  # `Start.received` of the next contribution
         self._version = 0  # of the newest parameters of this term
         self._encoder = Encoder(
             [wire.gradients for wire in plan.wires], script.seed, error_feedback=bool(plan.wire.error_feedback)
@@ -200,7 +201,7 @@ class Worker:
         with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
             if not self._compiled:
                 _instrument.reach("compute", step)
-            contribution = self._computation.start(Start(params, key))
+            contribution = self._computation.start(Start(params, key, self._fragments))
             contribution.wait()
         if self._compiled:
             self._seconds.computed()
@@ -354,6 +355,7 @@ class Worker:
             raise PeerLost("not connected")
         slot = self._buffers.take()
         pulled = self._streams.exchange_all(push, min_version, slot.blocks, exact=exact)
+        self._fragments = pulled.fragments
         return pulled, slot.host() if self._computation.on_host else slot.params()
 
     def _start(self) -> tuple[Pulled, Sequence[Any]]:

@@ -33,6 +33,9 @@ class LocalSteps:
         inner_state: ``"keep"``: the state of the inner optimizer stays on the worker from update to update, and a
             replacement of the worker begins with a fresh one. ``"reset"``: fresh after every update, so the result
             does not depend on replacements (T4).
+        overlap: while a contribution travels and is applied, the worker makes so many steps of the next contribution,
+            at most all of them. The parameters that arrive then are mixed with its own.
+        mixing: the share of the worker's own parameters in that mean, at least 0 and below 1.
 
     Raises:
         ConfigurationError: a value is not one of these.
@@ -41,6 +44,8 @@ class LocalSteps:
     count: int
     optimizer: optax.GradientTransformation
     inner_state: Literal["keep", "reset"] = "keep"
+    overlap: int = 0
+    mixing: float = 0.5
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -52,11 +57,27 @@ class LocalSteps:
             )
         if self.inner_state not in ("keep", "reset"):
             raise ConfigurationError(f"LocalSteps: inner_state is {self.inner_state!r}: must be 'keep' or 'reset'")
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap <= self.batches:
+            raise ConfigurationError(
+                f"LocalSteps: overlap is {self.overlap!r}: must be a whole number of steps from 0 to {self.batches}"
+            )
+        if not 0.0 <= self.mixing < 1.0:
+            raise ConfigurationError(f"LocalSteps: mixing is {self.mixing!r}: must be at least 0 and below 1")
 
     @property
     def batches(self) -> int:
         """How many batches a contribution takes."""
         return self.count
+
+    @property
+    def fragments(self) -> int:
+        """Into how many parts, exchanged in turn, the parameters are divided."""
+        return 1
+
+    @property
+    def continues(self) -> bool:
+        """Whether a worker keeps its own parameters from one contribution to the next."""
+        return self.overlap > 0 or self.fragments > 1
 
 
 def default_outer(mode: str) -> optax.GradientTransformation:
@@ -94,5 +115,7 @@ def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str
     return {
         "local.count": str(local.count),
         "local.inner_state": local.inner_state,
+        "local.overlap": str(local.overlap),
+        "local.mixing": str(float(local.mixing)) if local.overlap else "none",
         "local.optimizer": " ".join([program.sha256.hex()[:16], *program.constants]),
     }

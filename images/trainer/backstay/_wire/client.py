@@ -102,7 +102,8 @@ class StreamClient:
                 self._push(push)
                 pushed = time.perf_counter() - begun
             wires = self._wire.exact if exact and push is None else self._wire.parameters
-            pulled = replace(self._receive(into, wires, begun), push_seconds=pushed)
+            fragments = None if push is None else frozenset({0})
+            pulled = replace(self._receive(into, wires, begun), push_seconds=pushed, fragments=fragments)
         except BaseException:
             self._stream.cancel("an exchange failed")  # nothing is left half read
             raise
@@ -308,6 +309,8 @@ class ShardedClient:
             self.cancel("the shards are in different terms")
             raise PeerLost(f"the shards are in the terms {sorted(terms)}: one of them started again")
         newest_answer = max(answers.values(), key=lambda a: a.version)
+        # A shard that was requested again has sent all that it holds.
+        received = [a.fragments for a in answers.values() if a.fragments is not None]
         return replace(
             newest_answer,
             version=min(a.version for a in answers.values()),
@@ -316,6 +319,7 @@ class ShardedClient:
             done=all(a.done for a in answers.values()),
             push_seconds=pushed,
             answer_seconds=waited,
+            fragments=received[0] if received else None,
         )
 
     def cancel(self, why: str) -> None:

@@ -257,6 +257,7 @@ class Pulled:
         answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
             of the call received the parameters.
         offset: `BatchKey.offset` of that world.
+        fragments: after a push, the fragments (`Block.fragment`) that were received; None: all of the model was.
     """
 
     term: int
@@ -268,6 +269,7 @@ class Pulled:
     push_seconds: float = 0.0
     answer_seconds: float = 0.0
     offset: int = 0
+    fragments: frozenset[int] | None = None
 
 
 class DataClient(Protocol):
