@@ -41,7 +41,7 @@ STORED = (
     f"max(backstay_checkpoint_timestamp_seconds{{{COORDINATOR}}} or backstay_job_checkpoint_timestamp_seconds{{{JOB}}})"
 )
 OUTCOMES = (
-    *("applied", "late", "stale", "duplicate", "non_finite"),
+    *("applied", "late", "stale", "duplicate", "non_finite", "skipped"),
     *("abandoned", "lost", "old_term", "old_incarnation", "not_in_world", "out_of_order"),
 )
 STEP_PARTS = ("data", "compute", "send", "wait", "receive")
@@ -281,8 +281,8 @@ def throughput(board: Board) -> None:
         graph(
             "Contributions by outcome",
             "A second, stacked, as the workers were answered. late: the update had its quorum already, as backups"
-            " intend; stale, duplicate, out_of_order, old_term, old_incarnation, not_in_world: refused; lost: a server"
-            " was lost before it answered.",
+            " intend; skipped: another contribution of the update was not finite; stale, duplicate, out_of_order,"
+            " old_term, old_incarnation, not_in_world: refused; lost: a server was lost before it answered.",
             query(f"{rate('backstay_worker_contributions_total', WORKERS, 'by (outcome)')} > 0", "{{outcome}}"),
             stacked=True,
             unit="ops",

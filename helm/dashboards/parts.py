@@ -72,7 +72,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "crashes": RED,
     "disruptions": BLUE,
     "updates": BLUE,
-    "skipped": RED,
+    "skipped": "#882255",
     "seconds per update": ORANGE,
     "loss": BLUE,
 }

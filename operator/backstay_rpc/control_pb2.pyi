@@ -27,6 +27,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOT_IN_WORLD: _ClassVar[RejectReason]
     ABANDONED: _ClassVar[RejectReason]
     OUT_OF_ORDER: _ClassVar[RejectReason]
+    SKIPPED: _ClassVar[RejectReason]
 ACTIVITY_UNSPECIFIED: Activity
 STARTING: Activity
 COMPILING: Activity
@@ -42,6 +43,7 @@ OLD_INCARNATION: RejectReason
 NOT_IN_WORLD: RejectReason
 ABANDONED: RejectReason
 OUT_OF_ORDER: RejectReason
+SKIPPED: RejectReason
 
 class Peer(_message.Message):
     __slots__ = ("role", "index", "incarnation", "pod")

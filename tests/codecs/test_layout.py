@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from backstay._compute._contribution import Summary
 from backstay._compute._encoding import Encoder
 from backstay._data._batch_key import BatchKey
+from backstay._roles._worker import end_sending
 from backstay._update._codecs import (
     GROUP,
     SMALL,
@@ -33,6 +35,7 @@ from backstay._update._rules import analyse
 from backstay._update._tree import TreeSpec, describe
 from backstay._wire.frames import sections_of
 from backstay.errors import ConfigurationError
+from backstay_rpc.control_pb2 import RejectReason
 
 SIZES = [3, SMALL - 1, SMALL, SMALL + 200, 3 * SMALL + 77]
 KEY = BatchKey(step=5, rank=1, world=2, seed=9)
@@ -275,6 +278,23 @@ def test_residuals_follow_the_outcome() -> None:
     assert same(last("applied"), last("applied", "dropped"))
     assert same(last(), last("applied", "unknown"))
     assert same(last(), last("applied", "raised"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fate"),
+    [
+        (RejectReason.REJECT_UNSPECIFIED, "applied"),
+        (RejectReason.LATE, "dropped"),
+        (RejectReason.SKIPPED, "dropped"),
+        (RejectReason.DUPLICATE, None),
+        (None, None),
+    ],
+)
+def test_a_worker_reports_the_outcome(outcome: Any, fate: str | None) -> None:
+    """A duplicate was sent before the stream broke: whether that one is applied is unknown."""
+    sending = Mock(spec_set=["applied", "dropped"])
+    end_sending(sending, outcome)
+    assert [name for name, _, _ in sending.method_calls] == ([] if fate is None else [fate])
 
 
 @pytest.mark.parametrize("gradients", ["BFloat16", "Int8", "Int4"])

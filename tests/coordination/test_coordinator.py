@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from backstay._coordination import (
     Coordinator,
     CoordinatorState,
+    Counted,
     Finished,
     Intervals,
+    Outcome,
     Restart,
     Rules,
     Send,
@@ -524,6 +526,13 @@ def test_non_finite_updates_move_the_version_and_then_fail_the_job() -> None:
     assert commits(decisions)[0].skip
     assert job.staged(4, 0, staged(0, 4)) != []  # answered, not used
     assert job.state.version == 4
+
+
+def test_finite_contributions_of_a_skipped_update_do_not_count_as_applied() -> None:
+    job = Coordinator(Rules(mode="Sync", shards=1, steps=10), CoordinatorState(term=1, version=0, world=2))
+    job.staged(0, 0, staged(0, 0))
+    counted = [d.outcome for d in job.staged(0, 0, staged(1, 0, finite=False)) if isinstance(d, Counted)]
+    assert counted == [Outcome.SKIPPED, Outcome.NON_FINITE]
 
 
 def test_the_clip_factor_is_of_the_norm_over_all_shards() -> None:

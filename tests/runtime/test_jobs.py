@@ -66,6 +66,23 @@ def test_rounded_gradients_are_those_of_the_plain_loop_though_a_worker_dies(job)
     assert any((expected[name] != value).any() for name, value in tiny.reference().items() if name.isdigit())
 
 
+def test_error_feedback_is_that_of_the_plain_loop_though_an_update_is_skipped(job) -> None:
+    """T4: a rank whose contribution was finite keeps its residual when another rank's was not."""
+    tiny = job(2, 2, wire={"gradients": "Int4", "error_feedback": True})
+    tiny.environment = {
+        "JAX_ENABLE_X64": "1",
+        "WIDTH": "600",
+        "WIRE": "Int4,Exact,feedback",
+        "STEPS": "6",
+        "NAN_AT": "3,1",
+    }
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0] * 4
+    expected = tiny.reference()
+    for worker in tiny.pods[2:]:
+        assert_same(tiny.params(worker), expected)
+
+
 def test_t4_model_state_and_random_keys_though_a_worker_and_a_server_die(job, tmp_path: Path) -> None:
     """T3, T4, T7: clipped, over two shards; a rollback; `load` has the same state."""
     uri = str(tmp_path / "checkpoints")

@@ -71,7 +71,7 @@ def batches(key):
         raise RuntimeError("the data is\ngone")
     hold(key)
     x = key.rng.normal(size=(int(os.environ.get("BATCH", "4")), 8))
-    bad = 0 <= NAN_FROM <= key.step and key.rank == 0
+    bad = (0 <= NAN_FROM <= key.step and key.rank == 0) or f"{key.step},{key.rank}" == os.environ.get("NAN_AT")
     return x, np.sin(x[:, :3]), np.asarray(np.nan if bad else 1.0)
 
 
@@ -119,7 +119,8 @@ def main() -> None:
     if "START_FROM" in os.environ:
         arguments["start_from"] = os.environ["START_FROM"]
     if "WIRE" in os.environ:
-        arguments["wire"] = backstay.Wire(*os.environ["WIRE"].split(","))
+        gradients, parameters, *feedback = os.environ["WIRE"].split(",")
+        arguments["wire"] = backstay.Wire(gradients, parameters, error_feedback=bool(feedback))
     if "LOCAL" in os.environ:
         arguments["local"] = backstay.LocalSteps(optimizer=OPTIMIZER, **json.loads(os.environ["LOCAL"]))
         arguments["optimizer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)

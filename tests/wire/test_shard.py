@@ -175,7 +175,7 @@ def test_skip_moves_the_version_and_nothing_else(kit: SimpleNamespace, make_shar
     incoming = shard.fill(kit.gid(0), np.nan)
     shard.runtime.deliver(kit.commit(0, [kit.gid(0)], skip=True))
     answer = shard.runtime.answer(incoming, 0, ALIVE)
-    assert answer.version == 1
+    assert (answer.version, answer.outcome) == (1, kit.reasons.SKIPPED)
     assert (answer.block(0) == 0.0).all()
     assert shard.engine.applied == []
 

@@ -11,7 +11,7 @@ import numpy as np
 from .._update._codecs import BlockWire, Encoded, seed_of
 from ._contribution import Contribution
 
-__all__ = ["Encoder"]
+__all__ = ["Encoder", "Sending"]
 
 
 class Encoder:
@@ -35,13 +35,13 @@ class Encoder:
         self._residuals: dict[tuple[int, int], Any] = {}
 
     @contextmanager
-    def sending(self, contribution: Contribution) -> Iterator[_Sending]:
+    def sending(self, contribution: Contribution) -> Iterator[Sending]:
         """The blocks of a contribution as they travel; the same bits each time they are read.
 
         The caller reports how the contribution ended, and the residuals follow. After an exception, or without a
         report, it is unknown whether the contribution was applied, and the residuals are dropped.
         """
-        sending = _Sending(self._wires, contribution, self._seed, self._residuals if self._feedback else None)
+        sending = Sending(self._wires, contribution, self._seed, self._residuals if self._feedback else None)
         kept: dict[tuple[int, int], Any] = {}
         try:
             yield sending
@@ -51,7 +51,7 @@ class Encoder:
                 self._residuals = kept
 
 
-class _Sending:
+class Sending:
     """One contribution while it is sent.
 
     Attributes:
@@ -100,7 +100,7 @@ class _EncodedBlocks(Sequence[Any]):
 
     def __init__(
         self,
-        sending: _Sending,
+        sending: Sending,
         shard: int,
         wires: Sequence[BlockWire],
         blocks: Sequence[np.ndarray],

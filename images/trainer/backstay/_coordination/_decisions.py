@@ -33,6 +33,7 @@ class Outcome(StrEnum):
 
     APPLIED = "applied"
     NON_FINITE = "non_finite"
+    SKIPPED = "skipped"  # another contribution to the same update is not finite
     LATE = "late"
     DUPLICATE = "duplicate"
     STALE = "stale"
@@ -52,6 +53,7 @@ OUTCOME_OF = {
     RejectReason.NOT_IN_WORLD: Outcome.NOT_IN_WORLD,
     RejectReason.ABANDONED: Outcome.ABANDONED,
     RejectReason.OUT_OF_ORDER: Outcome.OUT_OF_ORDER,
+    RejectReason.SKIPPED: Outcome.SKIPPED,
 }
 
 

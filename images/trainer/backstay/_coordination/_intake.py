@@ -114,9 +114,10 @@ class Intake:
     ) -> list[Counted]:
         """A decision uses these gradients, to make an update of `version`. Returns how each is counted."""
         counted = []
+        finite = Outcome.APPLIED if all(info.finite for info in infos) else Outcome.SKIPPED
         for contribution, info in zip(contributions, infos, strict=True):
             gradient = contribution.id
-            outcome = Outcome.APPLIED if info.finite else Outcome.NON_FINITE
+            outcome = finite if info.finite else Outcome.NON_FINITE
             counted.append(self._count(gradient, outcome, info, version - gradient.version))
         self.ledger.forget(contribution.id for contribution in contributions)
         return counted

@@ -28,7 +28,7 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
-from .._compute._encoding import Encoder
+from .._compute._encoding import Encoder, Sending
 from .._compute._placement import Placement
 from .._control import ControlClient, Heartbeats, News
 from .._coordination import Outcome, Rate
@@ -76,6 +76,19 @@ def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
         raise JobFailed.from_text(news.failed)
     if stop.asked.is_set():
         raise Stopped
+
+
+def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
+    """Report how a contribution ended, for its residuals.
+
+    Args:
+        outcome: what the servers answered; None: a server was lost before it answered.
+    """
+    if outcome == RejectReason.REJECT_UNSPECIFIED:
+        sending.applied()
+    elif outcome is not None and outcome != RejectReason.DUPLICATE:
+        # Of a duplicate it is unknown whether the one that was sent before is applied.
+        sending.dropped()
 
 
 class _Once:
@@ -261,10 +274,7 @@ class Worker:
         _instrument.reach("push", key_step)
         with self._encoder.sending(contribution) as sending:
             pulled, params, known = self._send(at, key_step, sending.blocks, info)
-            if known and pulled.outcome == RejectReason.REJECT_UNSPECIFIED and info().finite:
-                sending.applied()
-            elif known:
-                sending.dropped()
+            end_sending(sending, pulled.outcome if known else None)
         return pulled, params
 
     def _send(
@@ -319,7 +329,7 @@ class Worker:
         """Async: which batch is next."""
         if self._sync:
             return
-        if pulled.outcome == RejectReason.REJECT_UNSPECIFIED:
+        if pulled.outcome in {RejectReason.REJECT_UNSPECIFIED, RejectReason.SKIPPED}:
             self._key_step = key_step + 1
         elif pulled.outcome in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
             self._key_step = pulled.next_key_step

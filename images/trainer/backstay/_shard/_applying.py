@@ -189,6 +189,8 @@ class Applier:
             freed = [self._gradients.remove(gradient) for gradient in used]
             for gradient in used:
                 gradient.applied = version
+                if commit.skip:
+                    gradient.outcome = RejectReason.SKIPPED
             for gradient in self._gradients:
                 if gradient.complete and self._mode.used_up(gradient.id.version, version):
                     gradient.outcome = _LATE
