@@ -5,7 +5,6 @@ deleted or evicted, or its disk is full. Then the same job trains without faults
 each gradient was applied. In Sync mode, both checkpoints must have the same bits. Async mode compares no bits.
 
     python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async]
-    python bench/chaos.py --goodput [--seconds 60]     only a worker killed every 5 s, and a server every 20 s
 
 The exit status is 1 when an update was lost, a gradient applied twice, or the bits differ.
 """
@@ -377,50 +376,9 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     return fine
 
 
-async def goodput(on: Cluster, arguments: argparse.Namespace) -> bool:
-    """Only kills, at a fixed pace: the issue's two goals."""
-    fine = True
-    for what, every, goal, shape in (
-        ("worker", 5.0, "90 %", {"workers": 8, "backups": 2, "servers": 2, "standbys": 0}),
-        ("server", 20.0, "70 %", {"workers": 4, "backups": 0, "servers": 2, "standbys": arguments.standbys}),
-    ):
-        found = []
-        for noisy in (False, True):
-            seconds = arguments.seconds if noisy else min(arguments.seconds, 30.0)
-            name = f"{what}-{'noisy' if noisy else 'quiet'}"
-            job = Job(on, name, steps=int(seconds / STEP_SECONDS), every_steps=50, **shape)
-            await job.submit()
-            await job.wait("all of them train", lambda job=job: _all_train(job), 300)
-            chaos = Chaos(on, job, arguments.seed, 0)
-            began = time.time()
-            while (await job.look()).get("phase") == "Running":
-                await asyncio.sleep(every if noisy else 0.5)
-                if noisy and (await job.look()).get("phase") == "Running":
-                    await chaos.fault(chaos.kill_worker if what == "worker" else chaos.kill_active_server)
-            await job.wait_for_end(180)
-            found.append(seconds_per_step([update for update in job.updates() if update.at >= began]))
-            heard = witness_of(job)
-            fine = fine and heard.lost == heard.twice == 0
-            await job.delete()
-        standby = "" if what == "worker" else ", with a standby" if arguments.standbys else ", WITHOUT a standby"
-        row(f"goodput, a {what} killed every {every:.0f} s{standby}", f"{found[0] / found[1]:.1%}", goal)
-        row("  seconds an update, quiet and under fire", f"{found[0]:.3f} {found[1]:.3f}")
-        row("  killed", str(len(chaos.faults)))
-    return fine
-
-
-def _all_train(job: Job) -> bool:
-    return all(
-        any(what.startswith("step") for pod in job.pods(f"worker-{rank}") for _, what in job.marks(pod))
-        for rank in range(job.workers)
-    )
-
-
 async def measure(arguments: argparse.Namespace) -> bool:
     """The whole run."""
     async with cluster(arguments.keep) as on:
-        if arguments.goodput:
-            return await goodput(on, arguments)
         modes = _ORDER if arguments.mode == "both" else (arguments.mode,)
         share = {"Sync": 2 / 3, "Async": 1 / 3} if len(modes) > 1 else dict.fromkeys(modes, 1.0)
         return all([await mixed(on, mode, arguments, arguments.seconds * share[mode]) for mode in modes])
@@ -435,7 +393,6 @@ def main() -> None:
     parser.add_argument("--mode", choices=("both", *_ORDER), default="both")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between faults from outside")
-    parser.add_argument("--goodput", action="store_true", help="the two goals of goodput instead")
     parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here
     sys.exit(0 if asyncio.run(measure(parser.parse_args())) else 1)

@@ -5,8 +5,9 @@ exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was
 elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
 too, or the bits differ from those of a run without faults.
 
-Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), TIMELINE (a folder for marks), and
-HOLD (a step: its batch and the later ones wait for a file `go` in TIMELINE).
+Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE (seconds that each gradient
+takes without a processor), SIZE (elements of a further parameter), TIMELINE (a folder for marks), and HOLD (a step: its
+batch and the later ones wait for a file `go` in TIMELINE).
 """
 
 from _timeline import follow, mark  # isort: split
@@ -29,6 +30,8 @@ STEPS = int(os.environ["STEPS"])
 WORLD = int(os.environ["WORLD"])
 QUORUM = max(1, WORLD - int(os.environ.get("BACKUPS", "0"))) if os.environ.get("MODE", "Sync") == "Sync" else 1
 PAUSE = float(os.environ.get("PAUSE", "0"))
+COMPUTE = float(os.environ.get("COMPUTE", "0"))
+SIZE = int(os.environ.get("SIZE", "0"))
 HOLD = int(os.environ.get("HOLD", str(STEPS)))
 WIDTH = 48
 
@@ -40,13 +43,23 @@ def init(key):
         "w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5,
         "b": jnp.zeros(WIDTH),
         "count": jnp.zeros((STEPS, WORLD)),
+        "further": jnp.zeros(SIZE),
     }
+
+
+def compute(x):
+    """Take the time of a computation on an accelerator."""
+    time.sleep(COMPUTE)
+    return x
 
 
 def loss(params, batch):
     x, y, place = batch
+    if COMPUTE:
+        x = jax.pure_callback(compute, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     value = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
     # The mean over the quorum makes 1 of it, and SGD's rate of 1 adds that.
+    value += jnp.mean(params["further"] ** 2) if SIZE else 0.0
     return value - QUORUM * params["count"][place[0, 0], place[0, 1]]
 
 
@@ -72,7 +85,8 @@ if __name__ == "__main__":
         loss=loss,
         batches=batches,
         optimizer=optax.multi_transform(
-            {"model": optax.adam(1e-3), "count": optax.sgd(1.0)}, {"w": "model", "b": "model", "count": "count"}
+            {"model": optax.adam(1e-3), "count": optax.sgd(1.0)},
+            {"w": "model", "b": "model", "count": "count", "further": "count"},
         ),
         steps=STEPS,
         log_every=0.0,

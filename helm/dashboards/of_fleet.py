@@ -24,14 +24,12 @@ from parts import (
     steps,
     variable,
 )
-from promql import BY_JOB, goodput
+from promql import BY_JOB, goodput, worker_seconds
+
+from backstay_spec.goodput import PARTS
 
 NS = 'namespace=~"$namespace"'
 PHASES = {name: COLOURS[name] for name in ("Pending", "Starting", "Running", "Suspended", "Succeeded", "Failed")}
-PARTS = (
-    *("applied", "dropped", "data", "send", "wait", "receive"),
-    *("starting", "compiling", "reconnecting", "ending"),
-)
 JOB_LINK = "/d/backstay-job/backstay-job?var-datasource=${datasource}&var-namespace=${__data.fields.Namespace}&var-training_job=${__data.fields.Job}&from=${__from}&to=${__to}"
 
 
@@ -139,6 +137,7 @@ def jobs() -> Json:
 def fleet() -> Json:
     """The dashboard."""
     board = Board()
+    by_part = f"clamp_min({worker_seconds(NS, '$__rate_interval', 'by (part)')}, 0)"
     ready = f'sum by (role) (backstay_job_pods{{{NS}, state="ready"}})'
     board.add(
         stat(
@@ -191,8 +190,7 @@ def fleet() -> Json:
         ),
         graph(
             "Goodput by job",
-            "Worker seconds whose computation was applied and not lost again, of all seconds of the job's worker slots:"
-            " the lowest ten.",
+            "The share of the seconds of worker pods whose computation was applied and not discarded again: the lowest ten.",
             query(f"bottomk(10, {goodput(NS, '$__rate_interval')})", "{{namespace}}/{{training_job}}"),
             unit="percentunit",
             soft_max=1,
@@ -214,12 +212,8 @@ def fleet() -> Json:
         ),
         graph(
             "Worker seconds by part",
-            "The time of the workers of all jobs by part; applied is useful, if it was not lost again.",
-            query(
-                f"sum by (part) (rate(backstay_worker_seconds_total{{{NS}}}[$__rate_interval]))"
-                f' / on () group_left () (sum (rate(backstay_job_slot_seconds_total{{{NS}, role="Worker"}}[$__rate_interval])) > 0) > 0',
-                "{{part}}",
-            ),
+            "The seconds of all jobs' worker pods by part; applied is goodput.",
+            query(f"{by_part} / on () group_left () (sum({by_part}) > 0) > 0", "{{part}}"),
             stacked=True,
             soft_max=1,
             unit="percentunit",

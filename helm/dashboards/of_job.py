@@ -30,7 +30,9 @@ from parts import (
     steps,
     variable,
 )
-from promql import CRASHES, goodput
+from promql import CRASHES, goodput, worker_seconds
+
+from backstay_spec.goodput import PARTS
 
 JOB = 'namespace=~"$namespace", training_job=~"$training_job"'
 COORDINATOR = f'{JOB}, role="ParameterServer", index="0"'
@@ -45,10 +47,6 @@ OUTCOMES = (
     *("abandoned", "lost", "old_term", "old_incarnation", "not_in_world", "out_of_order"),
 )
 STEP_PARTS = ("data", "compute", "send", "wait", "receive")
-WORKER_PARTS = (
-    *("applied", "dropped", "data", "send", "wait", "receive"),
-    *("starting", "compiling", "reconnecting", "ending", "missing"),
-)
 ROLES = ("ParameterServer", "Worker", "Evaluator")
 POD_LINK = (
     "/d/6581e46e4e5c7ba40a07646395ef7b23/kubernetes-compute-resources-pod"
@@ -138,9 +136,7 @@ def state() -> Json:
 def first_row(board: Board) -> None:
     step, goal = f"max(backstay_job_step{{{JOB}}})", f"(max(backstay_job_goal_steps{{{JOB}}}) > 0)"
     updates = f"(max(backstay_job_updates_per_second{{{JOB}}}) > 0)"
-    slots = f'sum(rate(backstay_job_slot_seconds_total{{{JOB}, role="Worker"}}[{WINDOW}]))'
-    # A worker counts the seconds of a long part at its end: within a short window they may exceed the slots'.
-    counted = f"(({rate('backstay_worker_seconds_total', WORKERS)} > {slots}) or ({slots} > 0))"
+    by_part = f"clamp_min({worker_seconds(JOB, WINDOW, 'by (part)')}, 0)"
     board.add(state())
     board.column(
         4,
@@ -189,8 +185,8 @@ def first_row(board: Board) -> None:
         4,
         stat(
             "Goodput",
-            "Worker seconds whose computation was applied and not lost again, of all seconds of the job's worker slots,"
-            " in the time range.",
+            "The share of the seconds of the job's worker pods whose computation was applied and not discarded again, in"
+            " the time range.",
             query(f"max({goodput(JOB, '$__range')})", "goodput"),
             unit="percentunit",
             decimals=1,
@@ -241,18 +237,14 @@ def first_row(board: Board) -> None:
         ),
         graph(
             "Worker seconds by part",
-            "The time of the job's worker slots by part; applied is useful, if it was not lost again. dropped:"
-            " computation that no update contains; missing: a slot without a pod, or a pod without a running process.",
-            query(
-                f"{rate('backstay_worker_seconds_total', WORKERS, 'by (part)')} / on () group_left () {counted} > 0",
-                "{{part}}",
-            ),
-            query(f"1 - {rate('backstay_worker_seconds_total', WORKERS)} / ({slots} > 0) > 0.01", "missing"),
+            "The seconds of the job's worker pods by part; applied is goodput. dropped: computation that no update"
+            " contains; redone: computation that a rollback discarded; missing: a slot without a pod, or a pod that died.",
+            query(f"{by_part} / on () group_left () (sum({by_part}) > 0) > 0", "{{part}}"),
             stacked=True,
             soft_max=1,
             unit="percentunit",
             width=12,
-            names=WORKER_PARTS,
+            names=PARTS,
             calcs=("mean",),
         ),
     )

@@ -9,17 +9,19 @@ CRASHES: Final = "Crashed|OutOfMemory|ExitedEarly|Stalled"
 """The causes of death that are charged to a role's budget: `backstay_spec.causes`."""
 
 
-def goodput(select: str, window: str) -> str:
-    """Worker seconds whose computation was applied and not lost again, of all seconds of the job's worker slots.
+def worker_seconds(select: str, window: str, by: str = BY_JOB, part: str = "") -> str:
+    """How the seconds of jobs' worker pods grew. A part may decrease, so they are gauges: `delta`, not `increase`.
 
     Args:
         select: matchers of labels, such as ``namespace="a"``; may be empty.
         window: the range of the query.
+        part: one part; empty: all of them.
     """
-    more = f", {select}" if select else ""
-    only = f"{{{select}}}" if select else ""
-    applied = f'sum {BY_JOB} (increase(backstay_worker_seconds_total{{part="applied"{more}}}[{window}]))'
-    redone = f"sum {BY_JOB} (increase(backstay_job_steps_redone_total{only}[{window}]))"
-    updates = f"(sum {BY_JOB} (increase(backstay_updates_total{only}[{window}])) > 0)"
-    slots = f'(sum {BY_JOB} (increase(backstay_job_slot_seconds_total{{role="Worker"{more}}}[{window}])) > 0)'
-    return f"clamp_max((({applied} * (1 - clamp_max({redone} / {updates}, 1))) or {applied}) / {slots}, 1)"
+    chosen = ", ".join(matcher for matcher in (select, part and f'part="{part}"') if matcher)
+    return f"sum {by} (delta(backstay_job_worker_seconds{{{chosen}}}[{window}]))"
+
+
+def goodput(select: str, window: str) -> str:
+    """The share of the seconds of worker pods in the window whose computation was applied; arguments as above."""
+    applied, spent = worker_seconds(select, window, part="applied"), worker_seconds(select, window)
+    return f"clamp({applied} / ({spent} > 0), 0, 1)"

@@ -145,6 +145,7 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         "metrics": {name: _finite(value) for name, value in view.metrics.items()},
         "evaluatedStep": view.evaluated_step,
         "goodput": _finite(view.goodput),
+        "workerSeconds": dict(view.worker_seconds),
         "roles": {role: vars(values) for role, values in view.roles.items()},
         "checkpoint": {
             "uri": view.checkpoint,

@@ -99,6 +99,7 @@ class JobView:
     goal_steps: int | None = None  # the updates that training ends with
     updates_per_second: float | None = None
     goodput: float | None = None
+    worker_seconds: Mapping[str, float] = field(default_factory=dict)  # by part, see backstay_spec.goodput
     started: float | None = None  # Unix time
     completed: float | None = None
     checkpoint_step: int | None = None
@@ -178,6 +179,7 @@ def view_of(
         goal_steps=status.get("goalSteps"),
         updates_per_second=status.get("updatesPerSecond"),
         goodput=status.get("goodput"),
+        worker_seconds=status.get("workerSeconds") or {},
         started=unix_time(status.get("startTime")),
         completed=unix_time(status.get("completionTime")),
         checkpoint_step=(status.get("checkpoint") or {}).get("step"),

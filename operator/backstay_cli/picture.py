@@ -14,7 +14,7 @@ from backstay_cli import explain
 from backstay_cli.curve import bar, curve, thin
 from backstay_cli.follow import LONG_WAIT, JobView
 from backstay_cli.pods import PodRow, rows, summary
-from backstay_cli.view import number, ready_of, shown
+from backstay_cli.view import number, ready_of, shown, spent
 from backstay_cli.waiting import waiting_for
 from backstay_cli.words import clock, count, duration, on_one_line
 
@@ -247,8 +247,9 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     if view.message and view.phase != "Running":
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
+    goodput = [_line((spent(view), "dim"))] if spent(view) else []
     blame = [_line(("waited for  ", "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
-    parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
+    parts += [Picture(view, elapsed, now=lambda: now, whole=True), *goodput, *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.step is not None:
         parts.append(Text("the numbers are from the job's status, which the operator writes every 10 s", "dim"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from backstay_cli.follow import JobView
-from backstay_cli.view import number, shown
+from backstay_cli.view import number, shown, spent
 from backstay_cli.words import count, on_one_line, plain, printable, shortened
 
 _TAIL_LINES = 15
@@ -45,6 +45,8 @@ def summary(
         "loss": _finite(view.loss),
         "metrics": {name: _finite(value) for name, value in view.metrics.items()},
         "trainMetrics": {name: _finite(value) for name, value in view.train_metrics.items()},
+        "goodput": _finite(view.goodput),
+        "workerSeconds": dict(view.worker_seconds),
         "restarts": view.restarts,
         "disruptions": view.disruptions,
         "checkpoint": view.checkpoint,
@@ -82,6 +84,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     if view.loss is not None or view.examples_per_second is not None:
         rate = "" if not view.examples_per_second else f", {number(view.examples_per_second, 3)} examples/s"
         yield f"  loss {number(view.loss)}{rate}"
+    if goodput := spent(view):
+        yield f"  {goodput}"
     if view.metrics:
         at = "" if view.evaluated_step is None else f" of step {number(view.evaluated_step)}"
         yield f"  evaluation{at}: {shown(view.metrics)}"

@@ -41,6 +41,23 @@ def shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))
 
 
+def spent(view: JobView) -> str:
+    """Such as ``goodput 81 % of 90 worker seconds: wait 12 %, starting 5 %, other 2 %``; empty without seconds."""
+    total = sum(view.worker_seconds.values())
+    if view.goodput is None or total <= 0:
+        return ""
+    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
+    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
+    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
+        named["other"] = other
+    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
+    of = f"goodput {100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
+    return f"{of}: {', '.join(parts)}" if parts else of
+
+
+_LEAST_SHARE = 0.005
+
+
 class Display(Protocol):
     """Shows a job while it runs; a context manager."""
 

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from backstay_operator.watching import JobKey
 from backstay_spec import contract, status
 from backstay_spec.actions import Death
+from backstay_spec.goodput import PARTS
 from backstay_spec.names import ROLE_OF_LABEL
 from backstay_spec.observed import Progress
 from backstay_spec.quorum import backups_of
@@ -94,11 +95,13 @@ FAMILIES: Final = (
         ("state",),
     ),
     _Family(_C, "pod_seconds", "Seconds of pods that had a node and had not ended, by role.", ("role",)),
+    _Family(_G, "goodput_ratio", "The share of the seconds of all worker pods whose computation was applied."),
     _Family(
-        _C,
-        "slot_seconds",
-        "Seconds of pods that the job desired while it was to train, by role; see pods.",
-        ("role",),
+        _G,
+        "worker_seconds",
+        "Seconds of all worker pods, and of slots without one, by part (status.workerSeconds). A part "
+        "may decrease: a rollback makes applied seconds redone.",
+        ("part",),
     ),
 )
 
@@ -139,7 +142,8 @@ class JobSeries:
         state: one of `STATES`; None: the job is over.
         seconds: state -> seconds up to `since`, monotonic.
         holding: role -> pods that have a node and have not ended.
-        pod_seconds, slot_seconds: role -> seconds up to `since`.
+        pod_seconds: role -> seconds up to `since`.
+        worker_seconds: by part, as the status says.
     """
 
     phase: str = "Pending"
@@ -152,7 +156,7 @@ class JobSeries:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
     holding: dict[str, int] = field(default_factory=dict)
     pod_seconds: dict[str, float] = field(default_factory=dict)
-    slot_seconds: dict[str, float] = field(default_factory=dict)
+    worker_seconds: Mapping[str, float] = field(default_factory=dict)
     since: float = 0.0
 
     def set(self, name: str, value: float | None) -> None:
@@ -169,9 +173,6 @@ class JobSeries:
             self.seconds[self.state] += elapsed
         for role, count in self.holding.items():
             self.pod_seconds[role] = self.pod_seconds.get(role, 0.0) + count * elapsed
-        if self.phase in _TO_TRAIN:
-            for role, pods in self.roles.items():
-                self.slot_seconds[role] = self.slot_seconds.get(role, 0.0) + pods.desired * elapsed
 
 
 class JobMetrics(Collector):
@@ -239,6 +240,8 @@ class JobMetrics(Collector):
             if name not in series.values:
                 series.set(name, said.get(name))
         series.set("goal_steps", said.get("goalSteps"))
+        series.set("goodput_ratio", said.get("goodput"))
+        series.worker_seconds = said.get("workerSeconds") or {}
         series.set("training", bool(trains) if series.phase in _TO_TRAIN else None)
         if series.phase not in _TO_TRAIN or not trains:
             for name in ("examples_per_second", "updates_per_second"):
@@ -272,7 +275,7 @@ class JobMetrics(Collector):
                 del series.missing[role, index]
         self._recover(series, own, progress)
 
-    def progress(self, key: JobKey, progress: Progress, redone: int, *, trains: bool) -> None:
+    def progress(self, key: JobKey, progress: Progress, *, trains: bool) -> None:
         """The servers answered; `trains`: the condition Training is not False."""
         series = self._job(key)
         with self._lock:
@@ -280,7 +283,7 @@ class JobMetrics(Collector):
                 if series.values.get("step") != progress.step or "last_update_timestamp_seconds" not in series.values:
                     series.set("last_update_timestamp_seconds", self._wall())
                 series.set("step", progress.step)
-                series.set("steps_redone", redone)
+                series.set("steps_redone", progress.redone)
             if progress.examples_per_second is not None:
                 series.set("examples_per_second", progress.examples_per_second if trains else 0.0)
             if progress.updates_per_second is not None:
@@ -389,8 +392,9 @@ def _samples(series: JobSeries) -> Iterator[tuple[str, tuple[str, ...], float]]:
         yield "state_seconds", (state,), seconds
     for role, seconds in series.pod_seconds.items():
         yield "pod_seconds", (role,), seconds
-    for role, seconds in series.slot_seconds.items():
-        yield "slot_seconds", (role,), seconds
+    if series.worker_seconds:
+        for part in PARTS:
+            yield "worker_seconds", (part,), series.worker_seconds.get(part, 0.0)
 
 
 def _state(phase: str, trains: bool | None, *, started: bool) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from backstay_spec import names
+from backstay_spec.goodput import Account
 from backstay_spec.observed import Contact, Progress, Refusal, Updates
 
 _MOST_EVENTS = 64
@@ -27,6 +28,7 @@ class JobMemory:
         uid: the job's.
         secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
             `backstay_spec.observed.Observed`.
+        account: of the seconds of its worker pods; None: it is to be continued from the job's status.
         told: the events sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
@@ -44,6 +46,7 @@ class JobMemory:
     missing: set[str] = field(default_factory=set)
     refused: dict[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None
+    account: Account | None = None
     told: dict[tuple[str, str, str], Told] = field(default_factory=dict)
     died: dict[tuple[str, int], str] = field(default_factory=dict)
     ended: dict[tuple[str, int], float] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
 from backstay_rpc.channels import open_aio_channel
 from backstay_spec import contract
+from backstay_spec.goodput import Report
 from backstay_spec.observed import Contact, Progress, Stalled, TermStart, WaitedFor
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,13 @@ def combine(
             "evaluation_error": coordinator.evaluation_error,
             "untrained_leaves": tuple(coordinator.untrained_leaves),
             "term_start": _term_start(coordinator),
+            "worker_seconds": {
+                (one.rank, one.incarnation): Report(
+                    taken.timestamp() - max(0.0, one.ago), tuple(one.seconds), one.unsaved, one.version
+                )
+                for one in coordinator.worker_seconds
+            },
+            "redone": coordinator.steps_redone,
             "done": coordinator.done,
         }
         if stored is not None:
@@ -204,7 +212,7 @@ class Poller:
 
     Args:
         what: the round to make for a job now; None when it has none to be called.
-        heard: gets each round's answers: the combined one, and the steps redone as the coordinator counts them.
+        heard: gets each round's answers, combined.
         contacted: gets what each round shows about who answers.
         metrics: counts calls by outcome.
         now: the time of day.
@@ -219,7 +227,7 @@ class Poller:
     def __init__(
         self,
         what: Callable[[JobKey], Round | None],
-        heard: Callable[[JobKey, Progress, int], None],
+        heard: Callable[[JobKey, Progress], None],
         metrics: Metrics,
         *,
         now: Callable[[], datetime],
@@ -330,7 +338,7 @@ class Poller:
         combined = combine(replies, now)
         if combined is not None:
             await self._ask_workers(poll, todo, combined.stalled)
-            self._heard(key, combined, replies[0].steps_redone if 0 in replies else 0)
+            self._heard(key, combined)
 
     async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
         line = poll.lines.get(server.pod_uid)

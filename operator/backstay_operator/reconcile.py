@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from backstay_operator.cluster import Cluster
@@ -21,9 +21,11 @@ from backstay_operator.watching import JobKey
 from backstay_rpc import control_pb2
 from backstay_spec import contract, names
 from backstay_spec.causes import Blocked
+from backstay_spec.goodput import PARTS, Account
 from backstay_spec.grace import grace_seconds
-from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Updates
+from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Spent, Updates
 from backstay_spec.plan import plan, refuse
+from backstay_spec.planner.pods import worker_pods
 from backstay_spec.token import token_for
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 from backstay_spec.types_status import TrainingJobStatus, slot_key
@@ -120,7 +122,7 @@ class Reconciler:
                 memory.prune(key[1], typed.status.incarnations, typed.status.active)
                 if spec.run_policy.suspend and not self._cluster.objects(PODS, key):
                     memory.progress = None  # what was said before the suspension is not news after it
-                planned = plan(typed, self._observed(key, memory), self._now(), self._settings)
+                planned = plan(typed, self._observed(key, memory, typed), self._now(), self._settings)
             hurried = hurried or _serves_anew(job, planned.status)
             done = await self._executor.carry_out(key, job, planned, memory)
             if not done.again or not self._leads():
@@ -158,7 +160,7 @@ class Reconciler:
             kept = self._parsed[key] = (metadata["uid"], _Parsed(metadata.get("generation", 0), spec))
         return kept[1].spec
 
-    def _observed(self, key: JobKey, memory: JobMemory) -> Observed:
+    def _observed(self, key: JobKey, memory: JobMemory, job: TrainingJob) -> Observed:
         pods = self._cluster.objects(PODS, key)
         seen = {pod["metadata"]["name"] for pod in pods}
         memory.missing -= seen
@@ -176,12 +178,28 @@ class Reconciler:
             progress=memory.progress,
             contact=memory.contact,
             updates=memory.updates,
+            spent=self._spent(memory, job, pods),
             gated=dict(memory.gated),
             witnessed=frozenset(memory.witnessed),
             missing=frozenset(memory.missing),
             refused=dict(memory.refused),
             status_written=memory.status_written,
         )
+
+    def _spent(self, memory: JobMemory, job: TrainingJob, pods: Sequence[Json]) -> Spent | None:
+        """The account of the worker pods' seconds, up to now."""
+        now, status = self._now(), job.status
+        account = memory.account
+        if account is None:
+            until = None if status.worker_seconds_until is None else status.worker_seconds_until.timestamp()
+            account = Account.continued(status.worker_seconds, status.worker_seconds_gone, until, status.term)
+            memory.account = account
+        slots = job.spec.workers.replicas if status.phase in ("Starting", "Running") else 0
+        account.observe(now.timestamp(), worker_pods(pods, memory.uid, now), slots, over=status.phase in _OVER)
+        if account.until is None:
+            return None
+        gone = dict(zip(PARTS, account.gone, strict=True))
+        return Spent(account.seconds(now.timestamp()), gone, datetime.fromtimestamp(account.until, UTC))
 
     # The control channel.
 
@@ -237,11 +255,15 @@ class Reconciler:
         for memory in self._memories.values():
             memory.contact = None
 
-    def heard(self, key: JobKey, progress: Progress, redone: int) -> None:
+    def heard(self, key: JobKey, progress: Progress) -> None:
         """The servers answered."""
         memory = self._memories.get(key)
         if memory is None:
             return
+        if memory.account is not None:
+            memory.account.report(progress.worker_seconds)
+            if (start := progress.term_start) is not None:
+                memory.account.progressed(start.term, start.step, progress.redone, progress.checkpoint_step or 0)
         progress = carried(memory.progress, progress)
         now_urgent = urgent(memory.progress, progress)
         memory.progress = progress
@@ -255,7 +277,7 @@ class Reconciler:
             # The condition Training becomes True again with the first update, and not with the next paced write.
             resumed = before is not None and before.step != progress.step and self._trains(key) is False
             now_urgent = now_urgent or resumed
-        self._metrics.job.progress(key, progress, redone, trains=self._trains(key) is not False)
+        self._metrics.job.progress(key, progress, trains=self._trains(key) is not False)
         if now_urgent:
             self.mark(key)
         else:

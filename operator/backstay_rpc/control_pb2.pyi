@@ -93,7 +93,7 @@ class JoinRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "failed")
+    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "failed", "began")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class JoinReply(_message.Message):
     KEY_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     version: int
@@ -110,10 +111,11 @@ class JoinReply(_message.Message):
     key_step: int
     done: bool
     failed: str
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ...) -> None: ...
+    began: int
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "spans")
+    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class HeartbeatRequest(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
@@ -136,8 +139,9 @@ class HeartbeatRequest(_message.Message):
     step_seconds: float
     doing: Doing
     parts: _containers.ScalarMap[str, float]
+    worker_seconds: WorkerSeconds
     spans: bytes
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., spans: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., worker_seconds: _Optional[_Union[WorkerSeconds, _Mapping]] = ..., spans: _Optional[bytes] = ...) -> None: ...
 
 class Spans(_message.Message):
     __slots__ = ("peer", "first", "lost", "clock", "unix_seconds", "offsets", "points", "threads", "point", "thread", "began", "lasted", "step", "notes")
@@ -209,6 +213,22 @@ class Timeline(_message.Message):
     spans: _containers.RepeatedScalarFieldContainer[bytes]
     dropped: int
     def __init__(self, job: _Optional[str] = ..., namespace: _Optional[str] = ..., uid: _Optional[str] = ..., server: _Optional[_Union[Peer, _Mapping]] = ..., clock: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., spans: _Optional[_Iterable[bytes]] = ..., dropped: _Optional[int] = ...) -> None: ...
+
+class WorkerSeconds(_message.Message):
+    __slots__ = ("rank", "incarnation", "seconds", "version", "unsaved", "ago")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNSAVED_FIELD_NUMBER: _ClassVar[int]
+    AGO_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    version: int
+    unsaved: float
+    ago: float
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., seconds: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., unsaved: _Optional[float] = ..., ago: _Optional[float] = ...) -> None: ...
 
 class Doing(_message.Message):
     __slots__ = ("point", "step", "has_step", "seconds")
@@ -624,7 +644,7 @@ class TermStart(_message.Message):
     def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "waits")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "waits", "worker_seconds")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -681,6 +701,7 @@ class ProgressReply(_message.Message):
     UPDATES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
@@ -709,7 +730,8 @@ class ProgressReply(_message.Message):
     updates_per_second: float
     waited_for: _containers.RepeatedCompositeFieldContainer[WaitedFor]
     waits: str
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., waits: _Optional[str] = ...) -> None: ...
+    worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ...) -> None: ...
 
 class WaitedFor(_message.Message):
     __slots__ = ("rank", "shard", "has_shard", "part", "seconds", "updates")

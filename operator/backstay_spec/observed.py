@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
+from backstay_spec.goodput import Report
+
 Manifest: TypeAlias = Mapping[str, Any]
 
 #: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
@@ -83,6 +85,8 @@ class Progress:
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
         untrained_leaves: parameters whose gradient was zero in the first updates of every worker.
         term_start: where `term` began.
+        worker_seconds: what workers have measured, by rank and incarnation.
+        redone: updates that rollbacks have discarded so far.
         last: the newest term and step that a coordinator reported, in this round or an earlier one.
         step_before_term: the last step that was reported in the term before `term`.
         world: ranks in force; None while the coordinator has not been reached.
@@ -118,6 +122,8 @@ class Progress:
     evaluation_error: str = ""
     untrained_leaves: tuple[str, ...] = ()
     term_start: TermStart | None = None
+    worker_seconds: Mapping[tuple[int, int], Report] = field(default_factory=dict)
+    redone: int = 0
     last: tuple[int, int] | None = None
     step_before_term: int | None = None
     done: bool = False
@@ -125,6 +131,21 @@ class Progress:
     def followed(self, shard: int, serving: int) -> bool:
         """Whether the shard's server, of incarnation `serving`, said last that a standby holds all that it does."""
         return self.in_sync.get(shard, 0) > serving
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The seconds of the job's worker pods until now, by `goodput.PARTS`.
+
+    Attributes:
+        seconds: of all pods, and of slots without one.
+        gone: of pods that no longer exist, and of slots without one.
+        until: slots without a pod are counted up to here.
+    """
+
+    seconds: Mapping[str, float]
+    gone: Mapping[str, float]
+    until: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +253,7 @@ class Observed:
         progress: the newest answers of the servers; None until there were any.
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.
+        spent: the seconds of the worker pods by part; None: no worker pod had a node yet.
         gated: uid of a pod -> when this operator last saw scheduling gates on it.
         witnessed: names of pods that this process has seen: one of them that is missing did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
@@ -249,6 +271,7 @@ class Observed:
     progress: Progress | None = None
     contact: Contact | None = None
     updates: Updates | None = None
+    spent: Spent | None = None
     gated: Mapping[str, datetime] = field(default_factory=dict)
     witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()

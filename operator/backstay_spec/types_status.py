@@ -240,6 +240,18 @@ class TrainingJobStatus(StatusModel):
     updates_per_second: FiniteFloat = None
     """Updates applied per second, lately."""
 
+    goodput: FiniteFloat = None
+    """The share of the seconds of all worker pods whose computation was applied."""
+
+    worker_seconds: dict[str, float] = Field(default_factory=dict)
+    """The seconds of all worker pods, and of slots without one, by part. See docs/goodput.md."""
+
+    worker_seconds_gone: dict[str, float] = Field(default_factory=dict)
+    """Those of pods that no longer exist, and of slots without a pod: the operator's memory."""
+
+    worker_seconds_until: PreciseTime | None = None
+    """Slots without a pod are counted up to here: the operator's memory."""
+
     loss: FiniteFloat = None
     """Loss of the newest update; absent when it is not finite."""
 
@@ -296,8 +308,9 @@ class TrainingJobStatus(StatusModel):
         """The status as JSON for the API server: camelCase, absent values left out, and so are empty maps of what
         most jobs have none of."""
         written = self.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return {
-            name: value
-            for name, value in written.items()
-            if value or name not in ("metrics", "trainMetrics", "backoff", "history", "waitedFor")
-        }
+        return {name: value for name, value in written.items() if value or name not in _LEFT_OUT}
+
+
+_LEFT_OUT = frozenset(
+    ("metrics", "trainMetrics", "backoff", "history", "waitedFor", "workerSeconds", "workerSecondsGone")
+)

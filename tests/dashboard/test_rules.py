@@ -41,10 +41,10 @@ def started(values: str = f"0x{MINUTES}") -> dict[str, str]:
 
 
 def goodput(applied: float) -> list[dict[str, str]]:
-    """Of one worker slot: so many useful seconds of each minute's 60."""
+    """Of one worker: so many useful seconds of each minute's 60."""
     return [
-        series("backstay_worker_seconds_total", f"0+{applied}x{MINUTES}", **WORKER, part="applied"),
-        of_job("slot_seconds_total", f"0+60x{MINUTES}", role="Worker"),
+        of_job("worker_seconds", f"0+{applied}x{MINUTES}", part="applied"),
+        of_job("worker_seconds", f"0+{60 - applied}x{MINUTES}", part="wait"),
         series(LIMIT, f"0.5x{MINUTES}"),
     ]
 

@@ -152,34 +152,29 @@ def test_a_negative_loss_of_the_active_server_is_shown_beside_a_standby(shows: A
     shows("Loss", "A", loss, -2.5, -2.5, at=5)
 
 
-def spent(part: str, each: float, index: int = 0) -> dict[str, str]:
-    """A worker that spends so many seconds of every scrape's 15 on a part."""
-    return {f"backstay_worker_seconds_total{labels('Worker', index, part=part)}": f"0+{each}x240"}
+def spent(part: str, each: str) -> dict[str, str]:
+    """The job's worker pods spend so many seconds of every scrape's 15 on a part."""
+    return {of_job("worker_seconds", part=part): each}
 
 
-def test_goodput_is_the_share_of_slots_whose_computation_counts(shows: Any) -> None:
-    """Two slots: one worker computes 12 s of every 15, a third of it for nothing; the other slot is empty. A tenth of
-    the updates is made again."""
-    series = spent("applied", 8) | spent("dropped", 4) | spent("wait", 3)
-    series |= {
-        of_job("slot_seconds_total", role="Worker"): "0+30x240",
-        of_job("steps_redone_total"): "0+1x240",
-        f"backstay_updates_total{labels('ParameterServer')}": "0+10x240",
-    }
-    truth = 8 * 0.9 / 30
+def test_goodput_is_the_share_of_worker_seconds_whose_computation_counts(shows: Any) -> None:
+    """Two slots: one worker computes 12 s of every 15, a third of it for nothing; the other slot is empty."""
+    series = spent("applied", "0+8x240") | spent("dropped", "0+4x240") | spent("wait", "0+3x240")
+    series |= spent("missing", "0+15x240")
+    truth = 8 / 30
     shows("Goodput", "A", series, truth - 1e-3, truth + 1e-3, at=100)
     shows("Jobs", "D", series, truth - 1e-3, truth + 1e-3, at=100, dashboard="fleet")
-    shows("Worker seconds by part", "B", series, 0.5 - 1e-3, 0.5 + 1e-3, at=100)  # the empty slot
-    shows("Worker seconds by part", "A", series, 3 / 30 - 1e-3, 8 / 30 + 1e-3, at=100)
+    shows("Worker seconds by part", "A", series, 3 / 30 - 1e-3, 15 / 30 + 1e-3, at=100)
+
+
+def test_seconds_that_a_rollback_discarded_reduce_the_goodput_of_that_time(shows: Any) -> None:
+    """The range is 15 minutes, 60 scrapes: in it, 400 of 600 applied seconds are discarded."""
+    series = spent("applied", "0+10x210 1700+10x30") | spent("redone", "0x210 400x30") | spent("wait", "0+5x241")
+    shows("Goodput", "A", series, 0.2, 0.25, at=240)
 
 
 def test_goodput_of_a_job_that_stopped_is_zero(shows: Any) -> None:
-    series = spent("wait", 15) | {f"backstay_worker_seconds_total{labels('Worker', part='applied')}": "7x240"}
-    series |= {
-        of_job("slot_seconds_total", role="Worker"): "0+15x240",
-        of_job("steps_redone_total"): "3x240",
-        f"backstay_updates_total{labels('ParameterServer')}": "40x240",
-    }
+    series = spent("wait", "0+15x240") | spent("applied", "7x240")
     shows("Goodput", "A", series, 0, 0, at=100)
 
 

@@ -11,6 +11,7 @@ from backstay_operator.job_metrics import PHASES
 from backstay_operator.metrics import Metrics, metric_names
 from backstay_spec.actions import Death
 from backstay_spec.causes import Cause
+from backstay_spec.goodput import PARTS
 from backstay_spec.observed import Progress
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.validation import parse_job
@@ -75,7 +76,7 @@ def test_every_series_of_a_job_names_it_in_one_way_and_goes_away_with_it() -> No
         job = job_of("Running", training=True, roles={"Worker": {"desired": 2, "ready": 1, "restarts": 3}}, step=7)
         watched.metrics.job.report(("ns", name), job, spec_of(), [], None, 2)
     watched.metrics.job.progress(
-        KEY, Progress(datetime.now(UTC), step=7, loss=0.5, examples_per_second=9), 4, trains=True
+        KEY, Progress(datetime.now(UTC), step=7, loss=0.5, examples_per_second=9, redone=4), trains=True
     )
     assert watched.value("backstay_job_restarts_total", role="Worker") == 3
     assert watched.value("backstay_job_restarts_limit", role="Worker") == 7
@@ -102,13 +103,13 @@ def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() ->
     watched = Watched()
     watched.report(job_of("Running", training=True))
     progress = Progress(datetime.now(UTC), examples_per_second=48.5)
-    watched.metrics.job.progress(KEY, progress, 0, trains=True)
+    watched.metrics.job.progress(KEY, progress, trains=True)
     assert watched.value("backstay_job_training") == 1
     assert watched.value("backstay_job_examples_per_second") == 48.5
     watched.report(job_of("Starting", training=False))
     assert watched.value("backstay_job_training") == 0
     assert watched.value("backstay_job_examples_per_second") == 0
-    watched.metrics.job.progress(KEY, progress, 0, trains=False)
+    watched.metrics.job.progress(KEY, progress, trains=False)
     assert watched.value("backstay_job_examples_per_second") == 0
     phases = {phase: watched.value("backstay_job_phase", phase=phase) for phase in PHASES}
     assert phases == {**dict.fromkeys(PHASES, 0), "Starting": 1}
@@ -148,14 +149,20 @@ def test_pods_cost_seconds_from_a_node_to_their_end() -> None:
     watched.clock.now += 10
     assert watched.value("backstay_job_pod_seconds_total", role="Worker") == 10
     assert watched.value("backstay_job_pod_seconds_total", role="ParameterServer") == 10
-    watched.report(job_of("Running", roles={"Worker": {"desired": 4}}))
-    watched.clock.now += 5
-    watched.report(job_of("Suspended", roles={"Worker": {"desired": 4}}))
-    watched.clock.now += 5
-    assert watched.value("backstay_job_slot_seconds_total", role="Worker") == 20
     watched.report(job_of("Running"))
     watched.clock.now += 10
     assert watched.value("backstay_job_pod_seconds_total", role="Worker") == 10
+
+
+def test_goodput_is_what_the_status_says() -> None:
+    watched = Watched()
+    watched.report(job_of("Pending"))
+    assert watched.value("backstay_job_worker_seconds", part="applied") is None
+    watched.report(job_of("Running", goodput=0.75, workerSeconds={"applied": 6.0, "wait": 2.0}))
+    assert watched.value("backstay_job_goodput_ratio") == 0.75
+    assert {part: watched.value("backstay_job_worker_seconds", part=part) for part in PARTS} == (
+        dict.fromkeys(PARTS, 0) | {"applied": 6, "wait": 2}
+    )
 
 
 def test_a_death_is_counted_and_recovered_when_its_replacement_works() -> None:

@@ -18,6 +18,7 @@ from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Poll, Poller, Round, Server, address_of, carried, combine, urgent
 from backstay_rpc import control_pb2 as pb
 from backstay_rpc import control_pb2_grpc
+from backstay_spec.goodput import Report
 from backstay_spec.observed import Contact, Progress, Stalled, TermStart
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -71,12 +72,12 @@ def round_of(*servers: Server, token: str = TOKEN) -> Round:
 
 class Heard:
     def __init__(self) -> None:
-        self.rounds: list[tuple[Progress, int]] = []
+        self.rounds: list[Progress] = []
         self.news = asyncio.Event()
 
-    def __call__(self, key: tuple[str, str], progress: Progress, redone: int) -> None:
+    def __call__(self, key: tuple[str, str], progress: Progress) -> None:
         assert key == KEY
-        self.rounds.append((progress, redone))
+        self.rounds.append(progress)
         self.news.set()
 
     async def more(self, count: int) -> None:
@@ -112,7 +113,7 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
             it.follow(KEY)
             await heard.more(2)
             await it.close()
-        progress, redone = heard.rounds[0]
+        progress = heard.rounds[0]
         assert progress == Progress(
             taken=NOW,
             reached=frozenset({0, 1}),
@@ -122,8 +123,8 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
             examples_per_second=0.0,
             world=4,
             stalled=(Stalled(2, 3),),
+            redone=9,
         )
-        assert redone == 9
         asked = one.asked[0]
         assert (asked.shard, asked.expected_incarnation, asked.world) == (1, 4, 5)
         assert dict(asked.incarnations) == {"worker-0": 2}
@@ -150,8 +151,8 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
             stuck.free.set()
             await heard.more(len(heard.rounds) + 2)
             await it.close()
-        assert heard.rounds[0][0].reached == frozenset({0})
-        assert heard.rounds[-1][0].reached == frozenset({0, 1})
+        assert heard.rounds[0].reached == frozenset({0})
+        assert heard.rounds[-1].reached == frozenset({0, 1})
         assert set(contacts[0].silent) == {"u1", "u2", "u3"}
         assert set(contacts[-1].silent) == {"u2", "u3"}
         assert contacts[-1].silent["u2"].calls == len(contacts), "each call counts: the operator was not late"
@@ -200,6 +201,13 @@ def test_a_replaced_pod_gets_a_channel_of_its_own_and_a_job_without_servers_is_l
             await it.close()
 
     asyncio.run(story())
+
+
+def test_what_workers_measured_is_of_the_time_at_which_they_sent_it() -> None:
+    said = pb.WorkerSeconds(rank=2, incarnation=3, seconds=[1.0, 2.0], version=7, unsaved=0.5, ago=1.5)
+    both = combine({0: pb.ProgressReply(worker_seconds=[said])}, NOW)
+    assert both is not None
+    assert both.worker_seconds == {(2, 3): Report(NOW.timestamp() - 1.5, (1.0, 2.0), 0.5, 7)}
 
 
 def test_what_is_combined() -> None:

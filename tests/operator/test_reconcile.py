@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from backstay_operator import errors
 from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
 from backstay_spec import contract
+from backstay_spec.goodput import MEASURED, Report
 from backstay_spec.observed import Progress
 from backstay_spec.token import token_for
 
@@ -468,7 +469,7 @@ def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
     operator = operator_on(kube)
     operator.settle()
     progress = Progress(taken=operator.now(), reached=frozenset({0, 1}), term=1, step=7)
-    operator.reconciler.heard(KEY, progress, 0)
+    operator.reconciler.heard(KEY, progress)
     operator.settle()
     plans, due = 0, float("inf")
 
@@ -479,11 +480,62 @@ def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
     operator.reconciler.mark_after = mark_after
     for _ in range(30):
         operator.seconds += 2.0
-        operator.reconciler.heard(KEY, progress, 0)
+        operator.reconciler.heard(KEY, progress)
         if operator.seconds >= due:
             plans, due = plans + 1, float("inf")
             operator.reconcile()
     assert 5 <= plans <= 6
+
+
+def test_the_account_of_worker_seconds_survives_pods_and_operators(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """O5: the second operator continues from the status; what a dead worker had measured is not lost."""
+    kube.put(JOBS, "team", make_job(workers={"replicas": 2}))
+    operator = operator_on(kube)
+    operator.settle()
+
+    def start(pod: Json) -> None:
+        began = operator.now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        kube.change(PODS, "team", pod["metadata"]["name"], {"status": {"phase": "Running", "startTime": began}})
+
+    def receive(**seconds: tuple[int, float]) -> None:
+        at, applied = operator.now().timestamp(), MEASURED.index("applied")
+        reports = {
+            (rank, 1): Report(at, tuple(spent * (i == applied) for i in range(len(MEASURED))))
+            for rank, spent in seconds.values()
+        }
+        operator.reconciler.heard(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=reports))
+
+    assert "workerSeconds" not in status(kube), "nothing is paid yet"
+    run_all(kube)
+    for pod in of_role(kube, "worker"):
+        start(pod)
+    operator.settle()
+    operator.seconds += 20
+    receive(first=(0, 20.0), second=(1, 20.0))
+    operator.settle()
+    assert (status(kube)["goodput"], status(kube)["workerSeconds"]) == (1.0, {"applied": 40.0})
+    killed, other = of_role(kube, "worker")
+    kube.remove(PODS, "team", killed["metadata"]["name"])
+    died = operator.seconds
+    operator.settle()
+    operator.seconds = died + 20
+    receive(second=(1, 40.0))
+    operator.reconcile()
+    assert status(kube)["workerSeconds"] == {"applied": 60.0, "missing": 20.0}
+    assert status(kube)["goodput"] == 0.75
+
+    after = operator_on(kube)
+    after.seconds = died + 40
+    after.show()
+    after.reconcile()
+    after.seconds += 11
+    operator = after
+    receive(second=(1, 71.0))
+    after.reconcile()
+    assert status(kube)["workerSeconds"] == {"applied": 91.0, "missing": 51.0}
+    assert other["metadata"]["name"] in names(kube)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,69 +1,13 @@
-"""The metrics that each role exports, with bounded labels, and a worker's time, which is divided without a gap."""
+"""The metrics that each role exports, with bounded labels."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from backstay._roles._metrics import Metrics, metric_names
-from backstay._roles._worker_seconds import PARTS, WorkerSeconds, process_age
 from backstay_spec.types_status import Role
-
-CALLS = st.lists(
-    st.tuples(
-        st.floats(0, 100),
-        st.sampled_from(["starting", "data", "computed", "exchanged", "reconnecting", "abandoned"]),
-        st.floats(-1, 200),
-        st.floats(-1, 200),
-        st.booleans(),
-    )
-)
-
-
-@given(CALLS, st.floats(0, 1000))
-def test_the_parts_of_a_workers_time_add_up_to_its_age(calls: list[tuple[Any, ...]], age: float) -> None:
-    found = dict.fromkeys(PARTS, 0.0)
-    now = [50.0]
-
-    def count(part: str, seconds: float) -> None:
-        assert seconds >= 0
-        found[part] += seconds
-
-    worker = WorkerSeconds(count, lambda: now[0], age)
-    for passed, call, sent, answered, applied in calls:
-        now[0] += passed
-        match call:
-            case "computed":
-                worker.computed()
-            case "exchanged":
-                worker.exchanged(sent, answered, applied=applied)
-            case "abandoned":
-                worker.abandoned()
-            case part:
-                worker.ended(part)
-    worker.abandoned()
-    worker.ended("ending")
-    assert sum(found.values()) == pytest.approx(now[0] - 50 + age, abs=1e-6)
-
-
-def test_a_computation_belongs_to_what_became_of_it() -> None:
-    found: list[tuple[str, float]] = []
-    now = [0.0]
-    worker = WorkerSeconds(lambda part, seconds: found.append((part, seconds)), lambda: now[0])
-    for applied in (True, False):
-        now[0] += 4
-        worker.computed()
-        now[0] += 3
-        worker.exchanged(0.5, 2, applied=applied)
-    exchange = [("send", 0.5), ("wait", 1.5), ("receive", 1)]
-    assert found == [*exchange, ("applied", 4), *exchange, ("dropped", 4)]
-
-
-def test_the_age_of_this_process_is_known() -> None:
-    assert 0 < process_age() < 1e6
 
 
 @pytest.mark.parametrize("role", get_args(Role))

@@ -536,6 +536,19 @@ def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, d
     assert len(shard.coordination.of("lost")) == 2
 
 
+def test_a_worker_learns_that_its_update_was_skipped(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
+    """T9: its contribution is finite, and is not applied, because another one is not."""
+    shard = make_shard((SMALL,), serve=True)
+    client, into = dial(shard), shard.buffers()
+
+    def skip(staged: Any) -> None:
+        shard.runtime.deliver(kit.commit(staged.id.version, [staged.id], skip=True))
+
+    shard.coordination.decide = skip
+    pulled = client.exchange_all(push_of(kit, shard, 1.0), 0, [into])
+    assert (pulled.version, pulled.outcome) == (1, kit.reasons.SKIPPED)
+
+
 def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_shard: Make, stream: Make) -> None:
     """T1, T2: it says so between two chunks; what follows until `Abandon` is dropped, and then comes the answer."""
     shard = make_shard((BIG,), serve=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._roles._metrics import Metrics
     from ._roles._reports import OnUpdate, StopWhen
     from ._roles._script import Plan
+    from ._roles._worker import Worker
     from ._update._codecs import Wire
 
 __all__ = ["train"]
@@ -265,23 +266,32 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     _LOG.debug("planned after %.2f s", time.monotonic() - began)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
-    from ._roles._worker import Stopped, Worker
+    from ._roles._worker import Stopped, Worker  # imports JAX
 
+    worker: Worker | None = None
     try:
         if environment.trained is None:
-            result = Worker(environment, script, plan, metrics, stop).run()
+            worker = Worker(environment, script, plan, metrics, stop)
+            result = worker.run()
         else:
             from ._roles._restored import restored
 
             result = restored(environment, environment.trained, plan, metrics)
     except Stopped:
+        write_termination(environment.termination_log, _spent(worker))
         sys.exit(SIGTERM_EXIT)
     ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
+    ended |= _spent(worker)
     if result.step < script.steps:
         ended["reason"] = STOPPED_EARLY
     hand_over(environment.termination_log, ended, stop)
     _RETURNED.set()
     return result
+
+
+def _spent(worker: Worker | None) -> dict[str, Any]:
+    """The seconds in a worker's termination message."""
+    return {} if worker is None else {"workerSeconds": worker.seconds.rounded}
 
 
 def _wire_of(environment: Environment) -> Wire:

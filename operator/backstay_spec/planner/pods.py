@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,6 +10,7 @@ from typing import Any
 
 from backstay_spec import contract
 from backstay_spec.causes import parse_time, terminated_state
+from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress
 
@@ -116,6 +118,38 @@ def ended_at(view: PodView) -> datetime | None:
     """When its container `trainer` ended."""
     state = terminated_state(view.raw)
     return parse_time(state.get("finishedAt")) if state is not None else None
+
+
+def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[WorkerPod]:
+    """The job's worker pods that have a node, or had one, for the account of goodput."""
+    found = []
+    for slot, views in own_pods(pods, uid).items():
+        for view in views if slot.role == contract.ROLE_WORKER else ():
+            status = view.raw.get("status") or {}
+            start = parse_time(status.get("startTime"))
+            if start is None and not (view.raw.get("spec") or {}).get("nodeName"):
+                continue
+            ended = (ended_at(view) or now).timestamp() if view.ended else None
+            state = terminated_state(view.raw) or {}
+            found.append(
+                WorkerPod(
+                    (slot.index, view.incarnation),
+                    (start or now).timestamp(),
+                    ended,
+                    well=view.ended and state.get("exitCode") == 0,
+                    measured=_measured(state.get("message")),
+                )
+            )
+    return found
+
+
+def _measured(message: Any) -> tuple[float, ...]:
+    """The worker seconds of a termination message; empty: it has none."""
+    try:
+        found = tuple(float(value) for value in json.loads(message or "{}").get("workerSeconds") or ())
+    except (ValueError, TypeError, AttributeError):
+        return ()
+    return found if is_measured(found) else ()
 
 
 def has_worked(view: PodView, progress: Progress | None) -> bool:

@@ -12,7 +12,8 @@ from backstay_spec import contract, status
 from backstay_spec.actions import Death
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, one_line
-from backstay_spec.observed import Observed, Progress, Updates
+from backstay_spec.goodput import goodput
+from backstay_spec.observed import Observed, Progress, Spent, Updates
 from backstay_spec.planner.record import Record
 from backstay_spec.types import ObjectMeta
 from backstay_spec.types_status import (
@@ -71,18 +72,19 @@ class Report:
 
 def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> Report:
     """The status to write after `old`."""
-    after = _assembled(meta, old, new)
+    after, spent = _assembled(meta, old, new), observed.spent
     if after != old:
-        return Report(_with_progress(meta, old, new, after, observed.progress, observed.updates, now).to_dict())
-    if _has_ended(new.conditions):
-        return Report()
-    after = _with_progress(meta, old, new, after, observed.progress, observed.updates, now)
-    if after == old:
+        return Report(_with_spent(_with_progress(meta, old, new, after, observed, now), spent).to_dict())
+    if not _has_ended(new.conditions):
+        after = _with_progress(meta, old, new, after, observed, now)
+    counted = _with_spent(after, spent)
+    if counted == old:
         return Report()
     written = observed.status_written
-    if written is not None and now < written + PROGRESS_INTERVAL:
-        return Report(wake=written + PROGRESS_INTERVAL)
-    return Report(after.to_dict())
+    if written is not None and now < written + PROGRESS_INTERVAL and not _has_ended(new.conditions):
+        # Seconds pass in any case: they alone do not cause another plan.
+        return Report(wake=None if after == old else written + PROGRESS_INTERVAL)
+    return Report(counted.to_dict())
 
 
 def with_history(
@@ -177,15 +179,15 @@ def _with_progress(
     old: TrainingJobStatus,
     new: NewStatus,
     after: TrainingJobStatus,
-    progress: Progress | None,
-    updates: Updates | None,
+    observed: Observed,
     now: datetime,
 ) -> TrainingJobStatus:
     """The status with what the servers answered; what this plan has decided stands."""
     if _has_ended({c.type: c for c in old.conditions}):
         return after
+    progress = observed.progress
     late = with_progress(after, progress, now).model_copy(
-        update={"history": recovered(after.history, progress, updates), **new.fields}
+        update={"history": recovered(after.history, progress, observed.updates), **new.fields}
     )
     if not new.all_created:
         return late
@@ -225,6 +227,22 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
     if progress.checkpoint_step is not None:
         said["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
     return before.model_copy(update=said)
+
+
+def _with_spent(before: TrainingJobStatus, spent: Spent | None) -> TrainingJobStatus:
+    """The status with the seconds of the worker pods."""
+    if spent is None:
+        return before
+    seconds, gone = _rounded(spent.seconds), _rounded(spent.gone)
+    if seconds == before.worker_seconds:
+        return before
+    share = goodput(seconds)
+    said = {"worker_seconds": seconds, "worker_seconds_gone": gone, "worker_seconds_until": spent.until}
+    return before.model_copy(update={**said, "goodput": None if share is None else readable(share, 4)})
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {part: round(value, 1) for part, value in seconds.items() if round(value, 1)}
 
 
 def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:

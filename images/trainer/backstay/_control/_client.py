@@ -22,6 +22,7 @@ from backstay_rpc.control_pb2 import (
     JoinRequest,
     LeaveRequest,
     Peer,
+    WorkerSeconds,
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
@@ -159,7 +160,14 @@ class ControlClient:
         reply: JoinReply = self._call(shard, "Join", request)
         return reply
 
-    def beat(self, shard: int, incarnation: int, activity: Activity, step_seconds: float) -> HeartbeatReply:
+    def beat(
+        self,
+        shard: int,
+        incarnation: int,
+        activity: Activity,
+        step_seconds: float,
+        worker_seconds: WorkerSeconds | None = None,
+    ) -> HeartbeatReply:
         """One heartbeat. Raises as `_call` does."""
         request = HeartbeatRequest(
             peer=self.peer,
@@ -167,6 +175,7 @@ class ControlClient:
             expected_incarnation=incarnation,
             activity=activity,
             step_seconds=step_seconds,
+            worker_seconds=worker_seconds,
         )
         began = time.monotonic()
         if (doing := _instrument.doing()) is not None:
@@ -250,6 +259,7 @@ class Heartbeats:
 
     Attributes:
         activity, step_seconds: what heartbeats report; set by the worker or evaluator.
+        worker_seconds: of a worker: returns the parts of its time, for the version of the newest checkpoint.
         superseded: set when a newer incarnation of this pod lives.
     """
 
@@ -262,6 +272,7 @@ class Heartbeats:
         """
         self.activity: Activity = STARTING
         self.step_seconds = 0.0
+        self.worker_seconds: Callable[[int], WorkerSeconds] | None = None
         self.superseded: Superseded | None = None
         self._client = client
         self._silent = silent
@@ -341,7 +352,9 @@ class Heartbeats:
                 return
         began = time.monotonic()
         try:
-            reply = self._client.beat(shard, expected, self.activity, self.step_seconds)
+            measure = self.worker_seconds if shard == 0 else None
+            seconds = None if measure is None else measure(self._news.checkpoint_step)
+            reply = self._client.beat(shard, expected, self.activity, self.step_seconds, seconds)
         except Superseded as error:
             self._stop(error)
             return

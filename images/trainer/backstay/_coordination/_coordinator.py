@@ -267,9 +267,10 @@ class Coordinator:
     def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
         """A gradient's stream to a shard ended before its end mark; or all of it came, too late to be used."""
         self._intake.ledger.lose(shard, gradient)
-        if shard == 0 and gradient.term == self.state.term and gradient.version < self.state.version:
-            self._grace.arrived(now, gradient)
-        return []
+        if shard != 0 or gradient.term != self.state.term or gradient.version >= self.state.version:
+            return []
+        self._grace.arrived(now, gradient)
+        return self._intake.late(gradient)
 
     def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
         """A shard's answer to a `NormRequest`."""

@@ -122,6 +122,11 @@ class Intake:
         self.ledger.forget(contribution.id for contribution in contributions)
         return counted
 
+    def late(self, gradient: GradientId) -> list[Decision]:
+        """A gradient that shard 0 did not keep: count it, if an update without it is certain."""
+        late = self._judge(self._history.certain, gradient) == RejectReason.LATE
+        return [self._count(gradient, Outcome.LATE, GradientInfo())] if late and not self._is_counted(gradient) else []
+
     def settle(self, *, final: bool) -> list[Decision]:
         """Refuse what can no longer be used, now that an update was decided; `final`: it was the last one."""
         state = self._history.state

@@ -32,6 +32,7 @@ from .._update._untrained import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
 from ._waits import Waits
+from ._worker_reports import WorkerReports
 
 __all__ = ["Leader"]
 
@@ -84,6 +85,7 @@ class Leader:
         self._examples: int | None = None  # of each contribution of the newest update
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
+        self._workers = WorkerReports()
         self._waits: Waits | None = None  # Async: no update waits for a rank
 
     def watch_waits(self, shards: int, quorum: Callable[[int], int]) -> None:
@@ -381,12 +383,14 @@ class Leader:
             self._set(reply.train_metrics, self._train_metrics)
         if self._waits is not None:
             self._waits.fill(now, reply)
+        self._workers.fill(now, reply)
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)
         self._tell_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
 
     def beat(self, now: float, request: HeartbeatRequest) -> None:
         """A heartbeat of a worker or evaluator."""
+        self._workers.beat(now, request)
         if self._waits is not None:
             self._waits.beat(now, request)
 

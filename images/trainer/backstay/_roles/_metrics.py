@@ -21,7 +21,6 @@ from prometheus_client.metrics_core import Metric
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
-from ._worker_seconds import PARTS
 
 __all__ = ["HttpPort", "Metrics", "metric_names"]
 
@@ -84,7 +83,7 @@ class Metrics:
             of,
             Counter,
             "contributions",
-            "Contributions by their outcome, of those that reached the coordinator.",
+            "Contributions by their outcome. skipped: finite, in an update that was skipped because of another one.",
             (*_WHO, "outcome"),
         )
         self.staleness = self._histogram(
@@ -180,15 +179,8 @@ class Metrics:
             Counter,
             "worker_contributions",
             "This worker's contributions by the outcome that the servers answered. lost: a server was lost before it "
-            "answered. One that was sent after its update was decided is late here, and did not reach the coordinator.",
+            "answered.",
             (*_WHO, "outcome"),
-        )
-        self._seconds = self._family(
-            of,
-            Counter,
-            "worker_seconds",
-            "The time of a worker's pod by part. The parts add up to the age of its process at its newest step.",
-            (*_WHO, "part"),
         )
         self._bytes = self._family(
             of, Counter, "tensor_bytes", "Bytes of tensors on the worker's data streams.", (*_WHO, "direction")
@@ -211,8 +203,6 @@ class Metrics:
             self.worker_contributions(outcome.value)
         for part in STEP_PARTS.values():
             self.step_part(part)
-        for part in PARTS:
-            self.worker_seconds(part)
         for direction in ("sent", "received"):
             self.tensor_bytes(direction)
 
@@ -258,10 +248,6 @@ class Metrics:
     def worker_contributions(self, outcome: str) -> Counter:
         """Of one `Outcome`, or ``lost``."""
         return self._fates.labels(*self._who, outcome)
-
-    def worker_seconds(self, part: str) -> Counter:
-        """Of one of `_worker_seconds.PARTS`."""
-        return self._seconds.labels(*self._who, part)
 
     def tensor_bytes(self, direction: str) -> Counter:
         """``sent`` or ``received``."""

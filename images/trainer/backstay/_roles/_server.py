@@ -474,6 +474,7 @@ class Server:
         if self._driving is not None and peer.role == contract.ROLE_WORKER:
             self._driving.joined(peer.index, peer.incarnation)
             reply.key_step = self._driving.state().key_steps.get(peer.index, 0)
+            reply.began = self._driving.start_of_term.version
         return reply
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:

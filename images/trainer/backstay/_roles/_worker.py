@@ -25,6 +25,7 @@ from backstay_rpc.control_pb2 import (
     Peer,
     RejectReason,
 )
+from backstay_spec.goodput import MEASURED
 
 from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
@@ -107,7 +108,11 @@ class _Once:
 
 
 class Worker:
-    """One rank."""
+    """One rank.
+
+    Attributes:
+        seconds: the parts of the time of this process.
+    """
 
     def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
@@ -134,9 +139,8 @@ class Worker:
         self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
         self._rate = Rate()
-        self._seconds = WorkerSeconds(
-            lambda part, seconds: metrics.worker_seconds(part).inc(seconds), age=process_age()
-        )
+        self.seconds = WorkerSeconds(age=process_age())
+        self._heart.worker_seconds = self.seconds.report
         self._attempt = 0
         self._key_step = 0
         self._term = 0
@@ -185,7 +189,7 @@ class Worker:
 
     def _run(self) -> Result:
         pulled, params = self._start()
-        self._seconds.ended("starting")
+        self.seconds.ended("starting")
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
                 if self._stop.asked.is_set():
@@ -217,12 +221,12 @@ class Worker:
             contribution = self._computation.start(Start(params, key, self._fragments))
             contribution.wait()
         if self._compiled:
-            self._seconds.computed()
+            self.seconds.computed()
             # Of both, because a rank is slow whichever of the two is.
             self._heart.step_seconds = time.monotonic() - began
             self._metrics.gradient_seconds.observe(self._heart.step_seconds)
         else:
-            self._seconds.ended("compiling")
+            self.seconds.ended("compiling")
         self._compiled = True
         return contribution
 
@@ -231,10 +235,10 @@ class Worker:
         if prepared is not None and prepared[0] == key:
             return prepared[1]
         last = self._script.steps * self._computation.batches - 1 if self._sync else None
-        self._seconds.computed()  # between two batches of a contribution
+        self.seconds.computed()  # between two batches of a contribution
         with _instrument.span("batch_wait", key.step):
             batch = self._batches.get(key, last)
-        self._seconds.ended("data")
+        self.seconds.ended("data")
         return batch
 
     def _compile(self) -> None:
@@ -245,13 +249,13 @@ class Worker:
         world = max(self._env.config.workers, self._rank + 1)
         key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
         seconds = self._env.timeouts.compiling
-        self._seconds.ended("starting")
+        self.seconds.ended("starting")
         with contextlib.suppress(Exception):
             batch = self._batch(key)
             with one_compiles("gradient", self._plan.agreement.digest, seconds=seconds):
                 self._computation.compile(batch)
             self._prepared = key, batch
-        self._seconds.ended("compiling")
+        self.seconds.ended("compiling")
 
     def _info(self, contribution: Contribution) -> GradientInfo:
         """What travels with the end mark of a contribution; waits until it is computed."""
@@ -304,14 +308,14 @@ class Worker:
                     or (not self._sync and self._key_step == key_step and not pulled.done)
                 ):
                     continue  # what it was computed for has not happened yet: send the same again
-                self._seconds.abandoned()
+                self.seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
                 return pulled, params, False
             outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
-            applied = outcome in {Outcome.APPLIED, Outcome.DUPLICATE}
-            self._seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied=applied)
+            applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
+            self.seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied_at=applied_at)
             self._learn(pulled, key_step)
             self._count(pulled, info())
             return pulled, params, True
@@ -353,7 +357,7 @@ class Worker:
         del params
         try:
             at = self._pull(None, pulled.version + 1)
-            self._seconds.ended("wait")
+            self.seconds.ended("wait")
             return at
         except (PeerLost, Refused) as error:
             return self._reconnect(error)
@@ -386,7 +390,7 @@ class Worker:
             except (PeerLost, Refused) as again:
                 error = again
             finally:
-                self._seconds.ended("reconnecting")
+                self.seconds.ended("reconnecting")
 
     def _judge(self, error: Exception) -> None:
         """Raise what connecting again cannot mend."""
@@ -412,6 +416,8 @@ class Worker:
                 seconds=self._env.timeouts.end if self._heart.news.done else None,
             )
         self._moved = False
+        if replies[0].term > self._term > 0 or replies[0].version < self._version:
+            self.seconds.rolled_back(replies[0].began)
         if self._term != replies[0].term:
             self._version = 0  # nothing of this term yet
         self._term = replies[0].term
@@ -477,6 +483,8 @@ class Worker:
             metrics = self._evaluate(params, state, pulled.version)
         self._heart.hurry(0.1)
         deadline = time.monotonic() + self._env.timeouts.end
+        self.seconds.ended("ending")
+        part = "checkpoint" if self._env.config.checkpoint else "ending"
         while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
             raise_end(self._heart, news, self._stop)
             if self._moved:
@@ -484,6 +492,9 @@ class Worker:
                 return None
             if time.monotonic() > deadline:
                 raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")
+            self.seconds.ended(part)
+            part = "ending" if news.checkpoint_step >= pulled.version else part
+        self.seconds.ended(part)
         _instrument.reach("done", pulled.version)
         if self._rank == 0 and not self._confirmed():
             return None
@@ -549,7 +560,10 @@ class Worker:
 
     def _close(self) -> None:
         self._heart.activity = LEAVING
-        self._seconds.ended("ending")
+        self.seconds.ended("ending")
+        measured = {part: seconds for part, seconds in zip(MEASURED, self.seconds.rounded, strict=True) if seconds}
+        shown = "  ".join(f"{part} {seconds:.3g}" for part, seconds in measured.items())
+        _LOG.info("seconds of this worker: %s", shown, extra={"fields": {"workerSeconds": measured}})
         self._disconnect()
         self._heart.close()
         self._batches.close()

@@ -1,82 +1,129 @@
-"""The time of a worker's pod, in parts that add up to the age of its process: the basis of goodput."""
+"""The time of a worker's process, in parts that add up to its age: the worker's part of the account of goodput."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PARTS", "WorkerSeconds", "process_age"]
+from backstay_rpc import control_pb2
+from backstay_spec.goodput import MEASURED
 
-PARTS: Final = (
-    "starting",
-    "compiling",
-    "data",
-    "applied",
-    "dropped",
-    "send",
-    "wait",
-    "receive",
-    "reconnecting",
-    "ending",
-)
-"""`applied` and `dropped` are computation, by the outcome of the contribution. A contribution is `dropped` when it was
-late, stale or not finite, or when a server was lost before the worker received the outcome. `starting`: from the start
-of the process to the first parameters. `reconnecting`: from the loss of a server to new parameters. `ending`: after the
-last update. The others are `STEP_PARTS`."""
+__all__ = ["WorkerSeconds", "process_age"]
+
+_MOST: Final = 4096
+"""Versions that are remembered; of more, every second one is forgotten, which makes a rollback's share less precise."""
+
+_NEXT: Final = {"data": "computing", "starting": "compiling", "compiling": "starting"}
+"""The likely part of a worker's time after each part, until a method names the part."""
 
 
 class WorkerSeconds:
-    """Divides the time of one process into `PARTS`, without a gap and without overlap.
+    """Divides the time of one process into `MEASURED`, without a gap and without overlap. Thread-safe.
 
-    Each method assigns the time since the previous call. The seconds of a computation wait until its outcome is known.
+    Each method but `report` assigns the time since the previous call. The seconds of a computation wait until its
+    outcome is known.
     """
 
-    def __init__(
-        self, count: Callable[[str, float], None], clock: Callable[[], float] = time.monotonic, age: float = 0.0
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
         """
         Args:
-            count: receives a part and seconds to add to it.
             clock: seconds, monotonic.
             age: seconds that the process has existed already.
         """
-        self._count, self._clock = count, clock
+        self._clock, self._lock = clock, threading.Lock()
         self._at = clock() - age
-        self._computing = 0.0
+        self._seconds = dict.fromkeys(MEASURED, 0.0)
+        self._doing = "starting"
+        self._versions, self._applied = [0], [0.0]  # what was applied up to each of these versions
+        self._saved = 0
 
     def ended(self, part: str) -> None:
         """The time since the previous call belongs to `part`."""
-        self._count(part, self._passed())
+        with self._lock:
+            self._seconds[part] += self._passed()
+            self._doing = _NEXT.get(part, "data")
 
     def computed(self) -> None:
         """The time since the previous call is computation of a contribution whose outcome is not known yet."""
-        self._computing += self._passed()
+        with self._lock:
+            self._seconds["computing"] += self._passed()
+            self._doing = "wait"
 
-    def exchanged(self, sent: float, answered: float, *, applied: bool) -> None:
+    def exchanged(self, sent: float, answered: float, *, applied_at: int | None) -> None:
         """The time since the previous call was the exchange of the contribution.
 
         Args:
             sent: seconds from the beginning of the exchange until the contribution was sent.
             answered: seconds from its beginning until the first new parameters came from every shard.
-            applied: whether the contribution is part of an update.
+            applied_at: the version that contains the contribution; None: it is not part of an update.
         """
-        passed = self._passed()
-        send = min(max(0.0, sent), passed)
-        wait = min(max(0.0, answered - sent), passed - send)
-        for part, seconds in (("send", send), ("wait", wait), ("receive", passed - send - wait)):
-            self._count(part, seconds)
-        self._resolve("applied" if applied else "dropped")
+        with self._lock:
+            passed = self._passed()
+            send = min(max(0.0, sent), passed)
+            wait = min(max(0.0, answered - sent), passed - send)
+            for part, seconds in (("send", send), ("wait", wait), ("receive", passed - send - wait)):
+                self._seconds[part] += seconds
+            self._resolve("dropped" if applied_at is None else "applied")
+            if applied_at is not None:
+                self._remember(applied_at)
+            self._doing = "data"
 
     def abandoned(self) -> None:
         """The outcome of the computation in hand will not be known."""
-        self._resolve("dropped")
+        with self._lock:
+            self._resolve("dropped")
+
+    def rolled_back(self, version: int) -> None:
+        """The updates from `version` on were discarded: what they applied is computed again."""
+        with self._lock:
+            kept = bisect_right(self._versions, version)
+            lost = self._applied[-1] - self._applied[max(0, kept - 1)]
+            self._seconds["applied"] -= lost
+            self._seconds["redone"] += lost
+            del self._versions[kept:], self._applied[kept:]
+            self._saved = min(self._saved, version)
+            if not self._versions:
+                self._versions, self._applied = [version], [self._seconds["applied"]]
+
+    def report(self, saved: int = 0) -> control_pb2.WorkerSeconds:
+        """The seconds until now; what is being done counts as what it most likely is.
+
+        Args:
+            saved: the version of the newest whole checkpoint.
+        """
+        with self._lock:
+            self._saved = max(saved, self._saved)
+            at = max(0, bisect_right(self._versions, self._saved) - 1)
+            del self._versions[:at], self._applied[:at]
+            seconds = self._seconds | {self._doing: self._seconds[self._doing] + max(0.0, self._clock() - self._at)}
+            return control_pb2.WorkerSeconds(
+                seconds=[seconds[part] for part in MEASURED],
+                version=self._versions[-1],
+                unsaved=max(0.0, self._applied[-1] - self._applied[0]),
+            )
+
+    @property
+    def rounded(self) -> list[float]:
+        """The seconds of each of `MEASURED` until now, to milliseconds, for the termination message."""
+        return [round(value, 3) for value in self.report().seconds]
+
+    def _remember(self, version: int) -> None:
+        if version > self._versions[-1]:
+            self._versions.append(version)
+            self._applied.append(0.0)
+        self._applied[-1] = self._seconds["applied"]
+        if len(self._versions) > _MOST:
+            # The first one is where the newest checkpoint is, the last one is now.
+            del self._versions[1:-1:2], self._applied[1:-1:2]
 
     def _resolve(self, part: str) -> None:
-        self._count(part, self._computing)
-        self._computing = 0.0
+        self._seconds[part] += self._seconds["computing"]
+        self._seconds["computing"] = 0.0
 
     def _passed(self) -> float:
         now = self._clock()
