@@ -1,4 +1,7 @@
-"""The commands about jobs on any cluster: status, top, logs, list, trace, delete. Also those of `kubectl backstay`."""
+"""The commands about jobs on any cluster: status, top, logs, list, trace, history and delete.
+
+They are also the commands of `kubectl backstay`.
+"""
 
 from __future__ import annotations
 
@@ -274,6 +277,42 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         else:
             written = ask_cluster(where(kubeconfig, context, namespace), write)
         print(written.summary())
+
+    @app.command()
+    def history(
+        job: Job = None,
+        stored: Annotated[
+            str | None,
+            typer.Option("--from", help="A checkpoint folder or URI instead of a cluster: the job may be deleted."),
+        ] = None,
+        namespace: Namespace = None,
+        kubeconfig: Kubeconfig = None,
+        context: Context = None,
+        output: Format = Output.TEXT,
+    ) -> None:
+        """Show what happened to a job: phases, deaths with causes and costs, rollbacks, and reports about dead pods.
+
+        Exit status: 0: the history is shown; 1: the cluster refused; 2: the input is invalid, or there is no history.
+        """
+        from backstay_cli.history import History, as_object, history_of_job, history_of_place, lines
+
+        async def find(cluster: Cluster) -> History:
+            return await history_of_job(cluster, await choose(cluster, job))
+
+        if stored is not None:
+            try:
+                found = history_of_place(stored, job)
+            except BadInput as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise typer.Exit(BAD_INPUT) from None
+        else:
+            found = ask_cluster(where(kubeconfig, context, namespace), find)
+        if output is not Output.TEXT:
+            write_object(as_object(found), output)
+            return
+        with _quiet_pipe():
+            for line in lines(found, time.time()):
+                print(line)
 
     @app.command()
     def delete(

@@ -110,8 +110,8 @@ def news(view: JobView) -> list[News]:
                 lasted = f"no updates for {duration(entry.at - before.at)} or longer"
                 found[interrupted] = replace(before, what=lasted)
             interrupted = None
-        elif entry.reason == "RolledBack" and found:
-            continue  # it is part of what the death before it cost
+        elif entry.reason == "ReportStored" or (entry.reason == "RolledBack" and found):
+            continue  # it belongs to the death before it
         else:
             found.append(News(entry.at, entry.reason, on_one_line(entry.message), bad))
     return found

@@ -6,10 +6,9 @@ microseconds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -17,9 +16,10 @@ from backstay_cli.follow import Entry
 from backstay_cli.pods import slot_words
 from backstay_cli.words import on_one_line
 from backstay_rpc.control_pb2 import Spans, Timeline
+from backstay_rpc.spans import Span, spans_in
 from backstay_spec import contract
 
-__all__ = ["BadTimeline", "Clock", "Job", "Pod", "Span", "chrome_trace", "read"]
+__all__ = ["BadTimeline", "Clock", "Job", "Pod", "chrome_trace", "read"]
 
 _TRACKS: Final = {"quorum_wait": "coordinator: quorum", "blame": "coordinator: blame", "apply": "apply updates"}
 """Points whose spans begin in one thread and end in another: each has its own track."""
@@ -43,17 +43,6 @@ _JOB: Final = 1  # the process of the job's own tracks
 
 class BadTimeline(Exception):  # noqa: N818  # it is what happened
     """The bytes are not a timeline."""
-
-
-class Span(NamedTuple):
-    """A part of a pod's work; times are nanoseconds of the pod's clock."""
-
-    point: str
-    thread: str
-    began: int
-    ended: int
-    step: int | None
-    notes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ def read(data: bytes) -> Job:
             pod.lost += message.lost
             by_pod.setdefault(key, []).append(message)
             known = seen.setdefault(key, set())
-            for span in _spans(message):
+            for span in spans_in(message):
                 if (identity := span[:4]) not in known:  # a new server of shard 0 is sent what the previous one had
                     known.add(identity)
                     pod.spans.append(span)
@@ -148,16 +137,6 @@ def read(data: bytes) -> Job:
         tuple(order),
         timeline.dropped,
     )
-
-
-def _spans(message: Spans) -> Iterator[Span]:
-    at = 0
-    for position, (point, thread, delta, lasted, step) in enumerate(
-        zip(message.point, message.thread, message.began, message.lasted, message.step, strict=True)
-    ):
-        at += delta
-        notes = json.loads(message.notes[position]) if position in message.notes else {}
-        yield Span(message.points[point], message.threads[thread], at, at + lasted, step - 1 if step else None, notes)
 
 
 def _server_clocks(messages: Iterable[Spans], timeline: Timeline) -> dict[tuple[int, int], Clock]:

@@ -30,7 +30,7 @@ from backstay_rpc import bearer, control_pb2, control_pb2_grpc
 from backstay_rpc.channels import open_aio_channel
 from backstay_spec import contract
 from backstay_spec.goodput import Report
-from backstay_spec.observed import Contact, Progress, Stalled, TermStart, WaitedFor
+from backstay_spec.observed import Contact, Progress, Stalled, StoredReport, TermStart, WaitedFor
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Round:
         servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
         token: the job's.
         world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
+        record: returns the job's history as JSON, for shard 0.
+        record_id: another text whenever something happened to the job.
         workers: URLs of the health ports of some running workers, by uid of the pod.
         worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: there is none.
     """
@@ -70,11 +72,18 @@ class Round:
     checkpoint: control_pb2.CheckpointSettings
     stall_seconds: float
     grace: control_pb2.Grace
+    record: Callable[[], str] = str
+    record_id: str = ""
     workers: Mapping[str, str] = field(default_factory=dict)
     worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
 
-    def request(self, server: Server) -> control_pb2.ProgressRequest:
-        """The request to one server."""
+    def request(self, server: Server, recorded: str = "") -> control_pb2.ProgressRequest:
+        """The request to one server.
+
+        Args:
+            recorded: the id of the record that shard 0's server has.
+        """
+        changed = server.serves and server.shard == 0 and self.record_id != recorded
         return control_pb2.ProgressRequest(
             shard=server.shard,
             expected_incarnation=server.incarnation,
@@ -83,6 +92,8 @@ class Round:
             checkpoint=self.checkpoint,
             stall_seconds=self.stall_seconds,
             grace=self.grace,
+            record=self.record() if changed else "",
+            record_id=self.record_id if changed else "",
         )
 
 
@@ -134,6 +145,7 @@ def combine(
                 for one in coordinator.worker_seconds
             },
             "redone": coordinator.steps_redone,
+            "reports": tuple(StoredReport(each.slot, each.incarnation, each.uri) for each in coordinator.reports),
             "done": coordinator.done,
         }
         if stored is not None:
@@ -181,7 +193,7 @@ def urgent(before: Progress | None, after: Progress) -> bool:
     """Does `after` say more than that training goes on: something to plan for now, and not in ten seconds?"""
     if before is None:
         return True
-    fields = ("reached", "term", "world", "stalled", "contributed", "in_sync", "checkpoint_error", "done")
+    fields = ("reached", "term", "world", "stalled", "contributed", "in_sync", "checkpoint_error", "reports", "done")
     return any(getattr(before, name) != getattr(after, name) for name in fields)
 
 
@@ -205,6 +217,7 @@ class Poll:
     since: float = float("-inf")  # when its newest round began
     asked: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
     hung: set[str] = field(default_factory=set)  # those of them that left the request unanswered
+    recorded: dict[str, str] = field(default_factory=dict)  # by uid of shard 0's server: the id of its record
 
 
 class Poller:
@@ -316,6 +329,7 @@ class Poller:
         """Call all servers of a job once; the lines to them are kept from round to round, by the uid of the pod."""
         for uid in poll.lines.keys() - {server.pod_uid for server in todo.servers}:
             await self._close(poll.lines.pop(uid))
+            poll.recorded.pop(uid, None)
         poll.calls.keep(server.pod_uid for server in todo.servers)
         if self._attention.paused_since(poll.since):
             poll.calls.reset()
@@ -352,7 +366,9 @@ class Poller:
             began = self._clock()
             try:
                 reply = await line.stub.Progress(
-                    todo.request(server), metadata=bearer(todo.token), timeout=self._deadline
+                    todo.request(server, poll.recorded.get(server.pod_uid, "")),
+                    metadata=bearer(todo.token),
+                    timeout=self._deadline,
                 )
             except grpc.aio.AioRpcError as error:
                 self._metrics.progress_calls.labels(error.code().name).inc()
@@ -365,6 +381,8 @@ class Poller:
             self._call_longer(poll, line, server)
             return None
         poll.calls.answered(server.pod_uid, self._now())
+        if server.shard == 0:
+            poll.recorded[server.pod_uid] = reply.recorded
         found: control_pb2.ProgressReply = reply
         return found
 

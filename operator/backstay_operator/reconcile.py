@@ -15,6 +15,7 @@ from backstay_operator.job_metrics import training
 from backstay_operator.memory import JobMemory
 from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Round, Server, address_of, carried, health_of, urgent
+from backstay_operator.record import record_id, record_of
 from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
@@ -236,6 +237,8 @@ class Reconciler:
             ),
             stall_seconds=spec.workers.stall_seconds,
             grace=control_pb2.Grace(seconds=grace or 0.0, auto=grace is None),
+            record=lambda: record_of(status),
+            record_id=record_id(status),
             workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
             worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )

@@ -115,7 +115,7 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans")
+    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans", "hang_report")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +132,7 @@ class HeartbeatRequest(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    HANG_REPORT_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
@@ -141,7 +142,18 @@ class HeartbeatRequest(_message.Message):
     parts: _containers.ScalarMap[str, float]
     worker_seconds: WorkerSeconds
     spans: bytes
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., worker_seconds: _Optional[_Union[WorkerSeconds, _Mapping]] = ..., spans: _Optional[bytes] = ...) -> None: ...
+    hang_report: HangReport
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., worker_seconds: _Optional[_Union[WorkerSeconds, _Mapping]] = ..., spans: _Optional[bytes] = ..., hang_report: _Optional[_Union[HangReport, _Mapping]] = ...) -> None: ...
+
+class HangReport(_message.Message):
+    __slots__ = ("stacks", "output", "doing")
+    STACKS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    stacks: str
+    output: str
+    doing: str
+    def __init__(self, stacks: _Optional[str] = ..., output: _Optional[str] = ..., doing: _Optional[str] = ...) -> None: ...
 
 class Spans(_message.Message):
     __slots__ = ("peer", "first", "lost", "clock", "unix_seconds", "offsets", "points", "threads", "point", "thread", "began", "lasted", "step", "notes")
@@ -555,7 +567,7 @@ class Done(_message.Message):
     def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
-    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace")
+    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace", "record", "record_id")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +582,8 @@ class ProgressRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GRACE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    RECORD_ID_FIELD_NUMBER: _ClassVar[int]
     shard: int
     expected_incarnation: int
     world: int
@@ -577,7 +591,9 @@ class ProgressRequest(_message.Message):
     checkpoint: CheckpointSettings
     stall_seconds: float
     grace: Grace
-    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ..., grace: _Optional[_Union[Grace, _Mapping]] = ...) -> None: ...
+    record: str
+    record_id: str
+    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ..., grace: _Optional[_Union[Grace, _Mapping]] = ..., record: _Optional[str] = ..., record_id: _Optional[str] = ...) -> None: ...
 
 class Grace(_message.Message):
     __slots__ = ("seconds", "auto")
@@ -644,7 +660,7 @@ class TermStart(_message.Message):
     def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "waits", "worker_seconds")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "waits", "worker_seconds", "recorded", "reports")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -702,6 +718,8 @@ class ProgressReply(_message.Message):
     WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
@@ -731,7 +749,19 @@ class ProgressReply(_message.Message):
     waited_for: _containers.RepeatedCompositeFieldContainer[WaitedFor]
     waits: str
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ...) -> None: ...
+    recorded: str
+    reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
+
+class StoredReport(_message.Message):
+    __slots__ = ("slot", "incarnation", "uri")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    slot: str
+    incarnation: int
+    uri: str
+    def __init__(self, slot: _Optional[str] = ..., incarnation: _Optional[int] = ..., uri: _Optional[str] = ...) -> None: ...
 
 class WaitedFor(_message.Message):
     __slots__ = ("rank", "shard", "has_shard", "part", "seconds", "updates")

@@ -68,6 +68,21 @@ class WaitedFor:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredReport:
+    """A report about a pod that died.
+
+    Attributes:
+        slot: such as ``worker-3``.
+        incarnation: of the pod.
+        uri: where the report is.
+    """
+
+    slot: str
+    incarnation: int
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The newest answers of a job's servers on the control channel (O8), combined from one round of calls.
 
@@ -95,6 +110,7 @@ class Progress:
         beating: rank -> the incarnation whose heartbeats a server receives.
         checkpoint_step, checkpoint_uri: the newest whole checkpoint.
         checkpoint_error: why the newest attempt at one failed; empty when it did not.
+        reports: about pods that died, as far as this coordinator stored them.
         done: the last step's checkpoint is whole, and the pods are leaving.
     """
 
@@ -126,6 +142,7 @@ class Progress:
     redone: int = 0
     last: tuple[int, int] | None = None
     step_before_term: int | None = None
+    reports: tuple[StoredReport, ...] = ()
     done: bool = False
 
     def followed(self, shard: int, serving: int) -> bool:

@@ -253,6 +253,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "None, if you changed them on purpose.",
     ),
     EventDoc(
+        "ReportStored",
+        "Normal",
+        "A report about a pod that died is stored: its last spans, and its stacks and output where it could send them.",
+        "Read the report, or use `backstay history`.",
+    ),
+    EventDoc(
         "EvaluationFailed",
         "Warning",
         "`evaluate` raised an exception. Training continues.",

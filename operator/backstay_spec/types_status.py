@@ -190,6 +190,9 @@ class HistoryEntry(StatusModel):
     recovered: PreciseTime | None = None
     """When the slot took part in training again: a worker with a contribution, a server with an update."""
 
+    report: str | None = None
+    """Where the report about the pod that died is stored."""
+
 
 class WaitedForStatus(StatusModel):
     """A rank that updates waited for after all others that they needed."""

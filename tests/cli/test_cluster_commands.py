@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from trace_format import check, spans, timeline
+from trace_format import step as step_of
 from typer.testing import CliRunner
 
 from backstay_cli import explain, listing
@@ -343,6 +346,8 @@ class FakeApi:
     def __init__(self) -> None:
         self.deleted: list[str] = []
         self.headers: list[str] = []
+        self.timeline = b""  # of shard 0's server
+        self.status: dict[str, Any] = {}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(request.headers.get("Authorization", ""))
@@ -353,7 +358,9 @@ class FakeApi:
         if path == f"{base}/digits":
             if request.method == "DELETE":
                 self.deleted.append("digits")
-            return web.json_response(job())
+            return web.json_response(job(**self.status))
+        if path.endswith("/pods/digits-parameter-server-0-2:9400/proxy/trace"):
+            return web.Response(body=self.timeline)
         if path.endswith("/pods"):
             return web.json_response({"items": [] if self.deleted else PODS})
         if path.endswith("/events"):
@@ -427,6 +434,53 @@ def test_a_job_that_does_not_exist_and_a_cluster_that_does_not_answer(
     assert "has no context 'two': it has one" in result.stderr
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert RUNNER.invoke(app, ["list"]).exit_code == 2
+
+
+def test_the_timeline_is_read_from_the_server_else_beside_the_checkpoints(cluster: FakeApi, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = RUNNER.invoke(app, ["trace", "digits", "-o", str(out)])
+    assert result.exit_code == 2
+    assert "no timeline of the job digits was found" in result.stderr
+    cluster.status = {"checkpoint": {"uri": f"file://{tmp_path}/step-200", "step": 200}}
+    (tmp_path / "trace-000000000001-u-1.pb.gz").write_bytes(
+        gzip.compress(timeline(spans("worker", 0, step_of(0, "f"))))
+    )
+    result = RUNNER.invoke(app, ["trace", "-o", str(out)])
+    assert result.exit_code == 0, result.stderr
+    assert f"from {tmp_path}/trace-000000000001-u-1.pb.gz" in result.stdout
+    cluster.timeline = timeline(spans("worker", 1, step_of(0, "f")))
+    assert "from pod digits-parameter-server-0-2" in RUNNER.invoke(plugin, ["trace", "-o", str(out)]).stdout
+    trace = json.loads(out.read_text())
+    check(trace)
+    assert "worker 1" in str(trace)
+    cluster.timeline = b"<html>"
+    assert "it is not a timeline" in RUNNER.invoke(app, ["trace", "-o", str(out)]).stderr
+
+
+def test_the_history_of_a_job_has_what_its_status_has_dropped(cluster: FakeApi, tmp_path: Path) -> None:
+    said = RUNNER.invoke(app, ["history", "digits"])
+    assert said.exit_code == 0, said.stderr
+    for text in (
+        "digits in namespace default: Running",
+        "step 240 of 400",
+        "1 worker pod died: Crashed",
+        "1 server pod died: OutOfMemory",
+        "! worker 1 died: exit code 137 (SIGKILL); trains again after 4 s",
+        "! server 0 died: out of memory; back to the checkpoint of step 200: 12 updates are redone",
+    ):
+        assert text in said.stdout, said.stdout
+    old = {"time": stamp(-1000), "type": "Warning", "reason": "Evicted", "message": "died long ago", "slot": "worker-0"}
+    record = {"job": "digits", "namespace": "default", "uid": "u", "unixSeconds": 1.0, "status": {"history": [old]}}
+    (tmp_path / "history-000000000001-u.json").write_text(json.dumps(record))
+    (tmp_path / "history-000000000002-other.json").write_text(json.dumps({**record, "uid": "other"}))
+    (tmp_path / "history-000000000003-torn.json").write_text("{")
+    cluster.status = {"checkpoint": {"uri": f"{tmp_path}/step-200", "step": 200}}
+    found = json.loads(RUNNER.invoke(app, ["history", "-o", "json"]).stdout)
+    assert [entry["reason"] for entry in found["history"]][:2] == ["Evicted", "Running"]
+    assert (found["phase"], found["deaths"]) == ("Running", {"Evicted": 1, "Crashed": 1, "OutOfMemory": 1})
+    missing = RUNNER.invoke(app, ["history", "nope"])
+    assert (missing.exit_code, "--from" in missing.stderr) == (2, True)
+    assert RUNNER.invoke(app, ["history", "--from", str(tmp_path / "none")]).exit_code == 2
 
 
 def test_logs_of_chosen_pods(cluster: FakeApi) -> None:

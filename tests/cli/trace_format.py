@@ -7,9 +7,13 @@ overlap and do not nest. A flow event belongs to the slice that it is inside of.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans, Timeline
 
 METADATA = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
 
@@ -70,3 +74,67 @@ def check(trace: dict[str, Any]) -> None:
 
 def _nanoseconds(micros: float) -> int:
     return round(micros * 1000)
+
+
+def spans(
+    role: str,
+    index: int,
+    items: Sequence[tuple[Any, ...]],
+    *,
+    incarnation: int = 1,
+    ahead: float = 0.0,
+    offsets: Sequence[tuple[int, int, float, float]] = (),
+) -> Spans:
+    """Spans of a pod; `items`: point, began, ended, step, notes and thread, in seconds of the timeline's clock.
+
+    Args:
+        ahead: seconds that the pod's clock is ahead of the timeline's.
+        offsets: shard, incarnation, seconds, error, as the pod measured them.
+    """
+    message = Spans(
+        peer=Peer(role=role, index=index, incarnation=incarnation, pod=f"{role}-{index}-{incarnation}"),
+        clock=100.0 + ahead,
+        unix_seconds=1_000_100.0,
+        offsets=[ClockOffset(shard=s, incarnation=i, seconds=at, error=error) for s, i, at, error in offsets],
+    )
+    before = 0
+    for position, (point, began, ended, step, *more) in enumerate(items):
+        notes, thread = (*more, None, None)[:2]
+        start = round((began + ahead) * 1e9)
+        for names, column, name in (
+            (message.points, message.point, point),
+            (message.threads, message.thread, thread or "MainThread"),
+        ):
+            if name not in names:
+                names.append(name)
+            column.append(list(names).index(name))
+        message.began.append(start - before)
+        message.lasted.append(max(0, round((ended + ahead) * 1e9) - start))
+        message.step.append(0 if step is None else step + 1)
+        if notes:
+            message.notes[position] = json.dumps(notes)
+        before = start
+    return message
+
+
+def timeline(*messages: Spans) -> bytes:
+    return Timeline(
+        job="digits",
+        namespace="default",
+        uid="u",
+        server=Peer(role="parameter-server", index=0, incarnation=1),
+        clock=100.0,
+        unix_seconds=1_000_100.0,
+        spans=[message.SerializeToString() for message in messages],
+    ).SerializeToString()
+
+
+def step(at: float, flow: str, wait: float = 0.03) -> list[tuple[Any, ...]]:
+    """A worker's spans of a step of about 0.1 s."""
+    return [
+        ("compute", at, at + 0.05, 1),
+        ("push", at + 0.05, at + 0.06, 1, {"flow": flow}),
+        ("update_wait", at + 0.06, at + 0.06 + wait, 1, {"flow": flow}),
+        ("pull", at + 0.06 + wait, at + 0.07 + wait, 1),
+        ("exchange", at + 0.05, at + 0.07 + wait, 1),
+    ]

@@ -77,6 +77,16 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     stop(pod_of("worker-2"))
     cluster.wait("the stopped worker is replaced", lambda: status()["incarnations"]["worker-2"] == 2)
     assert status()["roles"]["Worker"]["restarts"] == 1, cluster.describe(name)
+
+    def reported() -> list[str]:
+        entries = status().get("history", [])
+        return [entry["report"] for entry in entries if entry.get("slot") == "worker-2" and "report" in entry]
+
+    (place,) = cluster.wait("a report about it is stored", reported)
+    report = json.loads(Path(place).read_text())
+    assert (report["slot"], report["incarnation"], report["reason"]) == ("worker-2", 1, "Stalled")
+    assert {span["point"] for span in report["spans"]} >= {"compute", "push"}
+    assert report["stacks"] is None, "a stopped process cannot send any"
     cluster.wait("updates were made meanwhile", lambda: status()["step"] > before)
 
     cluster.wait("the new one works", lambda: worked("worker-2"))

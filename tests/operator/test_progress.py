@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ import pytest
 
 from backstay_operator.metrics import Metrics
 from backstay_operator.progress import Poll, Poller, Round, Server, address_of, carried, combine, urgent
+from backstay_operator.record import record_id, record_of
 from backstay_rpc import control_pb2 as pb
 from backstay_rpc import control_pb2_grpc
 from backstay_spec.goodput import Report
@@ -341,3 +343,38 @@ def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
             server.close()
 
     asyncio.run(story())
+
+
+def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() -> None:
+    async def story() -> None:
+        zero, one = FakeServer(1, pb.ProgressReply(incarnation=1)), FakeServer(1, pb.ProgressReply(incarnation=1))
+        heard, metrics = Heard(), Metrics()
+        async with serving(zero) as first, serving(one) as second:
+            servers = Server(0, 1, "u0", first), Server(1, 1, "u1", second)
+            todo = [replace(round_of(*servers), record=lambda: "the status", record_id="a")]
+            it = poller(lambda _: todo[0], heard, metrics)
+            it.follow(KEY)
+            await heard.more(2)
+            assert {(request.record, request.record_id) for request in zero.asked} == {("the status", "a")}
+            zero.reply = pb.ProgressReply(incarnation=1, recorded="a")
+            known = len(zero.asked)
+            await heard.more(len(heard.rounds) + 3)
+            assert [request.record for request in zero.asked[known + 1 :]] == [""] * len(zero.asked[known + 1 :])
+            todo[0] = replace(todo[0], record_id="b")
+            known = len(zero.asked)
+            await heard.more(len(heard.rounds) + 2)
+            assert "b" in {request.record_id for request in zero.asked[known:]}
+            await it.close()
+        assert {request.record for request in one.asked} == {""}
+
+    asyncio.run(story())
+
+
+def test_the_id_of_a_record_changes_with_what_happens_and_not_with_progress() -> None:
+    status: dict[str, Any] = {"phase": "Running", "step": 1, "conditions": [1], "history": [{"time": "t", "slot": "w"}]}
+    before = record_id(status)
+    assert record_id({**status, "step": 2, "loss": 0.1}) == before
+    assert record_id({}) == record_id({"history": []}) != before
+    for change in ({"phase": "Failed"}, {"history": [{"time": "t", "slot": "w", "recovered": "u"}]}, {"history": []}):
+        assert record_id({**status, **change}) != before
+    assert json.loads(record_of(status)) == {"phase": "Running", "step": 1, "history": status["history"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backstay_spec.observed import TermStart
+from backstay_spec.observed import StoredReport, TermStart
 
 URI = "/ck/step-105"
 
@@ -120,3 +120,22 @@ def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
     assert "norm_0.mean, norm_1.mean" in text
     assert "and 22 more was exactly zero in the first updates of every worker" in text
     assert job.status["untrainedLeaves"] == list(names[:20])
+
+
+def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(running: Any) -> None:
+    job = running()
+    job.answer(term=1, step=5)
+    job.end(job.named("worker", 0), 137)
+    job.settle()
+    (death,) = [entry for entry in job.status["history"] if entry.get("slot") == "worker-0"]
+    assert "report" not in death
+    reports = (StoredReport("worker-0", 1, "/ck/report-1"), StoredReport("worker-9", 1, "/ck/of-nobody"))
+    for _ in range(2):
+        job.answer(term=1, step=6, reports=reports)
+        job.settle()
+    job.restart_operator()
+    job.answer(term=1, step=7, reports=reports)
+    job.settle()
+    assert told(job, "ReportStored") == [("ReportStored", "the report about worker-0 #1 is /ck/report-1")]
+    (death,) = [entry for entry in job.status["history"] if entry.get("slot") == "worker-0"]
+    assert death["report"] == "/ck/report-1"

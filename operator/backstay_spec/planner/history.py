@@ -35,7 +35,12 @@ def judge(facts: Facts) -> News:
     progress = facts.progress
     if progress is None:
         return News()
-    found = [_term(facts, progress), _evaluation(facts, progress), _untrained(facts, progress)]
+    found = [
+        _term(facts, progress),
+        _evaluation(facts, progress),
+        _untrained(facts, progress),
+        _reports(facts, progress),
+    ]
     return News(
         tuple(event for news in found for event in news.events),
         {name: value for news in found for name, value in news.fields.items()},
@@ -87,3 +92,16 @@ def _untrained(facts: Facts, progress: Progress) -> News:
         "update them yet: use layer or group normalization. Constants belong into `loss`, not into what `init` returns."
     )
     return News((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
+
+
+def _reports(facts: Facts, progress: Progress) -> News:
+    """Name each report about a pod that died, once: the entry of the death remembers it."""
+    stored = {(report.slot, report.incarnation): report.uri for report in progress.reports}
+    entries, events = [], []
+    for entry in facts.old.history:
+        uri = None if entry.slot is None or entry.incarnation is None else stored.get((entry.slot, entry.incarnation))
+        if entry.report is None and uri is not None:
+            entry = entry.model_copy(update={"report": uri})  # noqa: PLW2901
+            events.append(normal("ReportStored", f"the report about {entry.slot} #{entry.incarnation} is {uri}"))
+        entries.append(entry)
+    return News(tuple(events), {"history": entries}) if events else News()

@@ -47,24 +47,55 @@ class Records:
     def __init__(self, folders: Sequence[Folder]) -> None:
         """`folders`: where each record is written; none: nothing is kept."""
         self._folders = tuple(folders)
-        self._queue: queue.Queue[tuple[str, str, Callable[[], bytes]] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[tuple[str, Callable[[Folder], None]] | None] = queue.Queue(_WAITING)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backstay-records", daemon=True)
         if self._folders:
             self._thread.start()
 
-    def put(self, kind: str, name: str, content: Callable[[], bytes]) -> None:
-        """Write a record soon. One for which the queue has no room is left out: the folder is too slow.
+    def put(
+        self, kind: str, name: str, content: Callable[[], bytes], stored: Callable[[str], None] = lambda uri: None
+    ) -> None:
+        """Write a record soon, unless a folder has one with this name.
+
+        A record for which the queue has no room is left out: the folder is too slow.
 
         Args:
             kind: a key of `KEPT`.
             name: what `record_name` returns.
             content: makes the file, in the thread that writes.
+            stored: called with the URI of the file in the first folder, once it is there.
         """
+
+        def write(folder: Folder) -> None:
+            if folder.size(name) is None:
+                folder.write(name, content())
+                _prune(folder, kind)
+            if folder is self._folders[0]:
+                stored(f"{folder.uri.rstrip('/')}/{name}")
+
+        self._add(name, write)
+
+    def update(self, kind: str, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """Change a record, or make it, soon.
+
+        Args:
+            change: returns the new content, of the one that is there; None: there is no such file.
+        """
+
+        def write(folder: Folder) -> None:
+            before = None if folder.size(name) is None else folder.read(name)
+            folder.append(name, change(before), 0)
+            if before is None:
+                _prune(folder, kind)
+
+        self._add(name, write)
+
+    def _add(self, name: str, write: Callable[[Folder], None]) -> None:
         if not self._folders or self._closed.is_set():
             return
         try:
-            self._queue.put_nowait((kind, name, content))
+            self._queue.put_nowait((name, write))
         except queue.Full:
             _LOG.warning("the record %s is left out: the folder is too slow", name)
 
@@ -86,18 +117,14 @@ class Records:
         while (item := self._queue.get()) is not None:
             if self._closed.is_set():
                 continue
-            kind, name, content = item
-            try:
-                made = content()
-            except Exception:  # noqa: BLE001  # a record is not worth more
-                _LOG.exception("the record %s could not be made", name)
-                continue
+            name, write = item
             for folder in self._folders:
                 try:
-                    folder.write(name, made)
-                    _prune(folder, kind)
+                    write(folder)
                 except CheckpointError as error:
                     _LOG.warning("the record %s could not be stored: %s", name, error)
+                except Exception:  # noqa: BLE001  # a record is not worth more
+                    _LOG.exception("the record %s could not be made", name)
 
 
 def _prune(folder: Folder, kind: str) -> None:

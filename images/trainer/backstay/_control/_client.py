@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from backstay_rpc.control_pb2 import (
     STARTING,
     Activity,
     EvaluatedRequest,
+    HangReport,
     HeartbeatReply,
     HeartbeatRequest,
     JoinReply,
@@ -27,6 +29,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .. import _instrument
+from .._process._hanging import alive, asleep
 from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
@@ -167,6 +170,7 @@ class ControlClient:
         activity: Activity,
         step_seconds: float,
         worker_seconds: WorkerSeconds | None = None,
+        hang_report: HangReport | None = None,
     ) -> HeartbeatReply:
         """One heartbeat. Raises as `_call` does."""
         request = HeartbeatRequest(
@@ -176,6 +180,7 @@ class ControlClient:
             activity=activity,
             step_seconds=step_seconds,
             worker_seconds=worker_seconds,
+            hang_report=hang_report,
         )
         began = time.monotonic()
         if (doing := _instrument.doing()) is not None:
@@ -329,13 +334,22 @@ class Heartbeats:
             self._changed.wait_for(lambda: enough(self._news) or self.superseded is not None, seconds)
             return self._news
 
+    def report_hang(self, report: HangReport) -> None:
+        """Send to shard 0's server that this pod hangs; the message may get lost."""
+        with self._changed:
+            expected = self._incarnations[0]
+        with contextlib.suppress(PeerLost, Refused):
+            self._client.beat(0, expected, self.activity, self.step_seconds, hang_report=report)
+
     def close(self) -> None:
+        asleep()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _run(self, shard: int) -> None:
         while True:
+            alive()
             self._beat(shard)
             began = time.monotonic()
             with self._changed:

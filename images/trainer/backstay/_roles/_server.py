@@ -33,6 +33,7 @@ from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, write_termination
+from .._process._hanging import alive, asleep
 from .._shard import ShardRuntime
 from .._shard._follower import Held
 from .._shard._replication import Replication
@@ -140,6 +141,7 @@ class Server:
                 environment.timeouts,
             )
         self._tracing = Tracing(environment, self._peer, store, self._link)
+        stop.then(self._tracing.stopping)
         self._writer: CheckpointWriter | None = None
         if store is not None:
             self._writer = CheckpointWriter(
@@ -274,6 +276,7 @@ class Server:
                     self._driving.silent(silent | {hung.rank for hung in stalled})
                 self._metrics.live_workers.set(len(live))
                 self._tracing.tick()
+                alive()
                 if self._done is not None:
                     return self._end(self._done)
                 if self._stop.asked.is_set():
@@ -329,6 +332,8 @@ class Server:
         said = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
         if self._leader is not None and not done.failed:
             said = self._leader.outcome(done, self._term, complete=self._already_complete)
+        if self._leader is not None:
+            self._tracing.black_box.ended(said)
         write_termination(self._env.termination_log, said | dict(last or {}))
 
     def _save_and_stop(self) -> int:
@@ -358,6 +363,7 @@ class Server:
         return SIGTERM_EXIT
 
     def _close(self) -> None:
+        asleep()
         self._ready = False
         self._closing = True
         self._arbiter.close()
@@ -482,6 +488,8 @@ class Server:
             self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
         self._page.beat(request)
         self._tracing.did(request.peer, request.spans)
+        if request.HasField("hang_report"):
+            self._tracing.black_box.hangs(request.peer, request.hang_report)
         reply = HeartbeatReply(
             term=self._runtime.term,
             version=self._runtime.version,
@@ -538,6 +546,8 @@ class Server:
             failed=self._failed(),
         )
         self._tracing.replaced(request.incarnations)
+        self._tracing.black_box.record(request.record, request.record_id)
+        self._tracing.black_box.fill(reply)
         self._stall_seconds = request.stall_seconds or self._stall_seconds
         if request.HasField("checkpoint"):
             self._keep = request.checkpoint.keep or self._keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 import time
 from collections import deque
@@ -13,6 +14,8 @@ from backstay_rpc.control_pb2 import Peer, Timeline
 
 from .._checkpoint import PosixFolder, Records, record_name
 from .._control import Link, Outbox
+from .._process._hanging import output_end, stacks
+from ._black_box import HANGS, BlackBox
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
@@ -132,11 +135,15 @@ class Tracing:
         if environment.keep is not None:
             folders.append(PosixFolder(environment.keep))
         self._keeps = link is None and environment.config.trace_megabytes > 0
-        self.records = Records(folders if link is None else ())
+        self.records = Records(folders)
+        self.black_box = BlackBox(
+            environment, self.records, self._collector.timeline, clock=clock, unix_clock=unix_clock
+        )
         self._lock = threading.Lock()
         self._incarnations: dict[str, int] = {f"{peer.role}-{peer.index}": 1}
         self._due: float | None = None
         self._stored = -_SOONEST
+        self._ticked = clock()
 
     def serve(self, port: HttpPort) -> None:
         """Show the timeline on the page `/trace`."""
@@ -161,8 +168,11 @@ class Tracing:
                 self._due = max(self._clock() + _AFTER, self._stored + _SOONEST)
 
     def tick(self) -> None:
-        """Call it about once a second."""
+        """Call it about once a second, in the main thread."""
+        self._ticked = self._clock()
         self._own()
+        if self._link is None:
+            self.black_box.tick()
         with self._lock:
             is_due = self._due is not None and self._clock() >= self._due
             if is_due:
@@ -173,8 +183,18 @@ class Tracing:
     def close(self) -> None:
         """Store the end of the job."""
         self._own()
+        if self._link is None:
+            self.black_box.tick(at_once=True)
         self._store()
         self.records.close(_CLOSE)
+
+    def stopping(self) -> None:
+        """This server gets SIGTERM: if its main thread hangs, store where it stands."""
+        if self._clock() - self._ticked < HANGS:
+            return
+        name = f"{self._peer.role}-{self._peer.index}-{self._peer.incarnation}-{self._uid}-stacks"
+        found = {"slot": f"{self._peer.role}-{self._peer.index}", "stacks": stacks(), "output": output_end()}
+        self.records.put("report", record_name("report", self._unix_clock(), name), json.dumps(found, indent=1).encode)
 
     def _own(self) -> None:
         if self._link is not None:

@@ -47,6 +47,7 @@ from .._wire.buffers import Arrangement, ParamBuffers
 from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled, flow_of
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
+from ._black_box import hang_report
 from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 from ._worker_seconds import WorkerSeconds, process_age
@@ -182,6 +183,8 @@ class Worker:
 
     def _leave(self) -> None:
         """SIGTERM: drop the contribution, and leave although the script may still be computing it."""
+        if (found := hang_report(_instrument.doing(), time.monotonic())) is not None:
+            self._heart.report_hang(found)
         self._silent(0, "this pod was told to stop")
         if not self._gone.wait(self._env.timeouts.stop):
             self._control.leave("told to stop")

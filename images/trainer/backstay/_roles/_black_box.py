@@ -1,0 +1,227 @@
+"""The records that shard 0's server leaves: a report about each pod that died, and the job's history.
+
+The operator sends the history, which says who died and why (`ProgressRequest.record`). A pod that gets SIGTERM while it
+hangs sends its stacks and the end of its output. The timeline has its last spans. Files are made by the thread of
+`Records`: what fails there costs a record and never the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from google.protobuf.message import DecodeError
+
+from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply, Spans, StoredReport, Timeline
+from backstay_rpc.spans import spans_in
+
+from .. import _instrument
+from .._checkpoint import Records, record_name
+from .._process._hanging import output_end, stacks
+
+if TYPE_CHECKING:
+    from .._process._environment import Environment
+
+__all__ = ["HANGS", "BlackBox", "hang_report", "merged"]
+
+_LOG = logging.getLogger(__name__)
+
+_PATIENCE: Final = 3.0
+"""Seconds from the entry of a death to its report: a pod that hangs sends its state after the entry."""
+
+_ENTRIES: Final = 1000
+_REPORTS: Final = 50
+_SPANS: Final = 200
+_FORMAT: Final = 1
+
+HANGS: Final = 5.0
+"""Seconds after which a pod that gets SIGTERM, and whose main thread did nothing else meanwhile, reports its stacks."""
+
+
+class BlackBox:
+    """Thread-safe.
+
+    Args:
+        environment: of shard 0's server.
+        records: writes the files.
+        timeline: returns a serialized `Timeline` of the pods of a slot, such as ``worker-3``.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        records: Records,
+        timeline: Callable[[str], bytes],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._job = {"job": environment.job, "namespace": environment.namespace, "uid": environment.uid}
+        self._records, self._timeline, self._clock, self._unix_clock = records, timeline, clock, unix_clock
+        self._uid = environment.uid.replace("-", "")[:8]
+        self._lock = threading.Lock()
+        self._hung: dict[tuple[str, int], HangReport] = {}
+        self._due: dict[tuple[str, int], tuple[float, Mapping[str, Any]]] = {}  # deaths whose report is not made yet
+        self._made: set[tuple[str, int]] = set()
+        self._stored: list[StoredReport] = []
+        self._status: dict[str, Any] = {}
+        self._recorded = ""
+
+    def hangs(self, peer: Peer, report: HangReport) -> None:
+        """A pod reports that it hangs."""
+        with self._lock:
+            while len(self._hung) >= _REPORTS:
+                del self._hung[next(iter(self._hung))]
+            self._hung[f"{peer.role}-{peer.index}", peer.incarnation] = report
+
+    def record(self, status: str, record_id: str) -> None:
+        """The operator sent the job's status as JSON; empty: nothing has happened since the last one."""
+        if not status:
+            return
+        try:
+            found = json.loads(status)
+            entries = found.get("history") or []
+            deaths = [(str(e["slot"]), int(e["incarnation"]), e) for e in entries if "incarnation" in e and "slot" in e]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _LOG.warning("the operator sent a history that cannot be read: %s", error)
+            found, deaths = {}, []
+        with self._lock:
+            self._recorded = record_id
+            for slot, incarnation, entry in deaths:
+                if (slot, incarnation) not in self._made and (slot, incarnation) not in self._due:
+                    self._due[slot, incarnation] = self._clock() + _PATIENCE, entry
+            self._status = found or self._status
+        if found:
+            self._keep_history(found)
+
+    def ended(self, outcome: Mapping[str, Any]) -> None:
+        """The job ends; the operator writes that into its status when this server has left."""
+        with self._lock:
+            status = {**self._status, "outcome": dict(outcome)}
+        self._keep_history(status)
+
+    def tick(self, *, at_once: bool = False) -> None:
+        """Make the reports that are due; call it about once a second.
+
+        Args:
+            at_once: make all of them: the job ends.
+        """
+        with self._lock:
+            due = [key for key, (at, _) in self._due.items() if at_once or self._clock() >= at]
+            ready = [(key, self._due.pop(key)[1]) for key in due]
+            self._made.update(due)
+        for (slot, incarnation), entry in ready:
+            self._make(slot, incarnation, entry)
+
+    def fill(self, reply: ProgressReply) -> None:
+        """The answer to the operator: what was recorded, and which reports there are."""
+        with self._lock:
+            reply.recorded = self._recorded
+            reply.reports.extend(self._stored)
+
+    def _make(self, slot: str, incarnation: int, entry: Mapping[str, Any]) -> None:
+        with self._lock:
+            hung = self._hung.pop((slot, incarnation), None)
+
+        def content() -> bytes:
+            report = {
+                "format": _FORMAT,
+                **self._job,
+                "slot": slot,
+                "incarnation": incarnation,
+                **{name: entry.get(name) for name in ("time", "reason", "message")},
+                "stacks": None if hung is None else hung.stacks,
+                "output": None if hung is None else hung.output,
+                "doing": None if hung is None else hung.doing,
+            }
+            spans = [json.dumps(span) for span in _last_spans(self._timeline(slot), incarnation)]
+            head = json.dumps(report, indent=1, default=str).removesuffix("\n}")
+            lines = ",\n  ".join(spans)
+            return f'{head},\n "spans": [\n  {lines}\n ]\n}}\n'.encode()
+
+        def stored(uri: str) -> None:
+            with self._lock:
+                self._stored.append(StoredReport(slot=slot, incarnation=incarnation, uri=uri))
+                del self._stored[:-_REPORTS]
+
+        name = record_name("report", _unix(entry.get("time")), f"{slot}-{incarnation}-{self._uid}")
+        self._records.put("report", name, content, stored)
+
+    def _keep_history(self, status: Mapping[str, Any]) -> None:
+        name = record_name("history", _unix(status.get("startTime")), self._uid)
+        about = {"format": _FORMAT, **self._job, "unixSeconds": self._unix_clock()}
+        self._records.update("history", name, lambda before: merged(before, about, status))
+
+
+def hang_report(doing: _instrument.Doing | None, now: float) -> HangReport | None:
+    """The state of this pod, which gets SIGTERM; None: it does not hang.
+
+    Args:
+        doing: what the main thread does.
+        now: seconds of `time.monotonic`.
+    """
+    if doing is None or now - doing.began < HANGS:
+        return None
+    step = "" if doing.step is None else f" of step {doing.step}"
+    return HangReport(stacks=stacks(), output=output_end(), doing=f"{doing.point}{step}, for {now - doing.began:.1f} s")
+
+
+def merged(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, Any]) -> bytes:
+    """The content of a history's file.
+
+    Args:
+        before: the content until now, which may have entries that the status has dropped; None: there is no file.
+        about: the job, and when this was made.
+        status: of the job; its entries replace those of the file that have the same time, reason and slot.
+    """
+    known: list[Mapping[str, Any]] = []
+    if before is not None:
+        try:
+            known = list(json.loads(before)["status"]["history"])
+        except (ValueError, TypeError, KeyError):
+            known = []  # it was torn while it was written
+    entries: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for entry in [*known, *(status.get("history") or [])]:
+        if isinstance(entry, Mapping):
+            key = (str(entry.get("time")), str(entry.get("reason")), str(entry.get("slot")))
+            entries[key] = entry
+    history = sorted(entries.values(), key=lambda entry: str(entry.get("time")))[-_ENTRIES:]
+    return json.dumps({**about, "status": {**status, "history": history}}, indent=1).encode()
+
+
+def _last_spans(timeline: bytes, incarnation: int) -> Sequence[dict[str, Any]]:
+    """The newest spans of a pod, oldest first; their times are those of its wall clock."""
+    found: list[dict[str, Any]] = []
+    try:
+        for data in Timeline.FromString(timeline).spans:
+            message = Spans.FromString(data)
+            if message.peer.incarnation != incarnation:
+                continue
+            shift = message.unix_seconds - message.clock
+            found += [
+                {
+                    "point": span.point,
+                    "step": span.step,
+                    "began": round(span.began / 1e9 + shift, 6),
+                    "seconds": round((span.ended - span.began) / 1e9, 6),
+                    "thread": span.thread,
+                    **({"notes": dict(span.notes)} if span.notes else {}),
+                }
+                for span in spans_in(message)
+            ]
+    except (DecodeError, ValueError, IndexError) as error:
+        _LOG.warning("spans of incarnation %d cannot be read: %s", incarnation, error)
+    return found[-_SPANS:]
+
+
+def _unix(text: Any) -> float:
+    """A time of the API as Unix time; 0: there is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, TypeError):
+        return 0.0

@@ -1,0 +1,240 @@
+"""Reports about pods that died, and the job's history: they survive nonsense, torn files and another server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay import _instrument
+from backstay._checkpoint import PosixFolder
+from backstay._checkpoint._records import Records
+from backstay._control._spans import columns
+from backstay._process import _hanging
+from backstay._process._environment import Environment
+from backstay._roles._black_box import HANGS, BlackBox, hang_report, merged
+from backstay._roles._timeline import Collector
+from backstay_cli.history import history_of_place, lines
+from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
+from backstay_spec.runtime import RuntimeConfig
+
+WORKER = Peer(role="worker", index=3, incarnation=1)
+DEATH = {
+    "time": "2026-11-22T10:00:00.500Z",
+    "type": "Warning",
+    "reason": "Stalled",
+    "message": "worker 3 (pod w) died: no gradient for 7 s; replaced by w2",
+    "slot": "worker-3",
+    "incarnation": 1,
+}
+BEGAN = {"time": "2026-11-22T09:00:00Z", "type": "Normal", "reason": "Running", "message": "training has begun"}
+
+
+def environment() -> Environment:
+    return Environment(
+        job="j",
+        role="parameter-server",
+        index=0,
+        incarnation=1,
+        servers=("127.0.0.1:1",),
+        port=1,
+        data_port=2,
+        metrics_port=3,
+        bind="127.0.0.1",
+        pod_name="s",
+        pod_ip="127.0.0.1",
+        token="00",
+        config=RuntimeConfig(shards=1, workers=1),
+        checkpoint_uri=None,
+        termination_log=None,
+        uid="12345678-abcd",
+    )
+
+
+class Box:
+    """A black box with its folder and its clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 100.0
+        self.records = Records([PosixFolder(folder)])
+        collector = Collector(Peer(), 1 << 20, job="j", namespace="n", uid="u")
+        for incarnation in (1, 2):
+            spans = columns([_instrument.Span(0, f"compute{incarnation}", 1.0, 2.0, 7, "t", {"raised": "OSError"})])
+            spans.peer.CopyFrom(Peer(role="worker", index=3, incarnation=incarnation))
+            spans.clock, spans.unix_seconds = 3.0, 1003.0
+            collector.add(spans.peer, spans.SerializeToString())
+        collector.add(WORKER, b"\xff no spans")
+        self.box = BlackBox(
+            environment(), self.records, collector.timeline, clock=lambda: self.now, unix_clock=lambda: 1e9
+        )
+
+    def record(self, number: str, *history: dict[str, Any]) -> None:
+        self.box.record(json.dumps({"startTime": "2026-11-22T08:59:00Z", "history": list(history)}), number)
+
+    def files(self, kind: str) -> list[Path]:
+        """The files of a kind, once everything is written."""
+        done = threading.Event()
+        self.records._add("", lambda folder: done.set())
+        assert done.wait(30)
+        return sorted(self.folder.glob(f"{kind}-*"))
+
+    def reply(self) -> ProgressReply:
+        reply = ProgressReply()
+        self.box.fill(reply)
+        return reply
+
+
+def test_a_report_has_the_stacks_and_the_last_spans_of_the_pod_that_died(tmp_path: Path) -> None:
+    box = Box(tmp_path)
+    box.record("a", BEGAN, DEATH)
+    box.box.tick()
+    assert box.files("report") == [], "a pod that hangs sends its state after the entry"
+    box.box.hangs(WORKER, HangReport(stacks="File x", output="bye", doing="compute of step 7"))
+    box.now += 4
+    box.box.tick()
+    box.box.tick()
+    (file,) = box.files("report")
+    assert file.name == "report-001795341600-worker-3-1-12345678.json"
+    report = json.loads(file.read_text())
+    assert (report["slot"], report["reason"], report["stacks"], report["output"]) == (
+        "worker-3",
+        "Stalled",
+        "File x",
+        "bye",
+    )
+    reply = box.reply()
+    assert reply.recorded == "a"
+    assert [(each.slot, each.incarnation, each.uri) for each in reply.reports] == [("worker-3", 1, str(file))]
+
+
+def test_a_report_survives_spans_that_cannot_be_read_and_has_those_of_its_incarnation(tmp_path: Path) -> None:
+    box = Box(tmp_path)
+    box.record("a", {**DEATH, "incarnation": 2})
+    box.box.tick(at_once=True)
+    report = json.loads(box.files("report")[0].read_text())
+    (span,) = report["spans"]
+    assert span == {
+        "point": "compute2",
+        "step": 7,
+        "began": 1001.0,
+        "seconds": 1.0,
+        "thread": "t",
+        "notes": {"raised": "OSError"},
+    }
+    assert report["stacks"] is None
+
+
+def test_a_server_that_took_over_makes_no_report_twice_and_knows_where_it_is(tmp_path: Path) -> None:
+    for number in range(2):
+        box = Box(tmp_path)
+        box.record(str(number), DEATH)
+        box.box.tick(at_once=True)
+        assert len(box.files("report")) == 1
+        assert len(box.reply().reports) == 1
+
+
+def test_the_history_outlives_what_the_status_drops_and_says_how_the_job_ended(tmp_path: Path) -> None:
+    box = Box(tmp_path)
+    box.record("a", BEGAN)
+    box.record("b", DEATH)
+    box.record("c", {**DEATH, "recovered": "2026-11-22T10:00:02.500Z", "report": "/ck/report-1"})
+    box.box.ended({"result": "Succeeded", "step": 40})
+    (file,) = box.files("history")
+    assert [entry["reason"] for entry in json.loads(file.read_text())["status"]["history"]] == ["Running", "Stalled"]
+    shown = "\n".join(lines(history_of_place(str(tmp_path), "j"), 0.0))
+    assert "j in namespace default: Succeeded" in shown
+    assert "step 40" in shown
+    assert "1 worker pod died: Stalled" in shown
+    assert "trains again after 2 s" in shown
+    assert "report about worker 3: /ck/report-1" in shown
+
+
+def test_nonsense_from_the_wire_and_a_torn_file_cost_nothing(tmp_path: Path) -> None:
+    box = Box(tmp_path)
+    for number, text in enumerate(("{", "[]", '{"history": 1}', '{"history": [{"slot": 1, "incarnation": "x"}]}', "")):
+        box.box.record(text, str(number))
+    assert box.reply().recorded == "3"
+    box.record("a", DEATH)
+    (file,) = box.files("history")
+    file.write_text(file.read_text()[:40])
+    box.record("b", DEATH, BEGAN)
+    (file,) = box.files("history")
+    assert len(json.loads(file.read_text())["status"]["history"]) == 2
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=5), max_size=6))
+def test_merging_keeps_every_entry_once_in_order(statuses: list[list[tuple[int, str]]]) -> None:
+    content: bytes | None = None
+    for entries in statuses:
+        history = [{"time": f"2026-01-0{day + 1}T00:00:00Z", "reason": reason} for day, reason in entries]
+        content = merged(content, {"format": 1}, {"phase": "Running", "history": history})
+    found = [] if content is None else json.loads(content)["status"]["history"]
+    keys = [(entry["time"], entry["reason"]) for entry in found]
+    assert len(set(keys)) == len(keys) == len({entry for entries in statuses for entry in entries})
+    assert [time for time, _ in keys] == sorted(time for time, _ in keys)
+
+
+# ---- Pods that hang
+
+
+def test_only_a_pod_that_does_the_same_for_long_hangs() -> None:
+    doing = _instrument.Doing("batch_wait", 7, 100.0)
+    assert hang_report(None, 1e9) is None
+    assert hang_report(doing, 100.0 + HANGS - 0.1) is None
+    found = hang_report(doing, 112.3)
+    assert found is not None
+    assert found.doing == "batch_wait of step 7, for 12.3 s"
+
+
+def test_stacks_name_the_threads_and_the_line_where_each_waits() -> None:
+    leave, here = threading.Event(), threading.Event()
+
+    def wait_for_a_slow_disk() -> None:
+        here.set()
+        leave.wait(30)
+
+    thread = threading.Thread(target=wait_for_a_slow_disk, name="reader")
+    thread.start()
+    assert here.wait(30)
+    found: list[str] = []
+    asker = threading.Thread(target=lambda: found.append(_hanging.stacks()))
+    asker.start()
+    asker.join(30)
+    leave.set()
+    thread.join(30)
+    assert found[0].startswith("Thread MainThread:")
+    assert "Thread reader:" in found[0]
+    assert "in wait_for_a_slow_disk" in found[0]
+
+
+HANGS_WITHOUT_PYTHON = """
+import ctypes, sys
+from backstay._process import _hanging
+_hanging._HANG_SECONDS = 0.5
+_hanging.keep_output()
+print("one"); print("two", file=sys.stderr)
+assert _hanging.output_end().count("one") == 1, _hanging.output_end()
+_hanging.alive()  # not watched yet
+_hanging.watch()
+_hanging.alive()
+def the_native_call():
+    ctypes.PyDLL(None).usleep(2_000_000)  # holds the interpreter's lock
+the_native_call()
+_hanging.alive()
+_hanging.asleep()
+"""
+
+
+def test_a_process_in_which_no_python_runs_prints_its_stacks() -> None:
+    """T8: a native call that holds the interpreter's lock; neither heartbeats nor SIGTERM reach Python code."""
+    done = subprocess.run([sys.executable, "-c", HANGS_WITHOUT_PYTHON], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Timeout (0:00:00.5" in done.stderr
+    assert "in the_native_call" in done.stderr
+    assert done.stdout == "one\n"
