@@ -46,7 +46,7 @@ def write_checkpoint(
     state: Any = None,
     **more: Any,
 ) -> Manifest:
-    """One whole checkpoint of `params`, and of a model state, in equal parts.
+    """A whole checkpoint of `params`, and of a model state, split into equal parts.
 
     Args:
         dotted: with the names that servers give to leaves.
@@ -108,5 +108,5 @@ def write() -> Callable[..., Manifest]:
 
 @pytest.fixture(scope="session")
 def write_named() -> Callable[..., Manifest]:
-    """The same, with the names that servers give to leaves."""
+    """Writes a whole checkpoint with the names that servers give to leaves."""
     return partial(write_checkpoint, dotted=True)

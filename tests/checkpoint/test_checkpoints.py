@@ -49,7 +49,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_t7_what_was_written_is_read_whatever_the_number_of_shards(write: Write, uri: str, shards: int) -> None:
+def test_t7_any_number_of_shards_reads_what_was_written(write: Write, uri: str, shards: int) -> None:
     store = CheckpointStore(uri)
     manifest = write(store, PARAMS, version=7, shards=shards)
     assert_same(load(uri).params, PARAMS)
@@ -59,7 +59,7 @@ def test_t7_what_was_written_is_read_whatever_the_number_of_shards(write: Write,
 
 @given(st.data())
 @settings(max_examples=50, deadline=None)
-def test_t7_any_range_is_found_again_in_another_partition(
+def test_t7_another_partition_reads_any_range(
     tmp_path_factory: pytest.TempPathFactory, write: Write, data: st.DataObject
 ) -> None:
     size = data.draw(st.integers(1, 50))
@@ -102,7 +102,7 @@ def test_t7_a_damaged_checkpoint_is_never_used_and_is_named(write: Write, tmp_pa
     assert newer.name in found.skipped[0]
 
 
-def test_t7_files_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
+def test_t7_files_without_a_manifest_are_not_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     store.write_shard([Entry("params/a", 0, 2, np.zeros(2))], version=3, **SHARD)
     assert store.newest().manifest is None
@@ -158,7 +158,7 @@ def test_t7_keep_never_deletes_files_of_another_history(
 def test_t7_an_error_while_pruning_deletes_nothing_that_is_whole(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest that cannot be read now may be whole: its files are not loose."""
+    """A manifest that cannot be read now may be whole, so its files stay."""
     store = CheckpointStore(str(tmp_path))
     write(store, PARAMS, version=1)
     newest = write(store, PARAMS, version=2)
@@ -205,14 +205,14 @@ def test_t7_a_file_system_without_links_replaces_no_file_either(
 
 
 def test_t7_a_manifest_under_the_name_of_another_is_refused(write: Write, uri: str) -> None:
-    """A copy, whose checksum is valid, does not become a newer checkpoint."""
+    """A copy with a valid checksum does not become a newer checkpoint."""
     store = CheckpointStore(uri)
     made = write(store, PARAMS, version=3)
     store.folder.write(str(made.key._replace(version=9)), made.text())
     newest = store.newest()
     assert newest.manifest is not None
     assert newest.manifest.version == 3
-    assert "says of itself" in newest.skipped[0]
+    assert "contains the manifest of" in newest.skipped[0]
 
 
 @given(

@@ -1,4 +1,4 @@
-"""T6, T7: what is in the history of a folder, decided by leases and claims and never by a clock."""
+"""T6, T7: leases and claims, and never a clock, decide which manifests are in the history of a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = {"a": np.arange(4, dtype=np.float32)}
 
 
 class ObjectStore:
-    """An object store as strict as one can be: no rename, no copy, no append, no folders, no locks."""
+    """An object store with few operations: no rename, no copy, no append, no folders, no locks."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -92,7 +92,7 @@ def claim(store: CheckpointStore, origin: Origin, *, lease: int, term: int, base
 def test_t6_what_a_process_stores_after_it_lost_the_folder_is_not_in_the_history(
     store: CheckpointStore, write: Write, origin_of: Callable[..., Origin]
 ) -> None:
-    """Incarnation 1 is stopped at step 10 and wakes up with step 20 after incarnation 2 has begun its term."""
+    """Incarnation 1 is paused at step 10. It resumes with step 20 after incarnation 2 has begun its term."""
     claim(store, origin_of(), lease=1, term=1, base=None)
     ten = write(store, PARAMS, version=10)
     claim(store, origin_of(), lease=2, term=2, base=ten)
@@ -159,7 +159,7 @@ KEYS = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 9))
 @given(st.sets(KEYS, min_size=1), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 40))))
 @settings(deadline=None)
 def test_t6_the_history_is_one_line(made: set[tuple[int, int, int]], begun: list[tuple[int, int, int]]) -> None:
-    """Whatever was stored and claimed: of what is in the history, nothing lies after a base that a later term left."""
+    """For any order of writes and claims: a manifest after the base of a later claim is not in the history."""
     history = "00000000000000aa"
     manifests = sorted(ManifestName(*key, 0, history) for key in made)
     claims = []
@@ -198,7 +198,7 @@ def test_t8_an_object_store_that_denies_something_is_found(denied: str) -> None:
     [(13, CheckpointFolderUnusable), (30, CheckpointFolderUnusable), (28, StorageError), (5, StorageError)],
     ids=["EACCES", "EROFS", "ENOSPC", "EIO"],
 )
-def test_t8_what_may_pass_is_told_from_what_does_not(
+def test_t8_errors_that_may_pass_and_permanent_errors_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[CheckpointError]
 ) -> None:
     def fails(self: Path, content: bytes) -> int:

@@ -1,4 +1,4 @@
-"""T6, T7: one writer at a time in a folder, whatever its clock says. Time is injected: nothing here waits."""
+"""T6, T7: one writer at a time in a folder, regardless of clocks. Time is injected, so no test waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Interrupt
 from backstay.errors import BackstayError, CheckpointInUse, Superseded
 
 TIMES = LeaseTimes(renew=100.0, silence=500.0, settle=1000.0, closing=9000.0, confirm=1000.0)
-"""So long that the thread of a lease does nothing by itself."""
+"""So long that the lease's thread does nothing while a test runs."""
 
 
 class Process:
-    """One process with a clock of its own, which starts anywhere."""
+    """One process with its own clock, which starts at any time."""
 
     def __init__(self, folder: str, name: str, uid: str, incarnation: int = 1, clock: float = 0.0) -> None:
         self.store = CheckpointStore(folder)
@@ -41,7 +41,7 @@ class Process:
         return self.stopped
 
     def renew(self) -> None:
-        """What the thread of its lease does every `renew` seconds."""
+        """Do what the lease's thread does every `renew` seconds."""
         assert self.lease._renew()
 
 
@@ -78,7 +78,7 @@ def test_t7_a_second_living_writer_is_refused_and_the_first_is_named(start: Star
 
 
 def test_t7_two_runs_of_one_job_are_two_writers(start: Start) -> None:
-    """Such as `backstay run` in two terminals."""
+    """For example `backstay run` in two terminals."""
     first, second = start("a", "1"), start("a", "2")
     first.lease.acquire()
     second.meanwhile = first.renew
@@ -88,7 +88,7 @@ def test_t7_two_runs_of_one_job_are_two_writers(start: Start) -> None:
 
 
 def test_t7_a_silent_writer_is_succeeded_after_its_silence_and_finds_out(start: Start) -> None:
-    """The same job after SIGKILL; and what SIGSTOP does: the first one wakes up, and stores nothing more (T6)."""
+    """The same job after SIGKILL, and after SIGSTOP: the first writer resumes, and stores nothing more (T6)."""
     first, second = start("a", "1", clock=50.0), start("a", "2", clock=-70.0)
     first.lease.acquire()
     second.lease.acquire()
@@ -138,7 +138,7 @@ def test_t6_the_next_incarnation_of_a_server_does_not_wait(start: Start) -> None
     second.lease.check()
 
 
-def test_t8_a_writer_that_is_told_to_stop_while_it_waits_stops(start: Start) -> None:
+def test_t8_a_signal_to_stop_ends_a_writer_that_waits(start: Start) -> None:
     first, second = start("a", "1"), start("a", "2")
     first.lease.acquire()
     second.stopped = True
@@ -146,8 +146,10 @@ def test_t8_a_writer_that_is_told_to_stop_while_it_waits_stops(start: Start) -> 
         second.lease.acquire()
 
 
-def test_t7_two_that_come_at_once_do_not_both_get_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one writes its lease between the first one's listing and the first one's lease."""
+def test_t7_of_two_challengers_at_once_at_most_one_gets_the_lease(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second challenger writes its lease after the first has listed the folder, and before it writes its lease."""
     first, second = start("a", "1"), start("b", "2")
     held: list[str] = []
     write = first.store.folder.write
@@ -169,7 +171,7 @@ def test_t7_two_that_come_at_once_do_not_both_get_it(start: Start, monkeypatch: 
     assert second.lost == []
 
 
-def test_t7_a_lease_that_somebody_deleted_is_written_again(start: Start) -> None:
+def test_t7_a_deleted_lease_is_written_again(start: Start) -> None:
     first = start()
     first.lease.acquire()
     for name in first.store.folder.names():
@@ -181,7 +183,7 @@ def test_t7_a_lease_that_somebody_deleted_is_written_again(start: Start) -> None
         second.lease.acquire()
 
 
-def test_t7_a_damaged_lease_blocks_nobody_for_ever(start: Start) -> None:
+def test_t7_a_damaged_lease_does_not_block_a_writer_forever(start: Start) -> None:
     first, second = start("a", "1"), start("b", "2")
     first.lease.acquire()
     name = first.store.folder.names()[0]
@@ -191,7 +193,7 @@ def test_t7_a_damaged_lease_blocks_nobody_for_ever(start: Start) -> None:
 
 
 def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) -> None:
-    """A lease is rewritten in place: its file keeps its size and its place on the disk."""
+    """A lease is rewritten in place: its file keeps its size and its blocks on the disk."""
     first = Process(str(tmp_path), "a", "1")
     first.lease.acquire()
     file = next(tmp_path.iterdir())
@@ -202,8 +204,8 @@ def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) 
     first.lease.release()
 
 
-def test_t7_a_challenger_that_was_stopped_does_not_take_its_own_pause_for_silence(start: Start) -> None:
-    """A node that sleeps stops both: the holder gets time to renew before it is judged."""
+def test_t7_a_challenger_does_not_count_its_own_pause_as_silence(start: Start) -> None:
+    """A suspended node pauses both: the holder gets time to renew before the challenger decides."""
     holder, challenger = start(uid="1"), start("b", uid="2")
     holder.lease.acquire()
 
@@ -218,16 +220,16 @@ def test_t7_a_challenger_that_was_stopped_does_not_take_its_own_pause_for_silenc
         challenger.lease.acquire()
 
 
-def test_t6_a_holder_that_was_stopped_looks_for_a_newer_lease_before_anything_else(
+def test_t6_a_holder_checks_for_a_newer_lease_first_after_a_pause(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next look is due only after `confirm`, which is longer than its pause was."""
+    """Its next regular check is due only after `confirm`, which is longer than its pause."""
     holder, successor = start(incarnation=1), start(incarnation=2)
     holder.lease.acquire()
     successor.lease.acquire()
 
     class Paused:
-        """The first wait takes longer than the silence that a lease survives."""
+        """The first wait takes longer than the silence after which a lease is lost."""
 
         rounds = 0
 

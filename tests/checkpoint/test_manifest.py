@@ -1,4 +1,4 @@
-"""T7: whatever became of a manifest on the disk, it is read as it was written or it is refused."""
+"""T7: after any damage on the disk, a manifest is either read as it was written, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(write: Write, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def read(text: bytes) -> Manifest | None:
-    """None: it is refused."""
+    """The manifest in `text`; None when it is refused."""
     try:
         return Manifest.parse(text, "it")
     except CheckpointError:
@@ -44,7 +44,7 @@ def test_t7_it_is_read_as_it_was_written(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("bit", [0x01, 0x20, 0x80])
-def test_t7_no_flipped_bit_is_believed(text: bytes, bit: int) -> None:
+def test_t7_a_flipped_bit_is_refused(text: bytes, bit: int) -> None:
     whole = Manifest.parse(text, "it")
     for position in range(len(text)):
         damaged = bytearray(text)
@@ -52,7 +52,7 @@ def test_t7_no_flipped_bit_is_believed(text: bytes, bit: int) -> None:
         assert read(bytes(damaged)) in (None, whole), position
 
 
-def test_t7_no_truncated_manifest_is_believed(text: bytes) -> None:
+def test_t7_a_truncated_manifest_is_refused(text: bytes) -> None:
     assert [length for length in range(len(text)) if read(text[:length]) is not None] == []
 
 
@@ -144,9 +144,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_t7_a_manifest_that_contradicts_itself_is_refused_though_its_checksum_is_right(
-    text: bytes, change: str
-) -> None:
+def test_t7_a_contradictory_manifest_with_a_valid_checksum_is_refused(text: bytes, change: str) -> None:
     document = unseal(text, "it")
     CHANGES[change](document)
     with pytest.raises(CheckpointError, match="it "):
@@ -163,7 +161,7 @@ JSON = st.recursive(
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_t7_any_value_in_any_place_is_refused_or_harmless(text: bytes, data: st.DataObject) -> None:
-    """Nothing but `CheckpointError` comes out; what is accepted is a manifest that would be written so."""
+    """No error other than `CheckpointError` is raised. An accepted manifest is one that would be written so."""
     document = unseal(text, "it")
     node: Any = document
     while True:
@@ -182,7 +180,7 @@ def test_t7_any_value_in_any_place_is_refused_or_harmless(text: bytes, data: st.
 
 
 def test_t7_load_passes_over_a_changed_manifest_by_name(write: Write, tmp_path: Path) -> None:
-    """One flipped bit beside an older whole checkpoint: that one is read, and the message names the other."""
+    """One flipped bit beside an older whole checkpoint: `load` reads the older one, and the message names the other."""
     store = CheckpointStore(str(tmp_path))
     write(store, PARAMS, version=5)
     newer = write(store, PARAMS, version=6)

@@ -1,4 +1,4 @@
-"""Parameters from elsewhere, by name, and on their way out again: nothing is left out or reshaped silently."""
+"""Reading initial parameters by name from another place, and exporting them: no array is lost or reshaped silently."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_model_state_that_is_not_there_begins_as_init_returns_it(
         with_state(place)
 
 
-def test_a_part_is_taken_only_when_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_the_arrays_is_used_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"{tmp_path}/model.safetensors"
     safetensors.numpy.save_file({"dense.kernel": NAMED["dense.kernel"], "head": np.zeros(1)}, place)
     for refused in (
@@ -175,7 +175,7 @@ def test_a_part_is_taken_only_when_that_is_asked_for(tmp_path: Path, capsys: pyt
 
 
 def test_a_mapping_renames_transposes_and_stacks(tmp_path: Path) -> None:
-    """As for weights that another library stored: other names, (out, in) kernels, one tensor for each layer."""
+    """Weights as another library stores them: other names, (out, in) kernels, one tensor for each layer."""
     place = f"{tmp_path}/model.safetensors"
     stored = {
         "model.dense.weight": np.ascontiguousarray(NAMED["dense.kernel"].T).astype(ml_dtypes.bfloat16),
@@ -202,12 +202,12 @@ def test_a_mapping_renames_transposes_and_stacks(tmp_path: Path) -> None:
     equal(started(StartFrom(place, mapping=mapping)), TREE)
     assert asked == list(NAMED)
     with pytest.raises(
-        CheckpointError, match=r"missing \(4\): dense.bias \(the mapping asked for nothing.dense.bias\)"
+        CheckpointError, match=r"missing \(4\): dense.bias \(the mapping looked up nothing.dense.bias\)"
     ):
         started(StartFrom(place, mapping=lambda name, arrays: f"nothing.{name}"))
 
 
-def test_bad_places_and_options_say_what_would_be_valid(tmp_path: Path) -> None:
+def test_errors_about_places_and_options_name_what_would_be_valid(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="is not a checkpoint of Backstay, a safetensors file, a folder of them or"
     ):
@@ -228,13 +228,13 @@ def test_bad_places_and_options_say_what_would_be_valid(tmp_path: Path) -> None:
 
 
 def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, write_named: Write) -> None:
-    """All servers read what the first one found; a newer checkpoint of another job does not count."""
+    """All servers read what the first server found; a newer checkpoint of another job does not count."""
     leaves = describe(TREE).leaves
     file = f"{tmp_path}/model.safetensors"
     safetensors.numpy.save_file(NAMED, file)
     fixed = fix(file)
     safetensors.numpy.save_file(NAMED | {"out.0": np.zeros(2, np.float32)}, file)
-    with pytest.raises(CheckpointError, match=r"has another content .* than when the job began"):
+    with pytest.raises(CheckpointError, match=r"has changed .* since the job began"):
         read_start(StartFrom(file), fixed, leaves)
     store = CheckpointStore(str(tmp_path / "ours"))
     write_named(store, TREE, version=5)

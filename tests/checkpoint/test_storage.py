@@ -1,4 +1,7 @@
-"""Storage that errs: nothing half-written counts, nothing whole is passed over for an error that may pass (T7, T8)."""
+"""Storage that fails (T7, T8).
+
+A half-written file never counts. No whole checkpoint is skipped because of an error that may pass.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from backstay.errors import CheckpointError, StorageError
 
 
 class Flaky:
-    """An object store that errs while `down`, and tears what is put while `tears`."""
+    """An object store that fails while `down` is set, and truncates what is stored while `tears` is set."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -78,7 +81,9 @@ def test_t7_an_object_store_that_refuses_a_write_leaves_the_last_whole_one(
     assert make(store, 2).version == 2
 
 
-def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(make: Make, store: CheckpointStore, flaky: Flaky) -> None:
+def test_t7_a_file_that_was_truncated_on_its_way_never_gets_a_manifest(
+    make: Make, store: CheckpointStore, flaky: Flaky
+) -> None:
     make(store, 1)
     flaky.tears = True
     with pytest.raises(CheckpointError, match=r"has \d+ bytes, \d+ bytes were written: no checkpoint made"):
@@ -92,7 +97,7 @@ def test_t7_what_was_torn_on_its_way_never_gets_a_manifest(make: Make, store: Ch
 def test_t7_an_error_that_may_pass_never_makes_a_whole_checkpoint_look_damaged(
     make: Make, store: CheckpointStore, flaky: Flaky, call: str
 ) -> None:
-    """Else a hiccup of the object store would throw away what was trained since an older one, or all of it."""
+    """Otherwise a short failure of the object store would lose training progress."""
     make(store, 1)
     make(store, 2)
     flaky.down = {call}
@@ -111,7 +116,7 @@ def test_t7_an_error_that_may_pass_never_makes_a_whole_checkpoint_look_damaged(
     assert slept == [1, 2, 4, 8]
 
 
-def test_t8_a_storage_that_never_answers_is_given_up(store: CheckpointStore, flaky: Flaky) -> None:
+def test_t8_reading_from_a_storage_that_never_answers_ends_with_an_error(store: CheckpointStore, flaky: Flaky) -> None:
     flaky.down = {"ls"}
     slept: list[float] = []
     with pytest.raises(StorageError, match="cannot list"):
@@ -119,8 +124,8 @@ def test_t8_a_storage_that_never_answers_is_given_up(store: CheckpointStore, fla
     assert sum(slept) == 20
 
 
-def test_what_is_damaged_is_told_at_once() -> None:
-    """Only an error of the storage is waited out."""
+def test_damage_is_reported_at_once() -> None:
+    """Only after an error of the storage does `patiently` try again."""
 
     def damaged() -> None:
         raise CheckpointError("its SHA-256 is not the manifest's")
@@ -129,7 +134,7 @@ def test_what_is_damaged_is_told_at_once() -> None:
         patiently(damaged, sleep=lambda seconds: pytest.fail("it waited"))
 
 
-def test_t7_a_local_file_that_cannot_be_read_is_no_damage(
+def test_t7_a_local_file_that_cannot_be_read_does_not_count_as_damage(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(str(tmp_path))
@@ -143,8 +148,8 @@ def test_t7_a_local_file_that_cannot_be_read_is_no_damage(
         store.newest()
 
 
-def test_whoever_may_read_the_manifest_may_read_the_arrays(make: Make, tmp_path: Path) -> None:
-    """An evaluator, or a person at the volume, need not be the server's user; safetensors would shut them out."""
+def test_users_who_may_read_the_manifest_may_read_the_arrays(make: Make, tmp_path: Path) -> None:
+    """An evaluator, or a person, may be another user than the server; safetensors would deny them access."""
     umask = os.umask(0o027)
     try:
         make(CheckpointStore(str(tmp_path)), 1)
@@ -157,7 +162,7 @@ def test_whoever_may_read_the_manifest_may_read_the_arrays(make: Make, tmp_path:
 
 
 def test_what_a_killed_server_was_writing_does_not_fill_the_disk(make: Make, tmp_path: Path) -> None:
-    """safetensors writes beside the file and renames; its name tells no version, so age decides."""
+    """safetensors writes beside the file and renames. The name has no version, so the age decides."""
     store = CheckpointStore(str(tmp_path))
     newest = make(store, 1)
     old, young = tmp_path / ".tmpAb3dE9", tmp_path / ".tmpxxxxxx"

@@ -1,4 +1,4 @@
-"""T6, T7: what is in a folder and cannot be used is an error with its reason, and never a new start from the seed."""
+"""T6, T7: a folder whose files cannot be used is an error with its reason, and never a new start from the seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = Job(namespace="default", name="a", uid="1")
 
 
 class Layout:
-    """What `ManifestStorage` needs of a partition."""
+    """The attributes of a partition that `ManifestStorage` uses."""
 
     tree = describe(PARAMS)
     digest = structure_digest = b""
@@ -46,7 +46,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "later format", "format 1", "size", "content"])
-def test_t7_a_folder_of_which_nothing_can_be_used_is_refused(tmp_path: Path, write: Write, damage: str) -> None:
+def test_t7_a_folder_without_a_usable_checkpoint_is_refused(tmp_path: Path, write: Write, damage: str) -> None:
     manifest = write(CheckpointStore(str(tmp_path)), PARAMS, version=10)
     path, arrays = tmp_path / manifest.name, tmp_path / manifest.files[0].name
     match damage:
@@ -68,7 +68,7 @@ def test_t7_a_folder_of_which_nothing_can_be_used_is_refused(tmp_path: Path, wri
     finally:
         storage.close()
     assert path.name in str(caught.value)
-    # The content is read under the lease, as before; everything else is found before anything is written.
+    # The content is read under the lease, as before; all other damage is found before anything is written.
     left = [name for name in names_in(tmp_path) if not name.startswith("lease-")]
     assert left == before
     assert damage == "content" or names_in(tmp_path) == before
@@ -102,17 +102,17 @@ def test_t6_numbers_that_are_used_up_are_refused_before_anything_is_written(
 ) -> None:
     (tmp_path / str(name)).write_bytes(b"")
     storage = storage_of(tmp_path)
-    with pytest.raises(CheckpointError, match=f"has the {what} number {HIGHEST}, and {HIGHEST} is the highest"):
+    with pytest.raises(CheckpointError, match=f"has the highest {what} number {HIGHEST}"):
         storage.newest(0)
     storage.close()
     assert names_in(tmp_path) == [str(name)]
 
 
 @pytest.mark.parametrize("lost", ["link", "unlink"])
-def test_t7_an_answer_that_nfs_lost_does_not_lose_the_file(
+def test_t7_a_lost_answer_of_nfs_does_not_lose_the_file(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """The client sends the request again, and the server answers that it is done already."""
+    """The client repeats the request, and the server answers that it is done already."""
     link, unlink = os.link, Path.unlink
 
     def link_twice(source: Any, target: Any) -> None:

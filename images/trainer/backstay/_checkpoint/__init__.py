@@ -1,9 +1,12 @@
-"""Whole checkpoints (T7): files first, the manifest with their checksums last, and only what a manifest names is read.
+"""Whole checkpoints (T7): a checkpoint exists once its manifest, with the checksums of its files, is stored.
 
-`_files` knows folders and object stores, `_names` the names in them, `_manifest` what a manifest and a claim say,
-`_lease` who may write, `_probe` whether that works, `_store` which checkpoint is the newest of a history, `_structure`
-how a tree of parameters is written down without pickling, `_reader` how ranges of leaves are found again in another
-number of shards, `_start` how initial parameters are taken from another place by name (`_arrays`, `_orbax`).
+Readers read only files that a manifest names.
+
+- `_files`: folders on file systems and in object stores; `_names`: the names of the files in them.
+- `_manifest`: the contents of manifests and claims; `_structure`: a tree of parameters as JSON, without pickling.
+- `_lease`: which process may write; `_probe`: whether the folder can be written and read.
+- `_store`: the newest checkpoint of a history; `_reader`: ranges of arrays, for another number of shards.
+- `_start`: initial parameters from another place, by name (`_arrays`, `_orbax`).
 """
 
 from __future__ import annotations

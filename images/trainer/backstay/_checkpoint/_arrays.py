@@ -1,6 +1,6 @@
 """Named arrays in a place: a checkpoint of Backstay, safetensors files, or an Orbax checkpoint.
 
-Each is a mapping that reads an array when it is asked for it, and remembers which names were asked for.
+A place is a mapping. It reads an array when a caller looks its name up, and records the names that callers looked up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["Arrays", "MissingArray", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
 _SAMPLE: Final = 64 << 10
-"""Bytes at the beginning and at the end of a file that tell it from another one of its size."""
+"""Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
+the same size."""
 
 
 class MissingArray(KeyError):  # noqa: N818
@@ -68,12 +69,13 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
 
 
 def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
-    """What `uri` names now, in a form that `open_arrays` refuses once it names something else.
+    """A reference to the present content of `uri`. `open_arrays` refuses the reference when the content has changed.
 
     Args:
-        uri: a manifest, a folder with manifests (of which the newest whole checkpoint is meant), a safetensors file, a
-            folder of them, or an Orbax checkpoint.
-        skip: in a folder with manifests, leave out those of such origins, and look at those of all histories.
+        uri: a manifest, a folder with manifests (its newest whole checkpoint), a safetensors file, a folder of them,
+            or an Orbax checkpoint.
+        skip: in a folder with manifests, skip those whose origin makes it true. The manifests of all histories are
+            considered then.
 
     Raises:
         CheckpointError: `uri` names none of these.
@@ -100,13 +102,13 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
 
 @contextlib.contextmanager
 def open_arrays(fixed: str) -> Iterator[Arrays]:
-    """The arrays of what `fix` returned; they can be read until the context ends.
+    """The arrays that a reference from `fix` names; they can be read until the context ends.
 
     Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
     with ``state/``. In safetensors files they are the names of the tensors.
 
     Raises:
-        CheckpointError: it is not there any more, is damaged, or has another content.
+        CheckpointError: it does not exist any more, is damaged, or its content has changed.
         StorageError: it cannot be read now.
     """
     if fixed.endswith(MANIFEST_SUFFIX):
@@ -121,8 +123,8 @@ def open_arrays(fixed: str) -> Iterator[Arrays]:
     uri, _, expected = fixed.rpartition("#")
     if (found := _fingerprint(uri)) != expected:
         raise CheckpointError(
-            f"{uri} has another content (fingerprint {found}) than when the job began with it ({expected}): it must "
-            "stay as it is while the job runs, and be the same in every pod"
+            f"the content of {uri} has changed (fingerprint {found}) since the job began with it ({expected}). It must "
+            "stay the same while the job runs, and be the same in every pod"
         )
     if is_orbax(uri):
         yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
@@ -151,7 +153,7 @@ def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], N
             file = opened.enter_context(safetensors.safe_open(path, framework="numpy"))
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
-        for tensor in file.keys():  # noqa: SIM118  # it is no mapping
+        for tensor in file.keys():  # noqa: SIM118  # it is not a mapping
             if tensor in homes:
                 raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {name}")
             homes[tensor] = name
@@ -186,7 +188,7 @@ def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
 
 
 def _fingerprint(uri: str) -> str:
-    """Of the names, sizes, beginnings and ends of the files at `uri`.
+    """The fingerprint of the names, sizes, beginnings and ends of the files at `uri`, in hex.
 
     Raises:
         CheckpointError: there is nothing that can be read as named arrays.

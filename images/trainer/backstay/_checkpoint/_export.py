@@ -31,12 +31,12 @@ MAX_FILE_BYTES: Final = 5 * 10**9
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote.
+    """The result of `export`.
 
     Attributes:
-        step: of the checkpoint.
-        arrays: how many.
-        nbytes: of all arrays.
+        step: the checkpoint's step.
+        arrays: the number of arrays.
+        nbytes: the size of all arrays together, in bytes.
     """
 
     step: int
@@ -48,14 +48,15 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
     """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
 
     Args:
-        checkpoint: one checkpoint (its manifest), or a job's ``checkpoint.uri``, of which the newest whole one is
-            taken.
-        out: a path or any fsspec URI, which does not exist yet. For ``safetensors`` a file if it ends in
-            ``.safetensors``, else a folder with ``model.safetensors`` (several files and
-            ``model.safetensors.index.json`` above 5 GB). For ``orbax`` a folder.
-        format: ``safetensors``: tensors have the names of the parameters, such as ``layers.0.kernel``; those of the
-            model state begin with ``state/``. ``orbax``: the tree of parameters, or ``{"params": ..., "state": ...}``
-            for a model with state; nodes other than dicts, lists and tuples become dicts.
+        checkpoint: one checkpoint (its manifest), or a job's ``checkpoint.uri``: then the newest whole checkpoint is
+            exported.
+        out: a path or any fsspec URI, which does not exist yet. For ``safetensors`` it is a file if it ends in
+            ``.safetensors``, else a folder with ``model.safetensors``. Above 5 GB the folder has several files, and
+            ``model.safetensors.index.json``. For ``orbax`` it is a folder.
+        format: ``safetensors``: tensors have the names of the parameters, such as ``layers.0.kernel``. The names of
+            the model state begin with ``state/``. ``orbax``: the tree of parameters, or
+            ``{"params": ..., "state": ...}`` for a model with state. Nodes other than dicts, lists and tuples become
+            dicts.
 
     Raises:
         ConfigurationError: `format` is not one of these.

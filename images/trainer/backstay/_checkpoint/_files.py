@@ -1,4 +1,4 @@
-"""A folder of files, on a POSIX file system or any fsspec URI, in which a file appears whole or not at all.
+"""A folder of files, on a POSIX file system or any fsspec URI. A write creates a whole file, or no file.
 
 On POSIX a file is written under a temporary name, synchronised, and then linked to its name. An object store has no
 rename and needs none: one PUT is atomic. A file that exists is never replaced.
@@ -21,39 +21,41 @@ from ..errors import CheckpointError, StorageError
 
 
 class Folder(Protocol):
-    """What the store needs of a place for checkpoints. Every method raises `CheckpointError` naming the file."""
+    """A place for checkpoints, as the store needs it. Every method raises `CheckpointError` naming the file."""
 
     uri: str
 
     def names(self) -> list[str]:
-        """The names of the files in it; none when it does not exist. Raises `StorageError`."""
+        """The names of its files; empty when the folder does not exist. Raises `StorageError`."""
 
     def read(self, name: str) -> bytes:
-        """The whole content. Raises `StorageError` unless it is known that there is no such file."""
+        """The whole content. Raises `StorageError` when the read fails for another reason than a missing file."""
 
     def size(self, name: str) -> int | None:
         """In bytes; None when there is no such file. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
-        """Make `name` appear whole; `fill` writes to the local path it is given. A file that exists is not replaced:
-        that is an error."""
+        """Create the whole file `name`; `fill` writes to the local path that is its argument.
+
+        A file that exists is not replaced: this is an error.
+        """
 
     def rewrite(self, name: str, content: bytes) -> None:
-        """Change the content of a file that exists and has one writer; `content` has the length of the old one.
+        """Replace the content of a file that exists and has one writer; `content` has the length of the old content.
 
         A reader may see a mixture of both. Nothing is synchronised with the disk.
         """
 
     def append(self, name: str, content: bytes, start: int) -> None:
-        """Make a file that has one writer longer, or make it. Nothing is synchronised with the disk.
+        """Append to a file that has one writer, or create it. Nothing is synchronised with the disk.
 
         Args:
-            content: all of it.
-            start: how much of it is stored already.
+            content: the whole content, with the part that is stored already.
+            start: the number of bytes that are stored already.
         """
 
     def delete(self, name: str) -> None:
-        """Remove it; not an error when it is not there."""
+        """Delete the file; a missing file is not an error."""
 
 
 class PosixFolder:
@@ -98,8 +100,8 @@ class PosixFolder:
                 temporary.touch()
                 mode = stat.S_IMODE(temporary.stat().st_mode)
                 fill(str(temporary))
-                # safetensors lets nobody but the owner read what it writes; who may is the umask's to say, as for the
-                # manifest: an evaluator or a person who reads the volume need not be the server's user.
+                # safetensors makes its files readable for their owner only. The umask decides here, as for the
+                # manifest: an evaluator, or a person who reads the volume, may be another user than the server.
                 with contextlib.suppress(OSError):  # a file system without modes
                     temporary.chmod(mode)
             _fsync(temporary)
@@ -107,7 +109,7 @@ class PosixFolder:
             _publish(temporary, self.path / name)
             _fsync(self.path)
         except Exception as error:
-            # Whatever went wrong (a full disk, say), the half-written file must not stay and fill the disk further.
+            # A half-written file is deleted after any error. On a full disk it would take even more space.
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
@@ -133,7 +135,7 @@ class PosixFolder:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 
     def age(self, name: str) -> float:
-        """Seconds since it was last written to; 0 when it is not there."""
+        """Seconds since the last write to the file; 0 when it does not exist."""
         try:
             return time.time() - (self.path / name).stat().st_mtime
         except OSError:
@@ -219,7 +221,7 @@ class RemoteFolder:
 
 
 def open_folder(uri: str) -> Folder:
-    """The folder at `uri`: a path, a file: URI, or any URI that fsspec knows.
+    """The folder at `uri`: a path, a file: URI, or any URI that fsspec supports.
 
     Raises:
         CheckpointError: `uri` names a file system that is not installed or does not exist.
@@ -234,8 +236,8 @@ def open_folder(uri: str) -> Folder:
         filesystem, path = fsspec.core.url_to_fs(uri)
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint folder {uri} cannot be opened: {error}: it must be a path, or a URI with a scheme that "
-            "fsspec knows, such as s3 or gs, whose package is installed (in a pod: in its image)"
+            f"the checkpoint folder {uri} cannot be opened: {error}. It must be a path, or a URI with a scheme that "
+            "fsspec supports, such as s3 or gs. The scheme's package must be installed (in a pod: in its image)"
         ) from error
     return RemoteFolder(uri.rstrip("/"), filesystem, path)
 
@@ -252,11 +254,11 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give `temporary` its name. Raises `FileExistsError` when there is such a file."""
+    """Link `temporary` to the name `target`. Raises `FileExistsError` when there is such a file."""
     try:
         os.link(temporary, target)
     except FileExistsError:
-        # An NFS client sends a request again when its answer was lost: then the link that exists is this one.
+        # An NFS client repeats a request whose answer was lost: then the existing link is the one of this call.
         if not temporary.samefile(target):
             raise
     except OSError as error:
@@ -264,11 +266,11 @@ def _publish(temporary: Path, target: Path) -> None:
             raise
         _rename(temporary, target)
         return
-    temporary.unlink(missing_ok=True)  # the same holds for the answer to this request
+    temporary.unlink(missing_ok=True)  # the answer to this request may be lost too
 
 
 def _rename(temporary: Path, target: Path) -> None:
-    # A file system without hard links. The name is this process's alone, so nobody creates it between these two calls.
+    # For a file system without hard links. Only this process uses the name, so no other creates it between the calls.
     if target.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     temporary.rename(target)

@@ -1,9 +1,10 @@
 """One writer at a time for a checkpoint folder, without comparing the clocks of different machines.
 
 The holder rewrites its lease file with a counter. A challenger reads the file for longer than the holder's longest
-silence, on its own monotonic clock: a counter that moves is a holder that lives. Incarnations of one run do not wait
-for each other, because the operator has decided already which one serves. A holder that was silent for too long, and
-wakes up, finds the newer lease before it stores anything; docs/decisions/0025 has the whole argument.
+silence, measured on the challenger's monotonic clock. A counter that changes shows that the holder is alive.
+Incarnations of one run do not wait for each other, because the operator has decided already which of them serves. A
+holder that resumes after a long silence finds the newer lease before it stores anything. docs/decisions/0025 has the
+whole argument.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ __all__ = ["FolderLease", "Holder", "Interrupted", "LeaseTimes"]
 _LOG = logging.getLogger(__name__)
 
 _WIDTH: Final = 2048
-"""Bytes of a lease file: all contents have one length, so that rewriting it in place needs no room on the disk."""
+"""Bytes of a lease file. All contents have one length, so a rewrite in place needs no further space on the disk."""
 
 _ATTEMPTS: Final = 20
 
 
 class Interrupted(CheckpointError):  # noqa: N818
-    """The process was told to stop while it waited."""
+    """A signal to stop the process arrived while it waited."""
 
 
 @dataclass(frozen=True)
 class LeaseTimes:
-    """In seconds.
+    """Durations of the protocol, in seconds.
 
     Attributes:
         renew: between two renewals.
-        silence: a holder that renews nothing for so long has lost the lease.
-        settle: a holder of the same job that may be about to end is watched for so long before a challenger gives up.
-        closing: the same, of a holder that is storing its last checkpoint.
-        confirm: between two looks for a newer lease.
+        silence: a holder that has not renewed its lease for so long has lost it.
+        settle: how long a challenger watches a holder of the same job, which may be about to end, before it gives up.
+        closing: how long a challenger watches a holder that stores its last checkpoint, before it gives up.
+        confirm: between two checks for a newer lease.
     """
 
     renew: float = 1.0
@@ -60,13 +61,13 @@ class LeaseTimes:
 
     @classmethod
     def of(cls, folder: Folder) -> LeaseTimes:
-        """An object store takes a request for each renewal: there they are rarer."""
+        """The durations for `folder`. In an object store each renewal is a request, so renewals are rarer there."""
         return cls() if isinstance(folder, PosixFolder) else cls(renew=3.0, silence=12.0, settle=15.0, confirm=30.0)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease, or wants it."""
+    """The process that holds a lease, or tries to acquire it."""
 
     job: Job
     incarnation: int
@@ -121,9 +122,9 @@ class FolderLease:
     ) -> None:
         """
         Args:
-            lost: called once, from any thread, when another process has the lease: `Superseded` when it is a newer
-                incarnation of this one, `CheckpointInUse` otherwise.
-            wait: waits so many seconds; returns whether the process was told to stop meanwhile.
+            lost: called once, from any thread, when another process has the lease. Its argument is `Superseded` when
+                that process is a newer incarnation of this one, `CheckpointInUse` otherwise.
+            wait: waits so many seconds; returns whether a signal to stop the process arrived.
         """
         self._store, self._folder, self._holder = store, store.folder, holder
         self._lost, self._wait, self._clock = lost, wait, clock
@@ -132,20 +133,20 @@ class FolderLease:
         self._name: LeaseName | None = None
         self._beat = 0
         self._state: Literal["held", "closing", "released"] = "held"
-        self._records: dict[LeaseName, _Record | None] = {}  # as first read: who they belong to never changes
+        self._records: dict[LeaseName, _Record | None] = {}  # as first read: their owners never change
         self._error: BackstayError | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def number(self) -> int:
-        """Of the lease; 0: it is not acquired."""
+        """The number of the lease; 0 while it is not acquired."""
         return 0 if self._name is None else self._name.number
 
     # ---- Acquiring ----
 
     def acquire(self) -> None:
-        """Take the lease; returns at once where this is its second call.
+        """Take the lease. A second call returns at once.
 
         Raises:
             CheckpointInUse: another run holds it and renews it.
@@ -163,16 +164,16 @@ class FolderLease:
                 contents = self._store.contents()
                 self._not_superseded(contents)
                 dead |= self._watch([name for name in contents.leases if name not in dead])
-                # The number follows from what was seen before: whoever came meanwhile has the same one, and a lease
-                # is lost only to a higher number.
+                # The number follows from the files read above. A concurrent challenger has the same number, and a
+                # lease is lost only to a higher number.
                 name = LeaseName(contents.next_lease(self._store.uri), secrets.token_hex(8))
                 self._folder.write(str(name), self._text(name.number))
                 if self._alone(name, dead):
                     break
-                # Two processes wrote at once: both withdraw, and try again at different times.
+                # Two processes wrote at the same time: both withdraw, and try again at different times.
                 self._folder.delete(str(name))
                 if self._wait(self.times.renew * random.random()):  # noqa: S311
-                    raise Interrupted("told to stop while waiting for the checkpoint folder")
+                    raise Interrupted("a signal to stop arrived while the process waited for the checkpoint folder")
             else:
                 raise CheckpointInUse(f"several runs try to write checkpoints into {self._store.uri} at the same time")
             self._name = name
@@ -216,7 +217,7 @@ class FolderLease:
                 )
 
     def _watch(self, names: list[LeaseName]) -> set[LeaseName]:
-        """Until every one of these leases that belongs to another run is released or silent; returns those.
+        """Wait until every lease in `names` of another run is released or silent; returns these leases.
 
         Raises:
             CheckpointInUse: one of them is renewed.
@@ -234,7 +235,7 @@ class FolderLease:
             if all(one.silent for one in watched.values()):
                 break
             if self._wait(self.times.renew / 4):
-                raise Interrupted("told to stop while waiting for the checkpoint folder")
+                raise Interrupted("a signal to stop arrived while the process waited for the checkpoint folder")
         return set(watched)
 
     def _look(self, name: LeaseName, one: _Watched, began: float) -> None:
@@ -247,7 +248,7 @@ class FolderLease:
         silence = record.silence if record is not None else self.times.silence
         who = str(record.holder) if record is not None else "an unknown process"
         if content == one.content:
-            # Several looks: a process that was stopped between the first and the second has seen nothing.
+            # Several reads: a process that was paused between the first and the second has no evidence of silence.
             if now - one.since >= silence and one.looks >= 5:
                 _LOG.info("%s was silent for %.0f s: taking over the checkpoint folder", who, silence)
                 one.silent = True
@@ -300,20 +301,20 @@ class FolderLease:
                             "is stored"
                         )
                 if self._name not in contents.leases:
-                    self._folder.write(str(self._name), self._text(self._name.number))  # somebody emptied the folder
+                    self._folder.write(str(self._name), self._text(self._name.number))  # the folder was emptied
             except (CheckpointInUse, Superseded) as error:
                 self._give_up(error)
                 raise
 
     def closing(self) -> None:
-        """This process stores its last checkpoint and ends: a challenger waits for that."""
+        """Announce that this process stores its last checkpoint and ends: a challenger waits for that."""
         with self._lock:
             if self._state == "held":
                 self._state = "closing"
                 self._renew()
 
     def release(self) -> None:
-        """Give the lease back, so that the next run does not wait. Nothing may be written after this."""
+        """Release the lease, so that the next run does not wait. Nothing may be written after this."""
         self._stopped.set()
         with self._lock:
             if self._name is not None and self._state != "released" and self._error is None:
@@ -334,7 +335,7 @@ class FolderLease:
                 if self._stopped.is_set():
                     return
                 now = self._clock()
-                # After a pause this process may have lost the lease: it looks before it does anything else.
+                # After a pause this process may have lost the lease, so it checks that before anything else.
                 late = now - renewed > self.times.silence / 2
                 ok = self._renew()
                 if ok:
@@ -381,7 +382,7 @@ class FolderLease:
         return known
 
     def _content(self, name: LeaseName) -> bytes:
-        """Empty when there is no such file."""
+        """The content of the file; empty when it does not exist."""
         if self._folder.size(str(name)) is None:
             return b""
         try:
@@ -399,7 +400,7 @@ class FolderLease:
 
 
 def _parse(content: bytes) -> _Record | None:
-    """None: it is damaged, or was read while its holder rewrote it."""
+    """The record in `content`; None when it is damaged, or was read while its holder rewrote it."""
     try:
         return _Record.model_validate(unseal(content, "the lease"))
     except (CheckpointError, ValidationError):

@@ -1,7 +1,7 @@
-"""What a manifest says: it makes the checkpoint (T7), so everything that a reader relies on is checked here.
+"""The content of a manifest. A checkpoint exists by its manifest (T7), so all values that readers rely on are checked.
 
-A manifest names its history, and carries a checksum of itself. `Manifest.parse` accepts only what `Manifest.text`
-can have written: names by pattern, ranges that cover each array once, a structure and a state without contradictions.
+A manifest names its history, and contains its own checksum. `Manifest.parse` accepts only what `Manifest.text` can
+have written: names by pattern, ranges that cover each array once, a structure and a state without contradictions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _List = Annotated[tuple[_Item, ...], Field(strict=False)]  # JSON has lists only
 
 
 class _Model(BaseModel):
-    # Numbers are numbers and texts are texts: what a JSON document spells otherwise, nobody here has written.
+    # Strict: this module writes numbers as numbers and texts as texts, so any other spelling is invalid.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
@@ -56,11 +56,11 @@ class Origin(_Model):
 
     Attributes:
         history: random, drawn when the history's first term begins.
-        job: that wrote it.
-        seed: of the script.
-        digest: of the partition that the pods of the term agreed on; hex.
-        structure: digest of the structure of parameters and optimizer state; another one cannot be continued.
-        settings: what may change between two runs of a job, as text: a change is reported.
+        job: the job that wrote it.
+        seed: the script's seed.
+        digest: digest of the partition that the pods of the term agreed on; hex.
+        structure: digest of the structure of parameters and optimizer state. Training continues only with an equal one.
+        settings: settings that may differ between two runs of a job, as text. A difference is reported.
     """
 
     history: str = Field(pattern=_HISTORY)
@@ -72,7 +72,7 @@ class Origin(_Model):
 
 
 class FileRange(_Model):
-    """Elements ``start:stop`` of the flattened array `key` stand in a file, as the tensor ``key[start:stop]``."""
+    """Elements ``start:stop`` of the flattened array `key`, stored in a file as the tensor ``key[start:stop]``."""
 
     key: str
     start: int = Field(ge=0, le=_MAX)
@@ -164,7 +164,7 @@ class Manifest(_Model):
     Attributes:
         leaves, structure: of the parameters.
         state_leaves, state_structure: of the model state; the structure is None for a model without state.
-        state: the coordinator's own (JSON).
+        state: the coordinator's state (JSON).
     """
 
     format: Literal[2] = 2
@@ -187,7 +187,7 @@ class Manifest(_Model):
 
     @property
     def key(self) -> ManifestName:
-        """What the name says; newer checkpoints compare greater."""
+        """The values that are in the name; a newer checkpoint compares greater."""
         return ManifestName(self.lease, self.term, self.version, self.attempt, self.origin.history)
 
     @property

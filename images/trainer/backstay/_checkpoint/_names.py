@@ -1,7 +1,7 @@
 """The names of the files in a checkpoint folder. A file is read only when its name matches one of these patterns.
 
-A name is unique: it carries the history, and what makes the file unique within that history. No file is ever replaced,
-except leases, each of which has one writer.
+A name is unique: it contains the history, and the values that make the file unique within that history. Leases are
+rewritten, each by its one writer. No other file is ever replaced.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SHARD: Final = re.compile(
 )
 _CLAIM: Final = re.compile(rf"claim-([0-9]{{8}})-term-([0-9]{{8}})-([0-9a-f]{{16}})-({_HISTORY})\.json")
 _LEASE: Final = re.compile(r"lease-([0-9]{8})-([0-9a-f]{16})\.json")
-# What versions before 22 November 2026 wrote: no history, no checksum.
+# Manifests of versions before 22 November 2026 have no history and no checksum.
 _FORMAT_1: Final = re.compile(r"step-[0-9]{12}-term-[0-9]{8}-inc-[0-9]{6}\.manifest\.json")
 
 
 class ManifestName(NamedTuple):
-    """Of a manifest; `attempt` counts the tries to write this version.
+    """The name of a manifest; `attempt` counts the tries to write this version.
 
     Manifests compare by (lease, term, version, attempt): a newer one is greater.
     """
@@ -63,7 +63,7 @@ class ManifestName(NamedTuple):
 
 
 class ShardName(NamedTuple):
-    """Of the file with one shard's arrays; `incarnation` is that of the shard's server."""
+    """The name of the file with one shard's arrays; `incarnation` is that of the shard's server."""
 
     term: int
     version: int
@@ -81,7 +81,7 @@ class ShardName(NamedTuple):
 
 
 class ClaimName(NamedTuple):
-    """Of the record with which the holder of a lease begins a term. Claims compare by (lease, term)."""
+    """The name of the record with which the holder of a lease begins a term. Claims compare by (lease, term)."""
 
     lease: int
     term: int
@@ -93,7 +93,7 @@ class ClaimName(NamedTuple):
 
 
 class LeaseName(NamedTuple):
-    """Of a lease: its number, and the random token of the process that wrote it."""
+    """The name of a lease: its number, and the random token of the process that wrote it."""
 
     number: int
     token: str
@@ -103,7 +103,7 @@ class LeaseName(NamedTuple):
 
 
 def parse_manifest(name: str) -> ManifestName | None:
-    """None: `name` is not the name of a manifest."""
+    """The parts of a manifest's name; None when `name` is not the name of a manifest."""
     match = _MANIFEST.fullmatch(name)
     if match is None:
         return None
@@ -111,7 +111,7 @@ def parse_manifest(name: str) -> ManifestName | None:
 
 
 def parse_shard(name: str) -> ShardName | None:
-    """None: `name` is not the name of a shard's file."""
+    """The parts of a shard file's name; None when `name` is not the name of a shard's file."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -120,13 +120,13 @@ def parse_shard(name: str) -> ShardName | None:
 
 
 def parse_claim(name: str) -> ClaimName | None:
-    """None: `name` is not the name of a claim."""
+    """The parts of a claim's name; None when `name` is not the name of a claim."""
     match = _CLAIM.fullmatch(name)
     return None if match is None else ClaimName(int(match[1]), int(match[2]), match[3], match[4])
 
 
 def parse_lease(name: str) -> LeaseName | None:
-    """None: `name` is not the name of a lease."""
+    """The parts of a lease's name; None when `name` is not the name of a lease."""
     match = _LEASE.fullmatch(name)
     return None if match is None else LeaseName(int(match[1]), match[2])
 
@@ -137,5 +137,5 @@ def is_format_1(name: str) -> bool:
 
 
 def is_unknown_manifest(name: str) -> bool:
-    """Whether `name` ends like the name of a manifest and has no format that this version knows."""
+    """Whether `name` ends like the name of a manifest and has a format that this version does not support."""
     return name.endswith(MANIFEST_SUFFIX) and parse_manifest(name) is None and not is_format_1(name)

@@ -1,4 +1,4 @@
-"""Finds a checkpoint folder that cannot be written or read before training begins, by a file of its own."""
+"""Tests with a temporary file, before training begins, that a checkpoint folder can be written and read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def probe(folder: Folder) -> None:
     """Write a file, list it, read it and delete it.
 
     Raises:
-        CheckpointFolderUnusable: this process may not do one of these; trying again does not help.
-        StorageError: the storage errs (a full disk, say), which may pass.
+        CheckpointFolderUnusable: this process has no right to do one of these. Another try does not help.
+        StorageError: the storage fails in a way that may end, such as a full disk.
     """
     name, content = f".probe-{secrets.token_hex(8)}", secrets.token_hex(32).encode()
     try:
@@ -48,7 +48,7 @@ def probe(folder: Folder) -> None:
         raise StorageError(f"{error}; {_who(folder)}") from error
     if found != content or not listed:
         what = "is not listed" if not listed else "has another content"
-        raise StorageError(f"a file that was just written to {folder.uri} {what}; {_who(folder)}")
+        raise StorageError(f"a file that this process wrote to {folder.uri} {what}; {_who(folder)}")
 
 
 def _is_permanent(error: BaseException) -> bool:

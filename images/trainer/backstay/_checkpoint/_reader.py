@@ -1,4 +1,4 @@
-"""Finds any range of any array of a checkpoint again, whatever number of shards wrote it (resharding, T7)."""
+"""Reads any range of any array of a checkpoint, regardless of the number of shards that wrote it (resharding, T7)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._store import CheckpointStore
 class Reader:
     """Reads ranges of a checkpoint's arrays; safe to use from several threads.
 
-    Files are read whole (so that their checksum can be compared) and the last `cache` of them are kept.
+    The reader reads whole files, to compare their checksums, and keeps the last `cache` of them.
     """
 
     def __init__(self, store: CheckpointStore, manifest: Manifest, *, cache: int = 2) -> None:

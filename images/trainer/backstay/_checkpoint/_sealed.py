@@ -1,4 +1,4 @@
-"""JSON documents with a checksum of themselves: a document that was changed in any way is refused, never guessed at.
+"""JSON documents that contain their own checksum: a reader refuses a document that was changed in any way.
 
 The checksum is the SHA-256 of the canonical form: keys sorted, no white space, ASCII. So the order of keys and white
 space do not matter, and everything else does.
@@ -29,7 +29,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
         ValueError: it has a number that JSON does not have, or a key `checksum`.
     """
     if CHECKSUM in document:
-        raise ValueError(f"the document has a key {CHECKSUM!r} of its own")
+        raise ValueError(f"the document has the key {CHECKSUM!r}, which `seal` adds")
     sealed = {**document, CHECKSUM: hashlib.sha256(_canonical(document)).hexdigest()}
     return json.dumps(sealed, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode()
 
@@ -46,7 +46,7 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
         if not isinstance(document, dict):
-            raise ValueError("must be a JSON object")  # noqa: TRY004  # it is the text that is wrong
+            raise ValueError("must be a JSON object")  # noqa: TRY004  # the text is invalid, and not an argument's type
         stated = document.pop(CHECKSUM, None)
         found = hashlib.sha256(_canonical(document)).hexdigest()
     except RecursionError:

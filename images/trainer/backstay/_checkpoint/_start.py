@@ -25,7 +25,7 @@ _Array = NDArray[np.generic]
 _SHOWN: Final = 20
 _COLLECTION: Final = "params."
 _STATES: Final = (MODEL_STATE, "state.", "batch_stats.")
-"""What the names of a model state begin with, in the order of preference."""
+"""Beginnings of the names of a model state, in the order of preference."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class StartFrom:
     """Where initial parameters come from, for ``train(start_from=...)``.
 
     Attributes:
-        uri: a checkpoint of Backstay (a manifest, or a folder, of which the newest whole checkpoint is taken), a
-            safetensors file, a folder of safetensors files, or an Orbax checkpoint (also the folder of a
-            ``CheckpointManager``, of which the newest step is taken). A path or any fsspec URI.
+        uri: a path or any fsspec URI of one of these: a checkpoint of Backstay (a manifest); a folder with checkpoints
+            (its newest whole one); a safetensors file; a folder of safetensors files; an Orbax checkpoint; the folder
+            of a ``CheckpointManager`` (its newest step).
         mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
-            ``layers.0.kernel``; the names of a model state begin with ``state/``. `arrays` is a mapping of names to
-            NumPy arrays, each of which is read when it is asked for. The mapping returns an array of the parameter's
-            shape, or the name of an array, or None where there is none.
-            Without it, arrays have the names of the parameters; a ``params`` around all of them is left away, and a
+            ``layers.0.kernel``. The names of a model state begin with ``state/``. `arrays` is a mapping of names to
+            NumPy arrays; it reads an array when the function looks it up. The function returns an array of the
+            parameter's shape, or the name of an array, or None for a parameter without a value.
+            Without `mapping`, arrays have the names of the parameters. A ``params`` around all of them is ignored. A
             ``state`` or ``batch_stats`` beside it is the model state.
-        missing: what a parameter without a value means: an ``error``, or the value that `init` returns (``init``). A
-            model state of which there is nothing at all begins as `init` returns it.
-        unexpected: what an array that no parameter took means: an ``error``, or nothing (``ignore``).
+        missing: the treatment of a parameter without a value: an ``error``, or the value that `init` returns
+            (``init``). A model state without any value begins as `init` returns it.
+        unexpected: the treatment of an array that no parameter took: an ``error``, or ``ignore``.
     """
 
     uri: str
@@ -67,7 +67,7 @@ class StartFrom:
 
 @dataclass
 class _Report:
-    """What became of the parameters and of the arrays."""
+    """The results for each parameter and each array."""
 
     taken: int = 0
     missing: list[str] = field(default_factory=list)
@@ -89,15 +89,15 @@ class _Report:
 
 
 def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list[_Array | None]:
-    """The values of `leaves`, in their order; None: as `init` returns it.
+    """The values of `leaves`, in their order; None for a leaf that begins as `init` returns it.
 
     Args:
-        fixed: what `fix` made of ``start.uri``.
+        fixed: the reference that `fix` returned for ``start.uri``.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit; the message lists what was missing, unexpected or of
-            another shape.
-        Whatever the mapping raises, except that it asked for an array that is not there.
+        CheckpointError: it cannot be read, or does not fit. The message lists the names that were missing, unexpected
+            or of another shape.
+        Exception: any that the mapping raises, except the one for an array that does not exist.
     """
     report, values = _Report(), list[_Array | None]()
     with open_arrays(fixed) as arrays:
@@ -133,7 +133,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
 
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
-    """``params.`` where the parameters stand below it, beside an optimizer's state for example."""
+    """``params.`` where the names of the parameters begin with it, beside an optimizer's state for example."""
     wanted = [leaf.path for leaf in leaves if leaf.trained]
     if any(name in arrays for name in wanted) or not any(f"{_COLLECTION}{name}" in arrays for name in wanted):
         return ""
@@ -141,9 +141,9 @@ def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
 
 
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
-    """The array of a parameter's name; the name where there is none.
+    """The array with a parameter's name; the name itself when there is no such array.
 
-    Names that other libraries wrote have characters that a parameter's name has as ``%XX``, or slashes for dots.
+    Other libraries write some characters of a name differently: those that are ``%XX`` here, and slashes for dots.
     """
     for before in (begin,) if leaf.trained else _STATES:
         for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
@@ -158,7 +158,7 @@ def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arra
         if isinstance(found, str):
             found = arrays[found]
     except MissingArray as error:
-        return f"{leaf.name} (the mapping asked for {error.args[0]})"
+        return f"{leaf.name} (the mapping looked up {error.args[0]})"
     return leaf.name if found is None else np.asarray(found)
 
 

@@ -1,10 +1,11 @@
 """Writes checkpoints and finds the newest whole one (T6, T7).
 
-A shard's server writes its own file with `write_shard`; the coordinator gathers what was written and makes the
-checkpoint with `write_manifest`; `prune` deletes only files of the coordinator's own history.
+A shard's server writes its file with `write_shard`. The coordinator collects the results and makes the checkpoint with
+`write_manifest`. `prune` deletes only files of the coordinator's history.
 
 A term begins with a claim, which names the manifest that it continues from. A manifest that an older lease or term
-wrote after that one is not in the history: a process that lost the folder may still write, and nobody reads it.
+wrote after that manifest is not in the history. A process that lost the folder may still write, but no process reads
+its files.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest whole checkpoint, and what was passed over on the way to it.
+    """The newest whole checkpoint, and the newer ones that were skipped.
 
     Attributes:
-        skipped: names of manifests with the reason.
+        skipped: names of manifests, each with the reason.
         unusable: those of `skipped` that may be of this history, and cannot be read.
     """
 
@@ -72,7 +73,7 @@ class Contents:
     Attributes:
         manifests, claims: newest first.
         format_1: manifests that only older versions can read.
-        unknown: files that are named like a manifest, in a format that this version does not know.
+        unknown: files with a manifest's name, in a format that this version does not support.
     """
 
     names: tuple[str, ...]
@@ -85,7 +86,7 @@ class Contents:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Contents:
-        """Sort `names` by what they are."""
+        """Sort `names` by kind."""
         kept = tuple(names)
         return cls(
             kept,
@@ -131,7 +132,7 @@ class CheckpointStore:
         self._claims: dict[ClaimName, Claim | None] = {}  # they never change; None: damaged
 
     def uri_of(self, manifest: Manifest) -> str:
-        """Where `manifest` is."""
+        """The path or URI of `manifest`."""
         return f"{self.uri.rstrip('/')}/{manifest.name}"
 
     # ---- writing
@@ -147,16 +148,16 @@ class CheckpointStore:
         shards: int,
         incarnation: int,
     ) -> FileInfo:
-        """Write one shard's arrays as safetensors, whole or not at all.
+        """Write one shard's arrays as a safetensors file: the whole file, or no file.
 
         Args:
-            entries: what the shard holds; the arrays are read until the call returns and must not change meanwhile.
+            entries: the arrays of the shard. This call reads them until it returns, and they must not change meanwhile.
 
         Returns:
             The file and the ranges in it, for the manifest.
 
         Raises:
-            CheckpointError: the file could not be written (a full disk, no rights, an object store that errs).
+            CheckpointError: the file could not be written (a full disk, no rights, a failing object store).
         """
         for attempt in range(_MAX_ATTEMPTS):
             name = str(ShardName(term, version, shard, shards, incarnation, attempt, history))
@@ -187,10 +188,10 @@ class CheckpointStore:
         return FileInfo(name=name, size=size, sha256=sha256, ranges=tuple(ranges))
 
     def write_manifest(self, manifest: Manifest) -> Manifest:
-        """Make the checkpoint: after this call it is the newest whole one.
+        """Store the manifest: from then on, this checkpoint is the newest whole one.
 
         Returns:
-            The manifest as it is stored: `attempt` is the first that no file has.
+            The manifest as it is stored, with the first `attempt` that no file has.
 
         Raises:
             CheckpointError: a file that the manifest names is not there with its size, or the write failed.
@@ -208,7 +209,7 @@ class CheckpointStore:
         return manifest
 
     def write_claim(self, claim: Claim) -> ClaimName:
-        """Begin a term: from now on `claim` says what is in the history.
+        """Begin a term: from now on `claim` decides which manifests are in the history.
 
         Raises:
             CheckpointError: the write failed.
@@ -220,11 +221,11 @@ class CheckpointStore:
     def prune(self, *, keep: int, newest: Manifest) -> list[str]:
         """Delete all but the newest `keep` checkpoints of a history, and its shard files that no manifest names.
 
-        Files of another history are never deleted. Neither is anything as new as `newest`, which may be a checkpoint
-        in the making, nor anything at all once a newer lease is in use (T6).
+        Files of another history are never deleted. Neither is anything as new as `newest`: it may be a part of an
+        unfinished checkpoint. Once a newer lease is in use, nothing at all is deleted (T6).
 
         Args:
-            newest: the manifest that this process has just stored.
+            newest: the last manifest that this process stored.
 
         Returns:
             The names of the deleted files.
@@ -248,7 +249,7 @@ class CheckpointStore:
             and (name.term, name.version) < (own.term, own.version)
             and str(name) not in needed
         ]
-        # A claim is needed as long as a checkpoint that is kept is older, or if its term began in another history.
+        # A claim stays as long as an older checkpoint is kept, or if its term began in another history.
         oldest = min(kept)
         past = [
             str(name)
@@ -258,7 +259,7 @@ class CheckpointStore:
             and (base := parse_manifest(claim.base)) is not None
             and base.history == own.history
         ]
-        # Manifests first: a checkpoint without its manifest does not exist, one without its files is torn.
+        # Manifests first: a checkpoint without its manifest does not exist. One without its files is damaged.
         doomed = [*map(str, outside), *map(str, inside[max(1, keep) :]), *loose, *past]
         for name in doomed:
             self.folder.delete(name)
@@ -273,7 +274,7 @@ class CheckpointStore:
             if target is not None:
                 stale = target.history == own.history and (target.term, target.version) < (own.term, own.version)
             else:
-                # What safetensors, or a probe, was writing when its process was killed; only age says so.
+                # Files of safetensors or of a probe whose process was killed; only their age shows that.
                 left = match is not None or re.fullmatch(r"\.tmp\w{6}|\.probe-[0-9a-f]{16}", name) is not None
                 stale = left and folder.age(name) > _ABANDONED_SECONDS
             if stale:
@@ -290,7 +291,7 @@ class CheckpointStore:
     # ---- reading
 
     def contents(self) -> Contents:
-        """What is in the folder. Raises `StorageError`."""
+        """The names in the folder, by kind. Raises `StorageError`."""
         return Contents.of(self.folder.names())
 
     def newest(
@@ -300,8 +301,8 @@ class CheckpointStore:
 
         Args:
             verify: read every file and compare its SHA-256; otherwise only sizes are compared.
-            contents: as listed before.
-            up_to: the highest (term, version) that counts; None: no limit.
+            contents: the result of `contents`, if the caller has it already.
+            up_to: the highest (term, version) to consider; None: no limit.
 
         Returns:
             The manifest, or None when there is no whole checkpoint; and what was skipped, with the reason.
@@ -324,7 +325,7 @@ class CheckpointStore:
             try:
                 return Newest(self.open(name, verify=verify), tuple(skipped), tuple(unusable))
             except StorageError:
-                raise  # it may be whole: to pass it over would throw away what was trained
+                raise  # it may be whole: skipping it could lose training progress
             except CheckpointError as error:
                 unusable.append(f"{name}: {error}")
                 skipped.append(unusable[-1])
@@ -338,7 +339,7 @@ class CheckpointStore:
         return claims[0][1] if claims else None
 
     def open(self, name: str, *, verify: bool = True) -> Manifest:
-        """The manifest called `name`, when all it names is whole.
+        """The manifest called `name`, if all its files are whole.
 
         Raises:
             CheckpointError: the manifest or one of its files is missing, truncated or damaged; the message says which.
@@ -355,7 +356,7 @@ class CheckpointStore:
         return manifest
 
     def read_manifest(self, name: str) -> Manifest:
-        """The manifest called `name`; its files are not looked at.
+        """The manifest called `name`; its files are not checked.
 
         Raises:
             CheckpointError: it is missing, damaged, or `name` is not the name of a manifest.
@@ -366,7 +367,7 @@ class CheckpointStore:
             raise CheckpointError(f"{name[:200]!r} is not the name of a checkpoint manifest")
         manifest = Manifest.parse(self._read_small(name, MAX_BYTES), f"{self.uri}/{name}")
         if manifest.name != name:
-            raise CheckpointError(f"{self.uri}/{name} says of itself that it is {manifest.name}")
+            raise CheckpointError(f"{self.uri}/{name} contains the manifest of {manifest.name}")
         return manifest
 
     def read_file(self, info: FileInfo) -> bytes:
@@ -410,9 +411,9 @@ class CheckpointStore:
 
 
 def excluded(manifest: ManifestName, claims: Iterable[tuple[ClaimName, Claim]]) -> ClaimName | None:
-    """The claim that keeps `manifest` out of the history; None: it is in it.
+    """The claim that excludes `manifest` from the history; None when `manifest` is in the history.
 
-    A claim excludes what older leases and terms stored after the manifest that the claim continues from.
+    A claim excludes the manifests of older leases and terms that are newer than the manifest it continues from.
     """
     for name, claim in claims:
         base = parse_manifest(claim.base)
@@ -425,7 +426,7 @@ def excluded(manifest: ManifestName, claims: Iterable[tuple[ClaimName, Claim]]) 
 def _next(what: str, newest: int, uri: str) -> int:
     if newest >= HIGHEST:
         raise CheckpointError(
-            f"a file in {uri} has the {what} number {newest}, and {HIGHEST} is the highest: use another "
+            f"a file in {uri} has the highest {what} number {HIGHEST}. Use another "
             f"checkpoint.uri, or delete the files with that {what} number if they are not of this job"
         )
     return newest + 1

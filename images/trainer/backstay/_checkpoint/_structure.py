@@ -1,7 +1,7 @@
 """A tree of parameters written down as JSON, so that dicts, lists and tuples come back without pickling anything.
 
-Leaves are numbered in JAX's order of flattening. Any other kind of node is remembered by its name only: reading it
-back needs an example tree (`like`).
+Leaves are numbered in JAX's order of flattening. Of any other kind of node only the name is stored: reading it back
+needs an example tree (`like`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
     """The tree that `structure` describes, with `leaves`.
 
     Raises:
-        CheckpointError: there is a node that is no dict, list or tuple, or `structure` is damaged.
+        CheckpointError: a node is not a dict, list or tuple, or `structure` is damaged.
     """
 
     def walk(node: Any) -> Any:
