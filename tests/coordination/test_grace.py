@@ -217,8 +217,10 @@ def test_the_estimate_is_what_a_job_with_that_grace_does(seed: int, ranks: int, 
     assert applied / now == pytest.approx(replay(durations, quorum, wait), rel=1e-9)
 
 
-def test_auto_is_chosen_from_what_the_coordinator_sees() -> None:
-    """Rank 3 takes 1.1 s where the others take 1: after a few updates without it, they wait for it."""
+@pytest.mark.parametrize("late", [Lost, Staged])
+def test_auto_is_chosen_from_what_the_coordinator_sees(late: type) -> None:
+    """Rank 3 takes 1.1 s where the others take 1: after a few updates without it, they wait for it. It came after the
+    shard had the commit (`Lost`), or after the decision and before the shard had the commit (`Staged`)."""
     coordinator = coordinator_of(4, backups=1, grace=None)
     now = 0.0
     for version in range(1, 40):
@@ -229,7 +231,7 @@ def test_auto_is_chosen_from_what_the_coordinator_sees() -> None:
             said += coordinator.staged(now, 0, staged(rank, version))
         now = begin + 1.1
         if commits(said):
-            coordinator.report(now, 0, Lost(id=gradient(3, version)))
+            coordinator.report(now, 0, late(id=gradient(3, version)))
         else:
             said = coordinator.staged(now, 0, staged(3, version))
         (updated,) = [decision for decision in said if isinstance(decision, Updated)]

@@ -262,15 +262,21 @@ class Coordinator:
         if complete:
             self._grace.arrived(now, staged.id)
             out += self._advance(now)
+        elif self._came_late(shard, staged.id):
+            self._grace.arrived(now, staged.id)
         return out
 
     def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
         """A gradient's stream to a shard ended before its end mark; or all of it came, too late to be used."""
         self._intake.ledger.lose(shard, gradient)
-        if shard != 0 or gradient.term != self.state.term or gradient.version >= self.state.version:
+        if not self._came_late(shard, gradient):
             return []
         self._grace.arrived(now, gradient)
         return self._intake.late(gradient)
+
+    def _came_late(self, shard: int, gradient: GradientId) -> bool:
+        """Reports of other shards do not count: they may come after the worker's stream to shard 0 has ended."""
+        return shard == 0 and gradient.term == self.state.term and gradient.version < self.state.version
 
     def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
         """A shard's answer to a `NormRequest`."""
