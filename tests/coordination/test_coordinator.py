@@ -522,7 +522,7 @@ def test_non_finite_updates_move_the_version_and_then_fail_the_job() -> None:
     decisions = job.staged(3, 0, staged(0, 3, finite=False))
     (finished,) = [d for d in decisions if isinstance(d, Finished)]
     assert finished.reason == "NonFiniteGradients"
-    assert "rank 0 at step 3" in finished.why
+    assert "the contribution of rank 0 at step 3" in finished.why, "its gradient, or its model state"
     assert commits(decisions)[0].skip
     assert job.staged(4, 0, staged(0, 4)) != []  # answered, not used
     assert job.state.version == 4

@@ -420,7 +420,7 @@ class Coordinator:
             gradient = next(c.id for c, info in zip(chosen, infos, strict=True) if not info.finite)
             out += self.fail(
                 "NonFiniteGradients",
-                f"the gradient of rank {gradient.rank} at step {gradient.version} is not finite, and so were "
+                f"the contribution of rank {gradient.rank} at step {gradient.version} is not finite, and so were "
                 f"{history.state.non_finite_run} updates in a row (update.maxNonFinite is {self.rules.max_non_finite})",
             )
         return [*out, *self._conclusion.end_if_over(now)]

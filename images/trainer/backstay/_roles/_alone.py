@@ -334,6 +334,6 @@ class _Judge:
         if self._in_a_row >= self._most:
             raise JobFailed(
                 "NonFiniteGradients",
-                f"the gradients of {self._in_a_row} updates in a row were not finite, the last at step "
+                f"the contributions of {self._in_a_row} updates in a row were not finite, the last at step "
                 f"{report.step - 1} of rank 0 (loss {report.loss:g})",
             )

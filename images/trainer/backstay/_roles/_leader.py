@@ -129,7 +129,7 @@ class Leader:
         if commit.skip:
             self._metrics.skipped.inc()
             ranks = [c.id.rank for c, info in zip(commit.contributions, infos, strict=True) if not info.finite]
-            _LOG.warning("step %d: skipped, the gradient of rank %s is not finite", commit.version, ranks[0])
+            _LOG.warning("step %d: skipped, the contribution of rank %s is not finite", commit.version, ranks[0])
         with self._lock:
             if self._first_staged is not None:
                 self._metrics.quorum_seconds.observe(max(0.0, now - self._first_staged))

@@ -148,7 +148,7 @@ def train_local(
             if bad_in_a_row >= max_non_finite:
                 raise JobFailed(
                     "NonFiniteGradients",
-                    f"the gradients of {bad_in_a_row} updates in a row were not finite, the last at step {step} of "
+                    f"the contributions of {bad_in_a_row} updates in a row were not finite, the last at step {step} of "
                     f"rank {bad[0]} (loss {gradients[bad[0]].loss:g})",
                 )
         else:
