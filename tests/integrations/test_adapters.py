@@ -39,6 +39,21 @@ def test_the_example_learns_the_digits(library, capsys):
     assert float(said.partition("held-out accuracy ")[2].split()[0]) > 0.93
 
 
+def test_the_image_classifier_trains_and_its_held_out_images_are_the_same_in_every_run(capsys, monkeypatch):
+    """Few updates: `bench/classifier.py` measures its accuracy."""
+    script = EXAMPLES / "images" / "train.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--batch", "8", "--steps", "3"])
+    example = runpy.run_path(str(script), run_name="__main__")
+    assert "after 3 updates" in capsys.readouterr().out
+    state = example["result"].state["norm"]
+    assert state["mean"].shape == (16,)
+    assert np.abs(state["mean"]).max() > 0
+    images, labels = example["held_out"]()
+    assert images.shape == (1440, 32, 32, 1)
+    assert np.array_equal(images, example["held_out"]()[0])
+    assert set(labels) == set(range(10))
+
+
 def one_step(adapter, at=(0, 0)):
     """(tree, the model of `init`, the outcome of one batch)."""
     model = adapter.init(jax.random.key(0))
