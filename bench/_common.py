@@ -226,7 +226,7 @@ class Worker:
         layout = partition(tree, analyse(optimizer, tree), 1, coded=coded)
         wires = shard_wires(layout, wire, coded)
         self.nbytes = sum(block.nbytes for block in (*wires[0].gradients, *wires[0].parameters))
-        self._encoder = Encoder([wires[0].gradients], 0)
+        self._encoder = Encoder(wires[:1], 0)
         self._rank = rank
         self._arrangement = Arrangement(layout)
         self._buffers = ParamBuffers(self._arrangement)

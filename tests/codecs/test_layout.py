@@ -96,7 +96,7 @@ def test_t4_one_process_rounds_as_any_number_of_shards(gradients: Any, optimizer
     rule = getattr(optax, optimizer)(0.1)
     for shards, block_bytes in ((1, 1 << 22), (3, 4096)):
         parts, wires = layout_of(tree, wire, shards, block_bytes, rule)
-        ours = sent(parts, wires, Encoder([w.gradients for w in wires], KEY.seed), leaves, KEY)
+        ours = sent(parts, wires, Encoder(wires, KEY.seed), leaves, KEY)
         for name, one, other in zip(tree.leaves, alone, ours, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=name.path)
     for leaf, before, after in zip(tree.leaves, leaves, alone, strict=True):
@@ -216,7 +216,7 @@ def test_a_contribution_that_is_sent_again_has_the_same_bits() -> None:
     tree, leaves = tree_of()
     wire = Wire(gradients="Int4", error_feedback=True)
     parts, wires = layout_of(tree, wire, 2, 1 << 22)
-    encoder = Encoder([w.gradients for w in wires], 0, error_feedback=True)
+    encoder = Encoder(wires, 0, error_feedback=True)
     sent(parts, wires, encoder, leaves, KEY)
     with encoder.sending(Given(parts, leaves)) as sending:
         for s, layout in enumerate(parts.shards):
@@ -232,7 +232,7 @@ def test_error_feedback_loses_nothing_over_time() -> None:
     tree, leaves = tree_of()
     wire = Wire(gradients="Int4", error_feedback=True)
     parts, wires = layout_of(tree, wire, 2, 1 << 22)
-    encoder = Encoder([w.gradients for w in wires], 0, error_feedback=True)
+    encoder = Encoder(wires, 0, error_feedback=True)
     total = [np.zeros(leaf.size) for leaf in leaves]
     alone = Rounding(tree, wire)
     for step in range(50):
@@ -254,7 +254,7 @@ def test_residuals_follow_the_outcome() -> None:
     parts, wires = layout_of(tree, wire, 1, 1 << 22)
 
     def encoder_after(*outcomes: str) -> Encoder:
-        encoder = Encoder([w.gradients for w in wires], 0, error_feedback=True)
+        encoder = Encoder(wires, 0, error_feedback=True)
         for step, outcome in enumerate(outcomes):
             try:
                 with encoder.sending(Given(parts, leaves, replace(KEY, step=step))) as sending:
@@ -307,7 +307,7 @@ def test_servers_add_up_what_they_decode(gradients: Any) -> None:
     params = tree.unflatten(leaves)
     encoded, decoded = [], []
     for rank in range(3):
-        encoder = Encoder([w.gradients for w in wires], 0)
+        encoder = Encoder(wires, 0)
         with encoder.sending(Given(parts, leaves, replace(KEY, rank=rank))) as sending:
             views = [
                 one.views(np.concatenate(sections_of(sending.blocks[0][b]))) for b, one in enumerate(wires[0].gradients)

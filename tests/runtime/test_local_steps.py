@@ -40,3 +40,13 @@ def assert_same(tiny: Any, pod: Any) -> None:
     for name, value in tiny.reference().items():
         if name.isdigit():
             np.testing.assert_allclose(tiny.params(pod)[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_t4_fragments_over_two_shards_are_the_plain_loop(job) -> None:
+    """Only one fragment travels in an update, in both directions; the result is the whole model."""
+    tiny = job(2, 2, wire={"gradients": "Int4", "parameters": "BFloat16"})
+    local = json.dumps({"count": 4, "fragments": 2})
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "7", "WIDTH": "600", "LOCAL": local, "WIRE": "Int4,BFloat16"}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0] * 4
+    assert_same(tiny, tiny.pods[2])

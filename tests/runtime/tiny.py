@@ -120,7 +120,7 @@ def main() -> None:
         arguments["start_from"] = os.environ["START_FROM"]
     if "WIRE" in os.environ:
         gradients, parameters, *feedback = os.environ["WIRE"].split(",")
-        arguments["wire"] = backstay.Wire(gradients, parameters, error_feedback=bool(feedback))
+        arguments["wire"] = backstay.Wire(gradients, parameters, error_feedback=bool(feedback) or None)
     if "LOCAL" in os.environ:
         arguments["local"] = backstay.LocalSteps(optimizer=OPTIMIZER, **json.loads(os.environ["LOCAL"]))
         arguments["optimizer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from .._update._codecs import BlockWire, Encoded, seed_of
+from .._update._codecs import BlockWire, Encoded, ShardWire, seed_of
 from ._contribution import Contribution
 
 __all__ = ["Encoder", "Sending"]
@@ -22,10 +22,10 @@ class Encoder:
     what rounding took from the contributions of its predecessor stays lost.
     """
 
-    def __init__(self, wires: Sequence[Sequence[BlockWire]], seed: int, *, error_feedback: bool = False) -> None:
+    def __init__(self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False) -> None:
         """
         Args:
-            wires: ``[s][b]``: how block `b` of contributions to shard `s` travels.
+            wires: how the blocks of each shard travel.
             seed: the job's.
             error_feedback: whether to keep residuals.
         """
@@ -41,7 +41,8 @@ class Encoder:
         The caller reports how the contribution ended, and the residuals follow. After an exception, or without a
         report, it is unknown whether the contribution was applied, and the residuals are dropped.
         """
-        sending = Sending(self._wires, contribution, self._seed, self._residuals if self._feedback else None)
+        wires = [wire.of(contribution.key.step).gradients for wire in self._wires]
+        sending = Sending(wires, contribution, self._seed, self._residuals if self._feedback else None)
         kept: dict[tuple[int, int], Any] = {}
         try:
             yield sending
@@ -78,7 +79,7 @@ class Sending:
 
     def applied(self) -> None:
         """The contribution was applied as it was sent."""
-        self.left = self._new
+        self.left = (self._residuals or {}) | self._new
 
     def dropped(self) -> None:
         """The contribution was not applied: residuals stay as they were."""

@@ -73,6 +73,7 @@ class LocalProgram:
         self.step: Any = jit(self._step, donate_argnums=0)
         # The new state of the inner optimizer takes the memory of the previous state.
         self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=2 if self.keeps else ())
+        self.copy: Callable[[Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.copy))
         self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add))
         self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4))
 
@@ -220,6 +221,8 @@ class LocalTraining:
             own, base = program.receive(mine, old, base, received, begun)
             if begun:
                 carry, sums, examples = continued.carry | {"model": own}, continued.sums, continued.examples
+        elif local.fragments > 1:  # they are needed after the memory of the answer is used again
+            own = base = program.copy(base)
         if carry is None:
             inner = program.initial_state(own) if inner is None else inner
             carry = program.begin(own, inner)

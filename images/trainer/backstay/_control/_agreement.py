@@ -101,6 +101,7 @@ _ARGUMENTS: Final = frozenset(
         "wire.errorFeedback",
         "local.count",
         "local.inner_state",
+        "local.fragments",
         "local.overlap",
         "local.mixing",
         "local.optimizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -72,6 +72,10 @@ class Async:
     ) -> float | None:
         del handed_version, version, version_since
         return joined if handed_in is None else handed_in
+
+    def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
+        del gradient_version, version  # each rank exchanges the fragments in turn by itself
+        return (key_step,)
 
     def used_up(self, gradient_version: int, version: int) -> bool:
         del gradient_version, version

@@ -5,7 +5,7 @@ The coordinator, the shards and their links ask this object. No other module com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -79,7 +79,14 @@ class UpdateMode(Protocol):
             version: the newest version, decided at `version_since`.
         """
 
-    # ---- What a shard and its link ask ----
+    # ---- What a shard, its link and a worker ask ----
+
+    def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
+        """The numbers (`GradientId.key_step`) of contributions whose fragments `version`, the answer to a push, brings.
+
+        Args:
+            key_step, gradient_version: of the push.
+        """
 
     def used_up(self, gradient_version: int, version: int) -> bool:
         """Whether a gradient computed at `gradient_version` is of no use to a shard that has begun `version`."""

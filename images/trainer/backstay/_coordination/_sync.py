@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -70,6 +70,10 @@ class Sync:
     ) -> float | None:
         del handed_in
         return None if handed_version >= version else max(joined, version_since)
+
+    def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
+        del key_step
+        return range(gradient_version, version)
 
     def used_up(self, gradient_version: int, version: int) -> bool:
         return gradient_version < version

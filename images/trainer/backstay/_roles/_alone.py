@@ -25,6 +25,7 @@ from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
 from .._result import Result
 from .._update._codecs import Rounding, seed_of
+from .._update._fragments import Turns
 from .._update._objective import Objective
 from .._update._rules import called
 from .._update._tree import TreeSpec, describe
@@ -37,7 +38,6 @@ __all__ = ["AHEAD", "Report", "train_alone"]
 _LOG = logging.getLogger(__name__)
 
 _NO_WORDS: Final = np.zeros(2, np.uint32)
-_ALL: Final = frozenset({0})
 
 AHEAD: Final = 2
 """How many steps are dispatched before the host waits for the first of them."""
@@ -231,17 +231,19 @@ def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding:
         script.steps,
     )
     options = placement.options(deterministic=script.deterministic)
+    turns = Turns(script.optimizer, tree, script.local.fragments)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
     update = jax.jit(
-        _update_of(script, tree, rounding),
+        _update_of(script, tree, rounding, turns),
         donate_argnums=0,
+        static_argnums=3,
         out_shardings=placement.everywhere,
         compiler_options=options,
     )
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
-        made, examples = training.steps(received(carry), key, batch_of, _ALL if key.step else None)
-        return *update(carry, made, _words(script, key, rounding)), examples
+        made, examples = training.steps(received(carry), key, batch_of, turns.received(key.step))
+        return *update(carry, made, _words(script, key, rounding), key.step % turns.count), examples
 
     return whole
 
@@ -256,18 +258,23 @@ def _words(script: Script, key: BatchKey, rounding: Rounding | None) -> Any:
     return _NO_WORDS if rounding is None else seed_of(script.seed, key.step, key.rank)
 
 
-def _update_of(script: Script, tree: TreeSpec, rounding: Rounding | None) -> Callable[[Any, Any, Any], Any]:
-    """``(carry, (leaves, loss, metrics, finite), words) -> (carry, outcome)``; to be traced. `words` seed the
-    rounding."""
+def _update_of(
+    script: Script, tree: TreeSpec, rounding: Rounding | None, turns: Turns | None = None
+) -> Callable[..., Any]:
+    """``(carry, (leaves, loss, metrics, finite), words, fragment) -> (carry, outcome)``; to be traced. `words` seed the
+    rounding. `turns`: an update changes one fragment."""
     optimizer, count = script.optimizer, len(tree.parameters.leaves)
 
-    def apply(carry: Any, made: Any, words: Any) -> Any:
+    def apply(carry: Any, made: Any, words: Any, fragment: int = 0) -> Any:
         leaves, loss, metrics, finite = made
         number, residual = carry["step"], carry["residual"]
         computed, state = leaves[:count], leaves[count:]
         gradients = computed
         if rounding is not None:
             gradients, residual = rounding.contribution(computed, residual, words)
+        if turns is not None:
+            residual = turns.leaves(fragment, residual, carry["residual"])
+            gradients = turns.leaves(fragment, gradients, [jnp.zeros_like(leaf) for leaf in gradients])
         clipped = gradients if script.clip_norm is None else _clipped(gradients, script.clip_norm)
         params = tree.parameters.unflatten(carry["params"])
 
@@ -276,7 +283,11 @@ def _update_of(script: Script, tree: TreeSpec, rounding: Rounding | None) -> Cal
             return optax.apply_updates(params, updates), held
 
         new, held = called("update", optimizer, update)
-        after = {"params": jax.tree_util.tree_leaves(new), "state": state, "optimizer": held, "residual": residual}
+        changed = jax.tree_util.tree_leaves(new)
+        if turns is not None:
+            changed = turns.leaves(fragment, changed, carry["params"])
+            held = turns.state(fragment, held, carry["optimizer"])
+        after = {"params": changed, "state": state, "optimizer": held, "residual": residual}
         before = {name: carry[name] for name in after}
         kept = jax.tree_util.tree_map(lambda a, b: jnp.where(finite, a, b), after, before)
         # Read in the first steps only; afterwards it costs nothing.

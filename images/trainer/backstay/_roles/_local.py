@@ -24,6 +24,7 @@ from .._compute._local_steps import LocalProgram, LocalTraining
 from .._data._batch_key import BatchKey
 from .._result import Result
 from .._update._codecs import Rounding, Wire
+from .._update._fragments import Turns
 from .._update._kernels import Mean, enable_x64, mean, state_mean
 from .._update._local_steps import LocalSteps
 from .._update._rules import called
@@ -116,9 +117,10 @@ def train_local(
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
+    turns = Turns(optimizer, tree, 1 if local is None else local.fragments)
     options: dict[str, Any] = {"has_rng": has_rng, "seed": seed}
-    contributions_of = _contributors(loss, tree, local, steps, world, devices, deterministic, **options)
-    update = _updater(optimizer, tree.parameters.unflatten)
+    contributions_of = _contributors(loss, tree, local, turns, steps, world, devices, deterministic, **options)
+    update = _updater(optimizer, tree.parameters.unflatten, turns)
     count = len(tree.parameters.leaves)
     averaged = jax.jit(_average, static_argnums=(1, 2))
     squares = jax.jit(_squares)
@@ -156,7 +158,8 @@ def train_local(
             contributions = [gradient.leaves for gradient in gradients]
             if rounding is not None:
                 contributions = [
-                    rounding.gradients(leaves, seed, step, rank) for rank, leaves in enumerate(contributions)
+                    rounding.gradients(leaves, seed, step, rank, partial(turns.leaves, step))
+                    for rank, leaves in enumerate(contributions)
                 ]
             leaves = contributions[-1]
             if world > 1:
@@ -164,11 +167,12 @@ def train_local(
                 wide = np.dtype(np.float64)
                 leaves = averaged(contributions, count, how.form, how.scalars(wide), how.state_scalars(wide))
             leaves, new_state = leaves[:count], leaves[count:]
+            leaves = turns.leaves(step, leaves, [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
             factor = 1.0
             if clip_norm is not None:
                 with enable_x64():
                     factor = clip_factor(clip_norm, math.fsum(float(part) for part in squares(leaves)))
-            params, state = update(params, state, leaves, factor)
+            params, state = update(params, state, leaves, factor, step)
             if tree.state is not None:
                 model_state = tree.state.unflatten(new_state)
         if on_update is not None:
@@ -193,6 +197,7 @@ def _contributors(
     loss: Callable[..., Any],
     tree: TreeSpec,
     local: LocalSteps | None,
+    turns: Turns,
     steps: int,
     world: int,
     devices: Any,
@@ -205,8 +210,7 @@ def _contributors(
 
         def training(one: LocalTraining) -> Callable[..., Gradient]:
             def contribute(model: Any, key: BatchKey, batches: Callable[[BatchKey], Any]) -> Gradient:
-                received = frozenset({0}) if key.step else None
-                return one.contribute(jax.tree_util.tree_leaves(model), key, batches, received)
+                return one.contribute(jax.tree_util.tree_leaves(model), key, batches, turns.received(key.step))
 
             return contribute
 
@@ -229,8 +233,10 @@ def check_arguments(*, steps: int, clip_norm: float | None, world: int = 1) -> N
         raise ConfigurationError(f"clip_norm is {clip_norm}: must be a positive number, or None not to clip")
 
 
-def _updater(optimizer: optax.GradientTransformation, unflatten: Callable[[Any], Any]) -> Callable[..., Any]:
-    def step(params: Any, state: Any, leaves: Any, factor: Any, clipped: bool) -> Any:
+def _updater(
+    optimizer: optax.GradientTransformation, unflatten: Callable[[Any], Any], turns: Turns
+) -> Callable[..., Any]:
+    def step(params: Any, state: Any, leaves: Any, factor: Any, clipped: bool, fragment: int) -> Any:
         if clipped:
             leaves = [leaf * factor.astype(leaf.real.dtype) for leaf in leaves]
 
@@ -238,10 +244,14 @@ def _updater(optimizer: optax.GradientTransformation, unflatten: Callable[[Any],
             updates, new_state = optimizer.update(unflatten(leaves), state, params)
             return optax.apply_updates(params, updates), new_state
 
-        return called("update", optimizer, update)
+        new, new_state = called("update", optimizer, update)
+        kept = turns.leaves(fragment, *(jax.tree_util.tree_leaves(each) for each in (new, params)))
+        return unflatten(kept), turns.state(fragment, new_state, state)
 
-    jitted = jax.jit(step, static_argnums=4, donate_argnums=(0, 1))
-    return lambda params, state, leaves, factor: jitted(params, state, leaves, np.asarray(factor), factor != 1.0)
+    jitted = jax.jit(step, static_argnums=(4, 5), donate_argnums=(0, 1))
+    return lambda params, state, leaves, factor, number: jitted(
+        params, state, leaves, np.asarray(factor), factor != 1.0, number % turns.count
+    )
 
 
 def _arrays(gradient: Gradient, leaves: list[int]) -> dict[int, list[Any]]:

@@ -145,6 +145,7 @@ class Script:
         import jax
 
         from .._update._codecs import Wire, coded_leaves
+        from .._update._fragments import fragments_of
         from .._update._partition import partition
         from .._update._rules import analyse
         from .._update._tree import describe
@@ -165,7 +166,11 @@ class Script:
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
             **local_settings(self.local, tree),
         }
-        return Plan(partition(tree, rule, shards, coded=coded_leaves(tree, wire)), rule, arguments, wire)
+        fragments = None
+        if self.local is not None and self.local.fragments > 1:
+            fragments = fragments_of(tree, self.local.fragments)
+        parts = partition(tree, rule, shards, coded=coded_leaves(tree, wire), fragments=fragments)
+        return Plan(parts, rule, arguments, wire)
 
     def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
         """What a worker computes between a pull and a push.

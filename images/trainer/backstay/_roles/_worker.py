@@ -147,11 +147,7 @@ class Worker:
         self._term = 0
         self._fragments: frozenset[int] | None = None  # `Start.received` of the next contribution
         self._version = 0  # of the newest parameters of this term
-        self._encoder = Encoder(
-            [wire.gradients for wire in plan.wires], script.seed, error_feedback=bool(plan.wire.error_feedback)
-        )
-        self._sent = sum(block.nbytes for wire in plan.wires for block in wire.gradients)
-        self._received = sum(block.nbytes for wire in plan.wires for block in wire.parameters)
+        self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._last: Summary | None = None  # of the newest contribution
         self._compiled = False
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation asks for next
@@ -320,7 +316,7 @@ class Worker:
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
             self.seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied_at=applied_at)
             self._learn(pulled, key_step)
-            self._count(pulled, info())
+            self._count(pulled, key_step, info())
             return pulled, params, True
 
     def _observe(self, pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
@@ -341,7 +337,7 @@ class Worker:
         elif pulled.outcome in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
             self._key_step = pulled.next_key_step
 
-    def _count(self, pulled: Pulled, info: GradientInfo) -> None:
+    def _count(self, pulled: Pulled, key_step: int, info: GradientInfo) -> None:
         now = time.monotonic()
         self._version = pulled.version
         self._rate.add(now, info.examples)
@@ -349,8 +345,9 @@ class Worker:
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
         self._metrics.worker_examples.inc(info.examples)
-        self._metrics.tensor_bytes("sent").inc(self._sent)
-        self._metrics.tensor_bytes("received").inc(self._received)
+        for wire in self._plan.wires:
+            self._metrics.tensor_bytes("sent").inc(wire.of(key_step).sent)
+            self._metrics.tensor_bytes("received").inc(wire.only(pulled.fragments).received)
         last = pulled.version >= self._script.steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
@@ -470,7 +467,8 @@ class Worker:
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
         """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
         self._heart.activity = LEAVING
-        if self._plan.wire.parameters != "Exact":  # the result is what the servers hold
+        if self._plan.wire.parameters != "Exact" or self._plan.partition.fragments > 1:
+            # The result is what the servers hold, all of it.
             try:
                 pulled, params = self._pull(None, pulled.version, exact=True)
             except (PeerLost, Refused) as error:

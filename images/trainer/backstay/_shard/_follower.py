@@ -19,7 +19,7 @@ from .._update._codecs import ShardWire
 from .._update._engine import ShardEngine, array_specs
 from .._wire.frames import Cover, kind_of
 from .._wire.memory import BufferPool, Staging
-from .._wire.seam import Bytes, Refusal, block_nbytes
+from .._wire.seam import Bytes, Refusal
 from ..errors import PeerLost, Refused
 from ._prepared import Prepared
 from ._replication import HELD
@@ -64,8 +64,8 @@ class Follower:
     def __init__(self, partition: Partition, shard: int, rule: Rule) -> None:
         self._partition, self._shard, self._rule = partition, shard, rule
         layout = partition.shards[shard]
-        self._sizes = block_nbytes(layout)
-        self._pool = BufferPool(ShardWire.exactly(layout.blocks).exact)
+        self._wire = ShardWire.exactly(layout.blocks, partition.fragments)
+        self._pools: dict[frozenset[int], BufferPool] = {}
         self._dtypes = {spec.key: spec.dtype for spec in array_specs(rule)}
         self._lock = threading.Lock()
         self._held: Held | None = None
@@ -172,8 +172,11 @@ class Follower:
         return change
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean) -> Callable[[], None]:
-        staging = self._pool.take()
-        cover = Cover(self._sizes)
+        steps = [contribution.id.key_step for contribution in mean.contributions]
+        fragments = self._wire.fragments_of(steps)
+        wires = self._wire.only(fragments).exact
+        staging = self._pools.setdefault(fragments, BufferPool(wires)).take()
+        cover = Cover([wire.nbytes for wire in wires])
         while True:
             frame, body = stream.read()
             if kind_of(frame) == "chunk" and body is not None:
@@ -192,7 +195,7 @@ class Follower:
             held.prepared = Prepared(mean.version, mean.contributions, staging.arrays, mean.infos)
             before, self._staging = self._staging, staging
             if before is not None:
-                self._pool.give(before)
+                before.give()
 
         return change
 
@@ -218,10 +221,10 @@ class Follower:
         """The update is computed: its gradient's memory is free again."""
         held, staging = self._held, self._staging
         if held is not None and staging is not None:
-            for index in range(len(self._sizes)):
+            for index in range(len(self._wire.exact)):
                 held.engine.ready(index)
             self._staging = None
-            self._pool.give(staging)
+            staging.give()
 
     def _must_hold(self, what: str) -> Held:
         if self._held is None:

@@ -97,7 +97,7 @@ class Prepared:
             copy: whether it must outlive the gradients.
         """
         weights = [contribution.weight for contribution in contributions]
-        if weights == [1.0] and all(isinstance(block, np.ndarray) for block in gradients[0]):
+        if weights == [1.0] and all(block is None or isinstance(block, np.ndarray) for block in gradients[0]):
             alone = cls(version, contributions, gradients[0], infos, borrowed=True)
             return alone.kept() if copy else alone
         mean = engine.mean(gradients, weights=weights, divisor=len(weights))
@@ -107,7 +107,8 @@ class Prepared:
         """The same, in memory that is nobody else's: it may be sent after it is applied."""
         if not self._borrowed:
             return self
-        return Prepared(self.version, self.contributions, [block.copy() for block in self._blocks], self.infos)
+        blocks = [None if block is None else block.copy() for block in self._blocks]
+        return Prepared(self.version, self.contributions, blocks, self.infos)
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         return version == self.version and self.contributions == tuple(contributions)
@@ -118,15 +119,17 @@ class Prepared:
     def sum_of_squares(self, engine: Engine) -> float:
         return engine.sum_of_squares([self.arrays()], weights=[1.0], divisor=1)
 
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self) -> list[Any]:
         """Host arrays; waits until they are computed."""
-        return [np.asarray(block) for block in self._blocks]
+        return [None if block is None else np.asarray(block) for block in self._blocks]
 
     def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
         """For the stream to a standby. Each block is sent as soon as it is computed."""
         mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
         yield Frame(replica=ReplicaFrame(mean=mean)), None
         for index, block in enumerate(self._blocks):
+            if block is None:  # of another fragment
+                continue
             data = np.asarray(block).view(np.uint8)
             for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
                 frame.chunk.block = index

@@ -96,7 +96,7 @@ class ShardRuntime:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
         self._work = threading.Condition(lock)  # the apply thread waits for it
-        self._gradients = Gradients(self.wire.gradients)
+        self._gradients = Gradients(self.wire)
         self._admission = Admission(self._shard, incarnation, digest)
         self._orders = Orders()
         self._publisher = Publisher(self._mode)
@@ -270,6 +270,11 @@ class ShardRuntime:
                 encoded=published.encoded,
                 outcome=outcome,
                 next_key_step=next_key_step,
+                fragments=None
+                if gradient is None
+                else self.wire.fragments_of(
+                    self._mode.exchanged(gradient.id.key_step, gradient.id.version, published.version)
+                ),
                 # Training may end before the version that workers expect.
                 done=self._publisher.done is not None
                 or (last is not None and last.final and published.version > last.version),

@@ -16,7 +16,7 @@ from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire
+    from .._update._codecs import BlockWire, ShardWire
 
 __all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "check_address", "describe", "key_of"]
 
@@ -98,10 +98,10 @@ class Gradient:
 class Gradients:
     """The books."""
 
-    def __init__(self, wires: Sequence[BlockWire]) -> None:
-        """`wires`: how the blocks of contributions travel."""
-        self._wires = tuple(wires)
-        self._pool = BufferPool(self._wires)
+    def __init__(self, wire: ShardWire) -> None:
+        """`wire`: how blocks travel."""
+        self._wire = wire
+        self._pools: dict[frozenset[int], BufferPool] = {}
         self._held: dict[GradientKey, Gradient] = {}
 
     def __iter__(self) -> Iterator[Gradient]:
@@ -124,7 +124,9 @@ class Gradients:
             raise Refusal(
                 "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
             )
-        entry = self._held[key] = Gradient(gradient, self._pool.take(), self._wires)
+        wires, fragments = self._wire.of(gradient.key_step).gradients, self._wire.fragments_of([gradient.key_step])
+        pool = self._pools.setdefault(fragments, BufferPool(wires))
+        entry = self._held[key] = Gradient(gradient, pool.take(), wires)
         return entry
 
     def find(self, gradient: GradientId) -> Gradient | None:
@@ -141,4 +143,4 @@ class Gradients:
     def give(self, staging: Staging | None) -> None:
         """Nothing uses this memory any more."""
         if staging is not None:
-            self._pool.give(staging)
+            staging.give()

@@ -204,7 +204,7 @@ class ShardEngine:
         with self._lock:
             self._shared, scalars = self._kernels.advance(shared, self._wanted)
             for index, block in enumerate(self._layout.blocks):
-                if (stretch := self._stretches.get(index)) is None:
+                if (stretch := self._stretches.get(index)) is None or gradients[0][index] is None:
                     continue
                 program = self._rule.programs[block.rule]
                 assert not isinstance(program, WholeProgram)
@@ -214,6 +214,8 @@ class ShardEngine:
                     stretch.param, stretch.states, values, uniform, self._scalars(block, mean)
                 )
             for whole in self._wholes:
+                if any(gradients[0][index] is None for index in whole.blocks):
+                    continue
                 own = tuple(tuple(_device(contribution[index]) for contribution in gradients) for index in whole.blocks)
                 needed = [shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
                 whole.params, whole.states = self._kernels.whole(whole.group.program, mean)(
@@ -248,7 +250,7 @@ class ShardEngine:
                 if not param.is_deleted():
                     return _view(param)
 
-    def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: int) -> list[jax.Array]:
+    def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: int) -> list[Any]:
         """Their mean, block by block and not waited for; what it is computed from must not change before it is there.
 
         `apply` of it alone is an update that another engine can repeat bit for bit.
@@ -258,7 +260,9 @@ class ShardEngine:
         if how.count > FUSED:
             return self._folded(gradients, how)
         return [
-            (self._kernels.mean(how) if block.trained else self._kernels.state(how))(
+            None
+            if gradients[0][index] is None
+            else (self._kernels.mean(how) if block.trained else self._kernels.state(how))(
                 tuple(_device(contribution[index]) for contribution in gradients), self._scalars(block, how)
             )
             for index, block in enumerate(self._layout.blocks)
@@ -279,7 +283,7 @@ class ShardEngine:
                     tuple(_device(contribution[index]) for contribution in gradients), mean.scalars(block.dtype)
                 )
                 for index, block in enumerate(self._layout.blocks)
-                if block.trained
+                if block.trained and gradients[0][index] is not None
             ]
         return math.fsum(float(part) for part in parts)
 
@@ -406,16 +410,19 @@ class ShardEngine:
                     f"{len(self._layout.blocks)}"
                 )
             for index, (value, block) in enumerate(zip(contribution, self._layout.blocks, strict=True)):
-                if value.shape != (block.size,) or value.dtype != block.dtype:
+                if value is None and gradients[0][index] is None:
+                    continue
+                if value is None or value.shape != (block.size,) or value.dtype != block.dtype:
                     raise ValueError(
-                        f"contribution {rank}, block {index} is {value.dtype}{list(value.shape)}: must be "
-                        f"{block.dtype}[{block.size}]"
+                        f"contribution {rank}, block {index} is {_kind(value)}: must be {block.dtype}[{block.size}]"
                     )
 
     def _folded(self, gradients: Sequence[Sequence[Any]], mean: Mean) -> list[Any]:
         """The mean of many contributions, block by block; see `Kernels.folded`."""
         return [
-            self._kernels.folded(
+            None
+            if gradients[0][index] is None
+            else self._kernels.folded(
                 tuple(_device(contribution[index]) for contribution in gradients),
                 self._scalars(block, mean),
                 trained=block.trained,
@@ -497,6 +504,10 @@ class _Whole:
 
 def _entry(key: str, value: Array) -> Entry:
     return Entry(key, 0, value.size, value)
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"{value.dtype}{list(value.shape)}"
 
 
 def _device(value: Any) -> Any:

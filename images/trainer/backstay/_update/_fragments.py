@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from ..errors import ConfigurationError
+from ._rules import analyse
 from ._tree import TreeSpec
 
-__all__ = ["fragments_of", "layer_of"]
+if TYPE_CHECKING:
+    import optax
+
+__all__ = ["Turns", "fragments_of", "layer_of"]
 
 
 def layer_of(path: str) -> str:
@@ -34,6 +41,8 @@ def fragments_of(tree: TreeSpec, count: int) -> tuple[int | None, ...]:
     Raises:
         ConfigurationError: the model has fewer layers than fragments.
     """
+    if count == 1:
+        return tuple(0 if leaf.trained else None for leaf in tree.leaves)
     sizes: dict[str, int] = {}
     for leaf in tree.leaves:
         if leaf.trained:
@@ -52,3 +61,54 @@ def fragments_of(tree: TreeSpec, count: int) -> tuple[int | None, ...]:
         chosen[layer] = least
         loads[least] += sizes[layer]
     return tuple(chosen[layer_of(leaf.path)] if leaf.trained else None for leaf in tree.leaves)
+
+
+class Turns:
+    """Updates of one fragment each, of an optimizer that one process computes over the whole tree.
+
+    An update changes the parameters of its fragment, and the state of the optimizer that belongs to them. State that
+    no gradient reaches, such as counters, changes with every update.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, tree: TreeSpec, count: int) -> None:
+        """
+        Args:
+            optimizer: the outer one.
+            tree: of the model.
+            count: how many fragments, at least 1.
+
+        Raises:
+            ConfigurationError: see `fragments_of`.
+            OptimizerError: see `analyse`; only with several fragments.
+        """
+        self.count = count
+        self._leaves = fragments_of(tree, count)
+        self._states: list[int | None] = []
+        if count > 1:
+            rule = analyse(optimizer, tree)
+            owners = {state: self._leaves[group.leaves[0]] for group in rule.groups for state in group.states}
+            self._states = [owners.get(state) for state in range(len(rule.states))]
+
+    def leaves(self, step: int, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+        """The new ones of the leaves that update number `step` changes, and the old ones of the others.
+
+        Args:
+            new, old: one for each leaf of the tree's parameters, or none at all.
+        """
+        own = step % self.count
+        of_each = self._leaves[: len(new)]
+        return [a if fragment == own else b for fragment, a, b in zip(of_each, new, old, strict=True)]
+
+    def state(self, step: int, new: Any, old: Any) -> Any:
+        """The state of the optimizer after update number `step`."""
+        if self.count == 1:
+            return new
+        own = step % self.count
+        flat, treedef = jax.tree_util.tree_flatten(new)
+        before = jax.tree_util.tree_leaves(old)
+        kept = [a if part in (own, None) else b for part, a, b in zip(self._states, flat, before, strict=True)]
+        return jax.tree_util.tree_unflatten(treedef, kept)
+
+    def received(self, step: int) -> frozenset[int] | None:
+        """The fragments that a worker received before contribution number `step`; None: all of the model."""
+        return frozenset({(step - 1) % self.count}) if step else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ..errors import ConfigurationError
@@ -33,6 +33,8 @@ class LocalSteps:
         inner_state: ``"keep"``: the state of the inner optimizer stays on the worker from update to update, and a
             replacement of the worker begins with a fresh one. ``"reset"``: fresh after every update, so the result
             does not depend on replacements (T4).
+        fragments: the layers of the model are divided into so many parts. An update exchanges one part, in turn, and a
+            worker makes ``count / fragments`` steps between two updates. `count` must be a multiple.
         overlap: while a contribution travels and is applied, the worker makes so many steps of the next contribution,
             at most all of them. The parameters that arrive then are mixed with its own.
         mixing: the share of the worker's own parameters in that mean, at least 0 and below 1.
@@ -43,7 +45,9 @@ class LocalSteps:
 
     count: int
     optimizer: optax.GradientTransformation
+    _: KW_ONLY
     inner_state: Literal["keep", "reset"] = "keep"
+    fragments: int = 1
     overlap: int = 0
     mixing: float = 0.5
 
@@ -57,6 +61,14 @@ class LocalSteps:
             )
         if self.inner_state not in ("keep", "reset"):
             raise ConfigurationError(f"LocalSteps: inner_state is {self.inner_state!r}: must be 'keep' or 'reset'")
+        if isinstance(self.fragments, bool) or not isinstance(self.fragments, int) or self.fragments < 1:
+            raise ConfigurationError(
+                f"LocalSteps: fragments is {self.fragments!r}: must be a whole number of parts, 1 or more"
+            )
+        if self.count % self.fragments:
+            raise ConfigurationError(
+                f"LocalSteps: fragments is {self.fragments}: must divide count, which is {self.count}"
+            )
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap <= self.batches:
             raise ConfigurationError(
                 f"LocalSteps: overlap is {self.overlap!r}: must be a whole number of steps from 0 to {self.batches}"
@@ -67,12 +79,7 @@ class LocalSteps:
     @property
     def batches(self) -> int:
         """How many batches a contribution takes."""
-        return self.count
-
-    @property
-    def fragments(self) -> int:
-        """Into how many parts, exchanged in turn, the parameters are divided."""
-        return 1
+        return self.count // self.fragments
 
     @property
     def continues(self) -> bool:
@@ -115,6 +122,7 @@ def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str
     return {
         "local.count": str(local.count),
         "local.inner_state": local.inner_state,
+        "local.fragments": str(local.fragments),
         "local.overlap": str(local.overlap),
         "local.mixing": str(float(local.mixing)) if local.overlap else "none",
         "local.optimizer": " ".join([program.sha256.hex()[:16], *program.constants]),

@@ -56,6 +56,8 @@ class Block:
 
     `coded`: a codec may encode it. Then each piece begins and ends with a group of its leaf
     (`backstay._update._codecs`), except where the block is one whole leaf.
+
+    `fragment`: the fragment of its leaves (`backstay._update._fragments`); None: it belongs to every exchange.
     """
 
     dtype: np.dtype[Any]
@@ -64,6 +66,7 @@ class Block:
     rule: int
     trained: bool = True
     coded: bool = False
+    fragment: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +97,7 @@ class Partition:
         program_digest: of what the optimizer computes, constants such as the learning rate included. Pods that train
             together must agree about it; a later run of the job may change it.
         digest: of both and of the layout.
+        fragments: the number of fragments.
     """
 
     tree: TreeSpec
@@ -101,6 +105,7 @@ class Partition:
     structure_digest: bytes
     program_digest: bytes
     digest: bytes
+    fragments: int = 1
 
 
 class GroupLike(Protocol):
@@ -139,6 +144,7 @@ def partition(
     shards: int,
     block_bytes: int = BLOCK_BYTES,
     coded: frozenset[int] = frozenset(),
+    fragments: Sequence[int | None] | None = None,
 ) -> Partition:
     """Lay `tree` out over `shards` shards.
 
@@ -148,9 +154,11 @@ def partition(
         shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
         coded: the leaves, by index, that a codec encodes. They have blocks of their own, and are cut between groups.
+        fragments: of each leaf, see `Block.fragment`. No block holds leaves of two fragments. None: there are none.
 
     Raises:
-        ConfigurationError: `shards` or `block_bytes` is too small.
+        ConfigurationError: `shards` or `block_bytes` is too small, or the optimizer updates leaves of two fragments
+            together.
         OptimizerError: the rule cannot be computed by so many shards.
     """
     if shards < 1:
@@ -160,6 +168,8 @@ def partition(
     rule.check(shards)
     groups: tuple[GroupLike, ...] = rule.groups
     _check_cover(tree, groups)
+    parts = [None] * len(tree.leaves) if fragments is None else list(fragments)
+    _check_fragments(tree, groups, parts)
 
     loads = [0] * shards
     whole: list[list[int]] = [[] for _ in range(shards)]
@@ -175,17 +185,19 @@ def partition(
 
     layouts = []
     for shard in range(shards):
-        blocks = _pack(tree, ranges[shard], programs, block_bytes, coded)
+        blocks = _pack(tree, ranges[shard], programs, block_bytes, coded, parts)
         for index in whole[shard]:
             for leaf in groups[index].leaves:
                 spec = tree.leaves[leaf]
                 if spec.size:
                     piece = Piece(leaf, 0, spec.size, 0)
-                    blocks.append(Block(spec.dtype, spec.size, (piece,), groups[index].program, coded=leaf in coded))
+                    program, own = groups[index].program, leaf in coded
+                    blocks.append(Block(spec.dtype, spec.size, (piece,), program, coded=own, fragment=parts[leaf]))
         blocks.sort(key=lambda block: (block.pieces[0].leaf, block.pieces[0].start))
         layouts.append(ShardLayout(shard, tuple(blocks), tuple(sorted(whole[shard]))))
-    structure, program = rule.structure_digest, rule.program_digest
-    return Partition(tree, tuple(layouts), structure, program, _digest(tree, layouts, structure, program))
+    structure, computed = rule.structure_digest, rule.program_digest
+    digest = _digest(tree, layouts, structure, computed)
+    return Partition(tree, tuple(layouts), structure, computed, digest, len({*parts} - {None}) or 1)
 
 
 def gather(block: Block, leaves: Sequence[Array]) -> Array:
@@ -235,6 +247,18 @@ def _check_cover(tree: TreeSpec, groups: Sequence[GroupLike]) -> None:
     held = sorted(leaf for group in groups for leaf in group.leaves)
     if held != list(range(len(tree.leaves))):
         raise ValueError(f"the rule's groups hold the leaves {held}: must hold each of {len(tree.leaves)} once")
+
+
+def _check_fragments(tree: TreeSpec, groups: Sequence[GroupLike], fragments: Sequence[int | None]) -> None:
+    for group in groups:
+        for leaf in group.leaves:
+            first = group.leaves[0]
+            if fragments[leaf] != fragments[first]:
+                raise ConfigurationError(
+                    f"LocalSteps: fragments: the outer optimizer updates {tree.leaves[first].path} and "
+                    f"{tree.leaves[leaf].path} together, which are in two fragments: use an optimizer that updates "
+                    "each leaf alone, such as optax.sgd"
+                )
 
 
 def _room(loads: Sequence[int], tree: TreeSpec, line: Sequence[GroupLike]) -> list[int]:
@@ -293,28 +317,35 @@ def _nearest_cut(position: int, spec: LeafSpec, step: int) -> int:
 
 
 def _pack(
-    tree: TreeSpec, ranges: Sequence[_Range], programs: dict[int, int], block_bytes: int, coded: frozenset[int]
+    tree: TreeSpec,
+    ranges: Sequence[_Range],
+    programs: dict[int, int],
+    block_bytes: int,
+    coded: frozenset[int],
+    fragments: Sequence[int | None],
 ) -> list[Block]:
-    """Cut ranges into full blocks of their own; what remains of each is packed, by rule and dtype, into shared ones.
+    """Cut ranges into full blocks of their own; what remains of each is packed, by rule, dtype and fragment, into
+    shared ones.
 
     So a rule and dtype has at most two sizes of block, hence two executables, in a shard; and two more of what is
     coded. The tail of a coded leaf, behind its last whole group, is packed with what is not coded.
     """
     blocks: list[Block] = []
-    rests: dict[tuple[int, str, bool], list[_Range]] = {}
+    rests: dict[tuple[int, str, bool, int | None], list[_Range]] = {}
     for part in ranges:
         spec, program, own = tree.leaves[part.leaf], programs[part.leaf], part.leaf in coded
         size = _block_size(spec, block_bytes, own)
         start = part.start
         while part.stop - start >= size:
             piece = Piece(part.leaf, start, start + size, 0)
-            blocks.append(Block(spec.dtype, size, (piece,), program, spec.trained, own))
+            blocks.append(Block(spec.dtype, size, (piece,), program, spec.trained, own, fragments[part.leaf]))
             start += size
         body = part.stop - (part.stop - start) % GROUP if own else start
         for kind, first, last in ((True, start, body), (False, body, part.stop)):
             if first < last:
-                rests.setdefault((program, spec.dtype.name, kind), []).append(_Range(part.leaf, first, last))
-    for (program, _, own), rest in rests.items():
+                key = (program, spec.dtype.name, kind, fragments[part.leaf])
+                rests.setdefault(key, []).append(_Range(part.leaf, first, last))
+    for (program, _, own, fragment), rest in rests.items():
         dtype, trained = tree.leaves[rest[0].leaf].dtype, tree.leaves[rest[0].leaf].trained
         size = _block_size(tree.leaves[rest[0].leaf], block_bytes, own)
         pieces: list[Piece] = []
@@ -327,10 +358,10 @@ def _pack(
                 filled += stop - start
                 start = stop
                 if filled == size:
-                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own))
+                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment))
                     pieces, filled = [], 0
         if pieces:
-            blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own))
+            blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment))
     return blocks
 
 
@@ -354,4 +385,6 @@ def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, pr
     }
     if any(block.coded for layout in layouts for block in layout.blocks):
         document["coded"] = [[block.coded for block in layout.blocks] for layout in layouts]
+    if any(block.fragment is not None for layout in layouts for block in layout.blocks):
+        document["fragments"] = [[block.fragment for block in layout.blocks] for layout in layouts]
     return hashlib.sha256(json.dumps(document, separators=(",", ":")).encode()).digest()

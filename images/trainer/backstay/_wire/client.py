@@ -22,13 +22,14 @@ import numpy as np
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, PushBegin, RejectReason
 
 from .. import _instrument
+from .._coordination import MODES
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
-from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
 from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire, ShardWire
+    from .._update._codecs import ShardWire
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
 
@@ -69,19 +70,20 @@ class _Thread:
 class StreamClient:
     """A `DataClient` over any stream."""
 
-    def __init__(self, stream: CancellableStream, shard: int, wire: ShardWire) -> None:
+    def __init__(self, stream: CancellableStream, shard: int, wire: ShardWire, mode: Mode = "Sync") -> None:
         """
         Args:
             stream: open, without another user.
             shard: its number, for messages.
             wire: how its blocks travel.
+            mode: of the job.
         """
         self._stream = stream
         self._shard = shard
         self._wire = wire
         self._sizes = [block.nbytes for block in wire.exact]
-        self._total = sum(block.nbytes for block in wire.gradients)
-        self._chunks: list[tuple[Frame, SectionSpan]] = frames.section_chunks([b.sections for b in wire.gradients])
+        self._mode = MODES[mode]
+        self._outgoing: dict[frozenset[int], Outgoing] = {}
 
     @property
     def shard(self) -> int:
@@ -101,9 +103,7 @@ class StreamClient:
             else:
                 self._push(push)
                 pushed = time.perf_counter() - begun
-            wires = self._wire.exact if exact and push is None else self._wire.parameters
-            fragments = None if push is None else frozenset({0})
-            pulled = replace(self._receive(into, wires, begun), push_seconds=pushed, fragments=fragments)
+            pulled = replace(self._receive(into, push, exact, begun), push_seconds=pushed)
         except BaseException:
             self._stream.cancel("an exchange failed")  # nothing is left half read
             raise
@@ -122,15 +122,16 @@ class StreamClient:
             raise ValueError(
                 f"shard {self._shard}: a push has {len(push.blocks)} blocks: the partition has {len(self._sizes)}"
             )
-        begin = PushBegin(part=push.part, bytes=self._total)
-        if self._total <= WHOLE_BYTES:
-            body = frames.joined([data for index in range(len(self._sizes)) for data in self._data(push, index)])
-            begin.whole.CopyFrom(frames.end_of(self._total, push.info()).end)
+        out = self._frames(push)
+        begin = PushBegin(part=push.part, bytes=out.total)
+        if out.total <= WHOLE_BYTES:
+            body = frames.joined([data for index in out.blocks for data in self._data(push, index)])
+            begin.whole.CopyFrom(frames.end_of(out.total, push.info()).end)
             self._stream.write(frames.push_begin(begin), body)
             return
         at, sent, told = -1, 0, 0
         data: Sequence[Bytes] = ()
-        for frame, (block, section, start, stop) in self._chunks:
+        for frame, (block, section, start, stop) in out.chunks:
             if block != at:
                 began = time.monotonic()
                 at, data = block, self._data(push, block)
@@ -146,7 +147,15 @@ class StreamClient:
                     return
             self._stream.write(frame, data[section][start:stop])
             sent += stop - start
-        self._stream.write(frames.end_of(self._total, push.info()))
+        self._stream.write(frames.end_of(out.total, push.info()))
+
+    def _frames(self, push: PartPush) -> Outgoing:
+        step = push.part.contribution.key_step
+        fragments = self._wire.fragments_of([step])
+        found = self._outgoing.get(fragments)
+        if found is None:
+            found = self._outgoing[fragments] = Outgoing(self._wire.of(step).gradients)
+        return found
 
     def _data(self, push: PartPush, index: int) -> Sequence[Bytes]:
         """The bytes of each section of a block; waits until it is computed."""
@@ -166,7 +175,7 @@ class StreamClient:
             raise self._nonsense(f"a frame {kind!r} inside a push")
         return not frame.received.moved_on
 
-    def _receive(self, into: Sequence[Bytes], wires: Sequence[BlockWire], begun: float) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], push: PartPush | None, exact: bool, begun: float) -> Pulled:
         frame, body = self._read()
         while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
             frame, body = self._read()
@@ -176,6 +185,13 @@ class StreamClient:
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
             raise self._nonsense(f"a frame {kind!r} instead of parameters")
         begin = frame.params_begin
+        fragments: frozenset[int] | None = None
+        wires = self._wire.exact if exact else self._wire.parameters
+        if push is not None:
+            gradient = push.part.contribution
+            steps = self._mode.exchanged(gradient.key_step, gradient.version, begin.version)
+            fragments = self._wire.fragments_of(steps)
+            wires = self._wire.only(fragments).parameters
         cover = Cover([wire.nbytes for wire in wires])
         try:
             cover.announce(begin.bytes)
@@ -211,6 +227,7 @@ class StreamClient:
             next_key_step=begin.next_key_step,
             done=begin.done,
             answer_seconds=answer_seconds,
+            fragments=fragments,
         )
 
     def _read(self) -> tuple[Frame, Bytes | None]:
@@ -402,7 +419,7 @@ def connect(
     wires = wires or [ShardWire.exactly(layout.blocks) for layout in layouts]
     try:
         for address, layout, hello, wire in zip(addresses, layouts, hellos, wires, strict=True):
-            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, wire))
+            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, wire, mode))
     except BaseException:
         for client in clients:
             client.close()

@@ -7,7 +7,7 @@ a `Refusal`, which costs the peer its own stream and nobody else anything.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -27,6 +27,9 @@ from backstay_rpc.control_pb2 import Refused as RefusedFrame
 
 from .seam import Bytes, Refusal
 
+if TYPE_CHECKING:
+    from .._update._codecs import BlockWire
+
 __all__ = [
     "CHUNK_BYTES",
     "HEADER_BYTES",
@@ -34,6 +37,7 @@ __all__ = [
     "WHOLE_BYTES",
     "WINDOW_BYTES",
     "Cover",
+    "Outgoing",
     "SectionSpan",
     "Span",
     "chunks",
@@ -121,6 +125,11 @@ class Cover:
         self._total = self._missing
 
     @property
+    def received(self) -> int:
+        """Bytes that have arrived."""
+        return self._total - self._missing
+
+    @property
     def missing(self) -> int:
         """Bytes that have not arrived."""
         return self._missing
@@ -193,6 +202,24 @@ MOVED_ON: Final = Frame(received=Received(moved_on=True))
 def section_chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, SectionSpan]]:
     """`chunks` with the frame of each, to be used again in every step."""
     return [(Frame(chunk=Chunk(block=span[0], offset=offset)), span) for offset, span in chunks(blocks, chunk_bytes)]
+
+
+class Outgoing:
+    """The frames of blocks that are sent, to be used again in every step.
+
+    Attributes:
+        blocks: those that travel.
+        total: bytes.
+        chunks: see `section_chunks`.
+        end: the end mark of parameters.
+    """
+
+    def __init__(self, wires: Sequence[BlockWire]) -> None:
+        """`wires`: how each block travels."""
+        self.blocks = [index for index, wire in enumerate(wires) if wire.nbytes]
+        self.total = sum(wire.nbytes for wire in wires)
+        self.chunks: list[tuple[Frame, SectionSpan]] = section_chunks([wire.sections for wire in wires])
+        self.end = end_of(self.total)
 
 
 def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[tuple[Frame, Span]]:

@@ -7,7 +7,7 @@ fault for each 4 KiB, about as much as the copy into it. So buffers are aligned,
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -43,12 +43,14 @@ class Staging:
 
     Attributes:
         blocks: uint8, of each block what travels.
-        arrays: the same memory as the engine takes it: 1-D arrays of the blocks' dtypes, or `Encoded`.
+        arrays: the same memory as the engine takes it: 1-D arrays of the blocks' dtypes, `Encoded`, or None.
+        give: returns the memory to its pool.
     """
 
-    __slots__ = ("arrays", "blocks")
+    __slots__ = ("arrays", "blocks", "give")
 
-    def __init__(self, wires: Sequence[BlockWire]) -> None:
+    def __init__(self, wires: Sequence[BlockWire], give: Callable[[Staging], None]) -> None:
+        self.give: Callable[[], None] = lambda: give(self)
         sizes = [wire.nbytes for wire in wires]
         offsets, total = layout_offsets(sizes)
         memory = aligned_empty(total)
@@ -75,7 +77,7 @@ class BufferPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return Staging(self._wires)
+        return Staging(self._wires, self.give)
 
     def give(self, staging: Staging) -> None:
         """Nobody uses it any more."""

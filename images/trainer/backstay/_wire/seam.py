@@ -168,7 +168,7 @@ class Answer:
         block: waits for a block of this version, whatever is applied meanwhile. Raises `Refusal` when the shard
             stops first.
         encoded: the same, as it travels: an array, or `Encoded`.
-        outcome, next_key_step, done, offset: as in `Pulled`.
+        outcome, next_key_step, done, offset, fragments: as in `Pulled`.
     """
 
     term: int
@@ -180,6 +180,7 @@ class Answer:
     next_key_step: int = 0
     done: bool = False
     offset: int = 0
+    fragments: frozenset[int] | None = None
 
 
 class ShardPort(Protocol):

@@ -22,11 +22,10 @@ from .. import _instrument
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from . import frames
-from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, SectionSpan, kind_of
+from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
 from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow_of
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire
     from .flight import Listener
 
 __all__ = ["DataServer", "StreamServer"]
@@ -34,25 +33,14 @@ __all__ = ["DataServer", "StreamServer"]
 _LOG = logging.getLogger(__name__)
 
 
-class _Outgoing:
-    """The frames of parameters that are sent, to be used again in every step."""
-
-    def __init__(self, wires: Sequence[BlockWire]) -> None:
-        self.total = sum(block.nbytes for block in wires)
-        self.chunks: list[tuple[Frame, SectionSpan]] = frames.section_chunks([block.sections for block in wires])
-        self.end = frames.end_of(self.total)
-
-
 class StreamServer:
     """Serves data streams of one shard, whatever carries them."""
 
     def __init__(self, shard: ShardPort) -> None:
         self._shard = shard
-        self._sizes = [block.nbytes for block in shard.wire.gradients]
-        self._total = sum(self._sizes)
-        self._parameters = _Outgoing(shard.wire.parameters)
-        self._exact = _Outgoing(shard.wire.exact)
-        self._most = max(self._total, self._parameters.total, self._exact.total)
+        self._total = sum(block.nbytes for block in shard.wire.gradients)
+        self._outgoing: dict[tuple[frozenset[int], bool], Outgoing] = {}
+        self._most = max(sum(block.nbytes for block in wires) for wires in (shard.wire.gradients, shard.wire.exact))
 
     def serve(self, hello: Hello, stream: FrameStream) -> None:
         """Serves one stream until it ends; returns in every case but a bug."""
@@ -77,7 +65,8 @@ class StreamServer:
                 answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
                 exact = frame.pull.exact
             case "push_begin":
-                cover = Cover(self._sizes)
+                step = frame.push_begin.part.contribution.key_step
+                cover = Cover([block.nbytes for block in self._shard.wire.of(step).gradients])
                 cover.announce(frame.push_begin.bytes)
                 incoming = self._shard.begin(hello, frame.push_begin.part)
                 began = time.monotonic()
@@ -134,7 +123,7 @@ class StreamServer:
             if kind == "chunk" and body is not None:
                 block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
                 np.copyto(blocks[block][start:stop], body)
-                while self._total - cover.missing >= told + WINDOW_BYTES:
+                while cover.received >= told + WINDOW_BYTES:
                     told += WINDOW_BYTES
                     stream.write(frames.RECEIVED)
             elif kind == "end" and body is None:
@@ -161,7 +150,7 @@ class StreamServer:
         raise Refusal("INVALID_ARGUMENT", "a push that nobody wants any more goes on beyond its end")
 
     def _send(self, stream: FrameStream, answer: Answer, exact: bool) -> None:
-        out, block_of = (self._exact, answer.block) if exact else (self._parameters, answer.encoded)
+        out, block_of = self._frames(answer.fragments, exact), answer.block if exact else answer.encoded
         whole = out.total <= WHOLE_BYTES
         begin = frames.params_begin(
             ParamsBegin(
@@ -177,7 +166,7 @@ class StreamServer:
             )
         )
         if whole:
-            blocks = [frames.sections_of(block_of(b)) for b in range(len(self._sizes))]
+            blocks = [frames.sections_of(block_of(b)) for b in out.blocks]
             stream.write(begin, frames.joined([section for block in blocks for section in block]))
             return
         stream.write(begin)
@@ -188,6 +177,15 @@ class StreamServer:
                 at, data = block, frames.sections_of(block_of(block))
             stream.write(frame, data[section][start:stop])
         stream.write(out.end)
+
+    def _frames(self, fragments: frozenset[int] | None, exact: bool) -> Outgoing:
+        wire = self._shard.wire
+        wanted = wire.fragments_of(range(wire.count)) if fragments is None else fragments
+        found = self._outgoing.get((wanted, exact))
+        if found is None:
+            some = wire.only(wanted)
+            found = self._outgoing[wanted, exact] = Outgoing(some.exact if exact else some.parameters)
+        return found
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
         """Says no, and lets the client read that: ending the stream at once may drop the frame behind its writes."""

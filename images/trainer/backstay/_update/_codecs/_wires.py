@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Final
@@ -134,16 +134,20 @@ class BlockWire:
         size, dtype: of the block.
         codec: None where it travels as it is.
         numbers: uint32, the number of each group of the block; empty without a codec.
+        absent: it does not travel, because it is of another fragment. It has no bytes, and `views` is None.
     """
 
     size: int
     dtype: np.dtype[Any]
     codec: Codec | None = None
     numbers: Array = field(default_factory=lambda: np.empty(0, np.uint32))
+    absent: bool = False
 
     @cached_property
     def _parts(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
         """Elements and dtype of each section, the tail last."""
+        if self.absent:
+            return ()
         if self.codec is None:
             return ((self.size, self.dtype),)
         body = body_of(self.size)
@@ -160,7 +164,9 @@ class BlockWire:
         return sum(self.sections)
 
     def views(self, memory: Array) -> Any:
-        """The block in `memory` (uint8[nbytes]), as the engine takes it: an array, or `Encoded`."""
+        """The block in `memory` (uint8[nbytes]), as the engine takes it: an array, `Encoded`, or None if absent."""
+        if self.absent:
+            return None
         parts, at = [], 0
         for (_, dtype), nbytes in zip(self._parts, self.sections, strict=True):
             parts.append(memory[at : at + nbytes].view(dtype))
@@ -235,17 +241,61 @@ class ShardWire:
         gradients: of contributions, to the server.
         parameters: to the worker.
         exact: parameters in full precision, for a worker that requests them.
+        fragments: of each block, see `Block.fragment`; empty: there are none.
+        count: the number of fragments, over all shards.
     """
 
     gradients: tuple[BlockWire, ...]
     parameters: tuple[BlockWire, ...]
     exact: tuple[BlockWire, ...]
+    fragments: tuple[int | None, ...] = ()
+    count: int = 1
 
     @classmethod
-    def exactly(cls, blocks: Sequence[Any]) -> ShardWire:
-        """Nothing is encoded. `blocks` have a `size` and a `dtype`."""
+    def exactly(cls, blocks: Sequence[Any], count: int = 1) -> ShardWire:
+        """Nothing is encoded. `blocks` have a `size` and a `dtype`; with a `count` above 1 a `fragment`."""
         exact = tuple(BlockWire(int(block.size), np.dtype(block.dtype)) for block in blocks)
-        return cls(exact, exact, exact)
+        return cls(exact, exact, exact, tuple(block.fragment for block in blocks) if count > 1 else (), count)
+
+    def fragments_of(self, steps: Iterable[int]) -> frozenset[int]:
+        """The fragments that contributions of these numbers (`GradientId.key_step`) exchange."""
+        return frozenset(step % self.count for step in steps)
+
+    def of(self, step: int) -> ShardWire:
+        """How the blocks travel that the contribution of this number exchanges."""
+        return self.only(self.fragments_of([step]))
+
+    def only(self, fragments: frozenset[int] | None) -> ShardWire:
+        """How blocks travel if only those of some fragments do; None: all."""
+        if self.count == 1 or fragments is None or len(fragments) == self.count:
+            return self
+        found = self._only.get(fragments)
+        if found is None:
+
+            def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
+                return tuple(
+                    wire if own is None or own in fragments else BlockWire(wire.size, wire.dtype, absent=True)
+                    for wire, own in zip(wires, self.fragments, strict=True)
+                )
+
+            found = self._only[fragments] = ShardWire(
+                some(self.gradients), some(self.parameters), some(self.exact), self.fragments, self.count
+            )
+        return found
+
+    @cached_property
+    def sent(self) -> int:
+        """The bytes of a contribution."""
+        return sum(block.nbytes for block in self.gradients)
+
+    @cached_property
+    def received(self) -> int:
+        """The bytes of parameters."""
+        return sum(block.nbytes for block in self.parameters)
+
+    @cached_property
+    def _only(self) -> dict[frozenset[int], ShardWire]:
+        return {}
 
 
 _NO_SEED: Final = np.zeros(2, np.uint32)
@@ -297,6 +347,8 @@ def shard_wires(partition: Any, wire: Wire, coded: frozenset[int]) -> tuple[Shar
             wires(layout.blocks, wire.gradients),
             wires(layout.blocks, wire.parameters),
             wires(layout.blocks, "Exact"),
+            tuple(block.fragment for block in layout.blocks) if partition.fragments > 1 else (),
+            partition.fragments,
         )
         for layout in partition.shards
     )
@@ -338,12 +390,23 @@ class Rounding:
         """These leaves of the tree, as workers receive them."""
         return self._rounded(self._wire.parameters, leaves, _NO_SEED)
 
-    def gradients(self, leaves: Sequence[Any], seed: int, step: int, rank: int) -> list[Any]:
-        """The gradient of a rank for a step, as servers decode it; with error feedback, call it in order of steps."""
+    def gradients(
+        self,
+        leaves: Sequence[Any],
+        seed: int,
+        step: int,
+        rank: int,
+        sent: Callable[[list[Any], list[Any]], list[Any]] = lambda new, old: new,
+    ) -> list[Any]:
+        """The gradient of a rank for a step, as servers decode it; with error feedback, call it in order of steps.
+
+        `sent` selects the new residuals of leaves that were sent, and the old ones of the others.
+        """
         residual = self._residual.get(rank)
         if residual is None:
             residual = self.no_residual(leaves)
-        rounded, self._residual[rank] = self.contribution(leaves, residual, seed_of(seed, step, rank))
+        rounded, new = self.contribution(leaves, residual, seed_of(seed, step, rank))
+        self._residual[rank] = sent(new, list(residual))
         return rounded
 
     def no_residual(self, leaves: Sequence[Any]) -> list[Any]:
