@@ -68,6 +68,11 @@ def _equal(left: Any, right: Any) -> Any:
         return boolean(False)
 
 
+def _unequal(left: Any, right: Any) -> Any:
+    equal = _equal(left, right)
+    return equal if isinstance(equal, Exception) else _celpy().celtypes.BoolType(not equal)
+
+
 def _functions() -> dict[str, Any]:
     celpy = _celpy()
     text, array, integer = celpy.celtypes.StringType, celpy.celtypes.ListType, celpy.celtypes.IntType
@@ -80,7 +85,7 @@ def _functions() -> dict[str, Any]:
 
     return {
         "_==_": _equal,
-        "_!=_": lambda left, right: celpy.celtypes.BoolType(not _equal(left, right)),
+        "_!=_": _unequal,
         "lowerAscii": lambda s: text(s.lower()),
         "upperAscii": lambda s: text(s.upper()),
         "trim": lambda s: text(s.strip()),
