@@ -48,6 +48,7 @@ from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled, flow_of
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._black_box import hang_report
+from ._key_steps import KEY_STEPS
 from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 from ._worker_seconds import WorkerSeconds, process_age
@@ -118,7 +119,6 @@ class Worker:
     def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
         self._rank = environment.index
-        self._sync = environment.config.mode == "Sync"
         self._peer = Peer(
             role=environment.role, index=self._rank, incarnation=environment.incarnation, pod=environment.pod_name
         )
@@ -143,7 +143,7 @@ class Worker:
         self.seconds = WorkerSeconds(age=process_age())
         self._heart.worker_seconds = self.seconds.report
         self._attempt = 0
-        self._key_step = 0
+        self._key_steps = KEY_STEPS[environment.config.mode]()
         self._term = 0
         self._fragments: frozenset[int] | None = None  # `Start.received` of the next contribution
         self._version = 0  # of the newest parameters of this term
@@ -208,7 +208,7 @@ class Worker:
     # ---- A step ----
 
     def _compute(self, pulled: Pulled, params: Sequence[Any]) -> Contribution:
-        step = pulled.version if self._sync else self._key_step
+        step = self._key_steps.next(pulled.version)
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
         began = time.monotonic()
@@ -233,7 +233,7 @@ class Worker:
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == key:
             return prepared[1]
-        last = self._script.steps * self._computation.batches - 1 if self._sync else None
+        last = self._key_steps.last(self._script.steps * self._computation.batches)
         self.seconds.computed()  # between two batches of a contribution
         with _instrument.span("batch_wait", key.step):
             batch = self._batches.get(key, last)
@@ -302,11 +302,8 @@ class Worker:
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
-                if self._term == term and (
-                    (self._sync and pulled.version == at.version)
-                    or (not self._sync and self._key_step == key_step and not pulled.done)
-                ):
-                    continue  # what it was computed for has not happened yet: send the same again
+                if self._term == term and self._key_steps.undecided(key_step, at, pulled):
+                    continue  # send the same again
                 self.seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
                 return pulled, params, False
@@ -315,7 +312,7 @@ class Worker:
             # The servers hold a duplicate already: this worker sent it before it connected again.
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
             self.seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied_at=applied_at)
-            self._learn(pulled, key_step)
+            self._key_steps.answered(key_step, pulled)
             self._count(pulled, key_step, info())
             return pulled, params, True
 
@@ -327,15 +324,6 @@ class Worker:
         _instrument.record("push", began, pushed, step, flow=flow)
         _instrument.record("update_wait", pushed, answered, step, outcome=outcome, flow=flow)
         _instrument.record("pull", answered, ended, step, version=pulled.version)
-
-    def _learn(self, pulled: Pulled, key_step: int) -> None:
-        """Async: which batch is next."""
-        if self._sync:
-            return
-        if pulled.outcome in {RejectReason.REJECT_UNSPECIFIED, RejectReason.SKIPPED}:
-            self._key_step = key_step + 1
-        elif pulled.outcome in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
-            self._key_step = pulled.next_key_step
 
     def _count(self, pulled: Pulled, key_step: int, info: GradientInfo) -> None:
         now = time.monotonic()
@@ -423,8 +411,7 @@ class Worker:
         self._term = replies[0].term
         self._heart.expect([reply.incarnation for reply in replies])
         self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
-        if not self._sync:
-            self._key_step = replies[0].key_step
+        self._key_steps.joined(replies[0].key_step)
         self._streams = connect(
             [reply.data_address for reply in replies],
             self._plan.partition.shards,
