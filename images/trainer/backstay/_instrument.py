@@ -269,9 +269,10 @@ def follow_this_thread() -> None:
 
 
 def keep(capacity: int) -> None:
-    """Keep this many spans from now on; 0: none."""
-    global _ring  # noqa: PLW0603
+    """Keep this many spans from now on; 0: none. Spans are numbered from 0 again."""
+    global _ring, _numbers  # noqa: PLW0603
     _ring = deque(maxlen=capacity) if capacity else None
+    _numbers = itertools.count()
 
 
 def observe(point: str, observer: Callable[[float], None] | None) -> None:
