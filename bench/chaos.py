@@ -31,7 +31,7 @@ from _witness import Applied, count_applied
 STEP_SECONDS = 0.1
 EVERY_SECONDS = 3.0
 LIFE_SECONDS = 12.0  # of a pod, about
-AFTER_PAUSE_SECONDS = 10.0  # a pod that was stopped and continued for longer has lost nothing by it
+AFTER_PAUSE_SECONDS = 10.0  # a pause that ended earlier than this is not the cause of a rollback
 _ORDER = ("Sync", "Async")
 
 
@@ -233,25 +233,25 @@ def injected(job: Job) -> Counter[str]:
 
 
 def unprotected(
-    backs: Sequence[float], struck: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int]]
+    backs: Sequence[float], faulted: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int]]
 ) -> int:
     """How many rollbacks one standby for each shard cannot prevent.
 
-    Since a shard's standby was last filled, two of the shard's pods were struck: the server and its standby, or the
-    server that took over and the standby that was not filled yet.
+    Before such a rollback, two pods of one shard had a fault since its standby last had the whole state. They are the
+    server and its standby, or the server that took over and a standby that did not have the whole state yet.
 
     Args:
         backs: when training went back to a checkpoint, in seconds.
-        struck: when each pod of a shard died, or was killed, stopped or deleted, and until when that may have an
+        faulted: when each pod of a shard died, or was killed, stopped or deleted, and until when that may have an
             effect: (seconds, seconds, shard, pod).
-        filled: when the standby of each shard held the whole state: (seconds, shard).
+        filled: when the standby of each shard had the whole state: (seconds, shard).
     """
     found = 0
     for back in backs:
-        for shard in {shard for _, _, shard, _ in struck}:
-            # Logs have whole seconds: what happened in the second of the rollback may have been the cause.
+        for shard in {shard for _, _, shard, _ in faulted}:
+            # Logs have whole seconds, so a fault in the second of the rollback may be its cause.
             since = max((at for at, of in filled if of == shard and at < back), default=float("-inf"))
-            pods = {pod for at, until, of, pod in struck if of == shard and since <= at <= back + 1 and back <= until}
+            pods = {pod for at, until, of, pod in faulted if of == shard and since <= at <= back + 1 and back <= until}
             if len(pods) > 1:
                 found += 1
                 break
@@ -277,13 +277,13 @@ def explained(job: Job, faults: Sequence[Fault]) -> int:
         filled += [(seconds(clock), shard) for clock in re.findall(holds, text, re.M)]
     operator = (job.cluster.folder / "operator.log").read_text(errors="replace")
     died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod (\S+-ps-(\d+)-\S+) is dead", operator, re.M)
-    struck = [(seconds(clock), float("inf"), int(shard), pod) for clock, pod, shard in died]
+    faulted = [(seconds(clock), float("inf"), int(shard), pod) for clock, pod, shard in died]
     for fault in faults:
         at = seconds(time.strftime("%H:%M:%S", time.localtime(fault.at))) + fault.at % 1
         paused = re.search(r" for ([\d.]+) s$", fault.target)
         until = at + float(paused[1]) + AFTER_PAUSE_SECONDS if paused else float("inf")
-        struck += [(at, until, int(shard), pod) for pod, shard in re.findall(r"(\S+-ps-(\d+)-\S+)", fault.target)]
-    return unprotected(backs, struck, filled)
+        faulted += [(at, until, int(shard), pod) for pod, shard in re.findall(r"(\S+-ps-(\d+)-\S+)", fault.target)]
+    return unprotected(backs, faulted, filled)
 
 
 def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
@@ -345,17 +345,17 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     chaos = Chaos(on, job, arguments.seed, arguments.standbys)
     updates, noisy = await train(job, chaos, seconds, arguments.every)
     status = dict(job.status)
-    heard = witness_of(job)
+    counted = witness_of(job)
     print_gaps(chaos.faults, updates)
     for kind, times in sorted(injected(job).items()):
         print(f"{kind:<40}{times:>8}")
     print()
-    row("gradients that are missing in the parameters (lost)", str(heard.lost), "0")
-    row("gradients that are in them more than once (applied twice)", str(heard.twice), "0")
+    row("gradients that are missing in the parameters (lost)", str(counted.lost), "0")
+    row("gradients that are in them more than once (applied twice)", str(counted.twice), "0")
     rollbacks = int(status.get("term") or 1) - 1
     row("times training went back to a checkpoint", str(rollbacks))
     beyond = explained(job, chaos.faults)
-    row("  of them after two servers of one shard were struck", str(beyond))
+    row("  of them after faults of two servers of one shard", str(beyond))
     row("  for any other reason", str(rollbacks - beyond), "0 with standbys")
     row("  updates redone after that", str(redone_of(updates)))
     pods = {role: f"{r.get('restarts', 0)} + {r.get('disruptions', 0)}" for role, r in status["roles"].items()}
@@ -366,7 +366,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     _, peaceful = await train(quiet, None, seconds, 0)
     row("goodput in the chaos against the quiet run", f"{peaceful / noisy:.1%}")
     row("  seconds an update, chaos and quiet", f"{noisy:.3f} {peaceful:.3f}")
-    fine = heard.lost == heard.twice == 0
+    fine = counted.lost == counted.twice == 0
     if mode == "Sync":
         ours, theirs = stored(job)[1], stored(quiet)[1]
         equal = all(np.array_equal(ours[key].view(np.uint32), theirs[key].view(np.uint32)) for key in theirs)

@@ -83,10 +83,10 @@ def main() -> None:
         return (time.perf_counter() - start) * 1e3
 
     with tempfile.TemporaryDirectory(prefix="backstay-bench-", dir=options.folder) as scratch:
-        folder, heard = Path(scratch), Reports()
+        folder, reports = Path(scratch), Reports()
         writer = CheckpointWriter(
             CheckpointStore(str(folder / "checkpoints")),
-            heard,  # type: ignore[arg-type]
+            reports,  # type: ignore[arg-type]
             shard=0,
             shards=1,
             incarnation=0,
@@ -102,7 +102,7 @@ def main() -> None:
                 quiet.append(update())
                 time.sleep(options.pause)
             median = statistics.median(quiet)
-            heard.stored.clear()
+            reports.stored.clear()
             start = time.perf_counter()
             snapshot = engine.snapshot()
             snapshots.append((time.perf_counter() - start) * 1e3)
@@ -110,12 +110,12 @@ def main() -> None:
             writer(snapshot, 1, engine.version)
             del snapshot
             mine = [update()]
-            while not heard.stored.is_set():
+            while not reports.stored.is_set():
                 time.sleep(options.pause)
                 mine.append(update())
             writes.append((time.perf_counter() - start) * 1e3)
-            if heard.error:
-                raise SystemExit(heard.error)
+            if reports.error:
+                raise SystemExit(reports.error)
             during += mine
             pauses.append(max(0.0, max(mine) - median))
             raws.append(raw_write_ms(folder, np.ones(size, np.uint8)))

@@ -1,8 +1,8 @@
 """Deaths at chosen points of a step, one small job each, and the parameters of the witness afterwards.
 
-Random faults seldom happen at these points. Examples are between the decision of an update and its application, while
-a standby is filled, with the last update, and in all pods at the same time. Each job runs
-without standbys or with them. In Sync mode, the bits must be those of a run without faults.
+Random faults seldom happen at these points. One example is between the decision of an update and its application.
+Others are while a standby receives the state, at the last update, and in all pods at once. Each job runs without
+standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
     python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
         a SCRIPT as in docs/faults.md, in place of these
@@ -97,7 +97,7 @@ class Moments:
             await job.wait("its standbys are in sync", lambda: _in_sync(job) and len(job.updates()) >= HOLD)
             job.release()
         await job.wait_for_end(self._seconds)
-        heard, struck, updates = witness_of(job), sum(injected(job).values()), job.updates()
+        counted, faults, updates = witness_of(job), sum(injected(job).values()), job.updates()
         redone, bits = redone_of(updates), "-"
         if mode == "Sync":
             if standbys not in self._quiet:
@@ -110,12 +110,12 @@ class Moments:
             bits = "yes" if all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs) else "NO"
         took, longest = time.monotonic() - began, gaps(updates, updates[0].at, updates[-1].at)
         print(
-            f"{mode:<6}{standbys:>8}  {script:<80}{struck:>7}{heard.lost:>6}{heard.twice:>7}{redone:>8}{bits:>6}"
+            f"{mode:<6}{standbys:>8}  {script:<80}{faults:>7}{counted.lost:>6}{counted.twice:>7}{redone:>8}{bits:>6}"
             f"{longest:>8.1f} s{took:>8.1f} s",
             flush=True,
         )
         await job.delete()
-        return heard.lost == heard.twice == 0 and struck > 0 and bits != "NO" and not (free and redone)
+        return counted.lost == counted.twice == 0 and faults > 0 and bits != "NO" and not (free and redone)
 
     def _job(self, mode: str, standbys: int, **env: str) -> Job:
         self._number += 1
@@ -133,7 +133,7 @@ def _in_sync(job: Job) -> bool:
 async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: float) -> bool:
     """Each script in both modes."""
     print(
-        f"{'mode':<6}{'standbys':>8}  {'FAULT_INJECTION':<80}{'struck':>7}{'lost':>6}{'twice':>7}{'redone':>8}"
+        f"{'mode':<6}{'standbys':>8}  {'FAULT_INJECTION':<80}{'faults':>7}{'lost':>6}{'twice':>7}{'redone':>8}"
         f"{'bits':>6}{'no update':>10}{'took':>10}"
     )
     todo = [(script, number, False) for number in standbys for script in scripts]

@@ -144,7 +144,7 @@ def commands() -> str:
             ("code", "meaning"),
             iter(
                 [
-                    ("0", "The job succeeded; the input is valid; or the command did what it was asked for."),
+                    ("0", "The job succeeded; the input is valid; or the command completed the request."),
                     ("1", "The job failed, or the cluster refused, does not answer, or could not run it."),
                     ("2", "The input is invalid. Nothing was started."),
                     ("130", "Interrupted with Ctrl-C."),
@@ -265,7 +265,9 @@ def decisions() -> str:
     return (
         NOTE
         + "# Decisions\n\n"
-        + "Each record states a decision, its reasons, what was rejected, and what was measured.\n\n"
+        + "Each record states a decision, its reasons, what was rejected, and what was measured. "
+        "Names such as T6 and O4 are the [promises](../promises.md) of training and of the operator. "
+        "The [glossary](../glossary.md) explains the words of this project.\n\n"
         + table(("number", "decision"), iter(rows))
     )
 

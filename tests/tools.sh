@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs the programs that some tests use, into .tools/bin where `make` looks for them: helm and
-# kubeconform (with go), prometheus, promtool, kubectl (with apt, when root). What cannot be had here is named at the
-# end; its tests skip, and fail instead under BACKSTAY_REQUIRE_TOOLS=1.
+# Installs the programs that some tests use, into .tools/bin where `make` finds them. Go installs helm and kubeconform.
+# For root, apt installs prometheus, promtool and kubectl. The last line names the programs that could not be installed.
+# Their tests are skipped, or fail under BACKSTAY_REQUIRE_TOOLS=1.
 set -eu
 cd "$(dirname "$0")/.."
 mkdir -p .tools/bin
@@ -18,7 +18,7 @@ with_apt() { # name package
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 0
   echo "installing $1 (package $2)"
   [ -e .tools/apt-updated ] || { apt-get update -qq && touch .tools/apt-updated; } || true
-  # The package would start a service of its own; the tests start theirs.
+  # Without a runlevel of 1, the package would start a service. The tests start their own.
   RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$2" >/dev/null || true
 }
 with_go helm helm.sh/helm/v3/cmd/helm@v3.22.0

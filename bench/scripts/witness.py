@@ -5,9 +5,9 @@ exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was
 elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
 too, or the bits differ from those of a run without faults.
 
-Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE (seconds that each gradient
-takes without a processor), SIZE (elements of a further parameter), TIMELINE (a folder for marks), and HOLD (a step: its
-batch and the later ones wait for a file `go` in TIMELINE).
+Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, and TIMELINE (a
+folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor. SIZE is the number of
+elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go` in TIMELINE.
 """
 
 from _timeline import follow, mark  # isort: split
