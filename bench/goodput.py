@@ -90,8 +90,8 @@ async def measure(arguments: argparse.Namespace) -> bool:
         for case, (name, what, _, _) in enumerate(CASES):
             job, pace, killed = await run(on, arguments, case)
             quiet = quiet if what else pace
-            heard, seconds = witness_of(job), job.status["workerSeconds"]
-            fine = fine and heard.lost == heard.twice == 0
+            counted, seconds = witness_of(job), job.status["workerSeconds"]
+            fine = fine and counted.lost == counted.twice == 0
             total, applied = sum(seconds.values()), float(stored(job)[1]["count"].sum())
             own = logged(job)
             rows.append(
