@@ -394,6 +394,8 @@ class Job:
         """Deliver everything that is on its way."""
         while any(shard.inbox or shard.outbox for shard in self.shards):
             for shard in self.shards:
+                if not shard.connected:  # the last disturbance came after the end
+                    self.connect(shard)
                 self.deliver_to_shard(shard)
                 self.deliver_to_coordinator(shard)
 
