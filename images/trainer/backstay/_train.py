@@ -16,6 +16,7 @@ from backstay_spec.names import ROLE_OF_LABEL
 from . import _faults, _instrument
 from ._data._batch_key import BatchKey
 from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
+from ._process._bar import Bar, on_terminal
 from ._process._environment import Environment
 from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._process._failure import describe, printed
@@ -90,7 +91,7 @@ def train(
         clip_norm: upper bound of the norm of the mean gradient, over all parameters; with `local`, of the mean
             contribution. `optax.clip_by_global_norm` in the inner optimizer bounds the gradients of local steps.
         deterministic: ask the backend for kernels that give the same bits run after run.
-        log_every: seconds between lines of progress.
+        log_every: seconds between lines of progress. A single process on a terminal shows a progress bar instead.
         start_from: where the initial parameters come from instead of `init`, by name: a checkpoint of Backstay, a
             safetensors file or a folder of them, or an Orbax checkpoint; with `StartFrom`, mapped and in part. The
             optimizer's state is new, and the first update makes version 1. A job that has checkpoints of its own
@@ -201,9 +202,10 @@ def _alone(script: Script) -> Result:
     from ._roles._epochs import epochs_of
     from ._roles._reports import Throttle
 
-    configure("text", "", "")
+    bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
+    configure("text", "", "", bar)
     batches = script.batches_of_update
-    reporter, rate, throttle = Reporter(script.log_every, script.steps, batches), Rate(), Throttle()
+    reporter, rate, throttle = Reporter(script.log_every, script.steps, batches, bar), Rate(), Throttle()
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
     samples = epochs_of(script)
 
@@ -215,13 +217,15 @@ def _alone(script: Script) -> Result:
         if update.model is not None and not last:
             assert script.evaluate is not None
             params, state = update.model
-            metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
-            _log_evaluation(update.step, metrics)
-            stops = script.stop_when is not None and bool(script.stop_when(metrics))
+            with reporter.aside():
+                metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+                _log_evaluation(update.step, metrics)
+                stops = script.stop_when is not None and bool(script.stop_when(metrics))
         if last or stops or reporter.due(now):  # reading the loss takes its time
             reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
         if script.on_update is not None and throttle.due(now, force=last or stops):
-            script.on_update(update.step, update.loss, update.metrics)
+            with reporter.aside():
+                script.on_update(update.step, update.loss, update.metrics)
         if samples is not None:
             samples, ended = samples.add((update.step - 1) * batches, [update.applied] * batches, 0)
             for epoch in ended:
@@ -230,7 +234,11 @@ def _alone(script: Script) -> Result:
             _LOG.info("stop_when ends training: the evaluation of step %d", update.step)
         return stops
 
-    result = train_alone(script, model_every=every, on_update=on_update)
+    try:
+        result = train_alone(script, model_every=every, on_update=on_update)
+    finally:
+        if bar is not None:
+            bar.leave()
     if result.metrics:
         _log_evaluation(result.step, result.metrics)
     return result

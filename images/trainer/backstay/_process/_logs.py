@@ -7,11 +7,15 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, TextIO
+
+from ._bar import Bar
 
 __all__ = ["Reporter", "configure"]
 
 _ROOT = "backstay"
+_BAR_SECONDS = 0.1
 
 
 class _Json(logging.Formatter):
@@ -32,16 +36,19 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(log_format: Literal["text", "json"], name: str, job: str) -> None:
+def configure(
+    log_format: Literal["text", "json"], name: str, job: str, handler: logging.StreamHandler[TextIO] | None = None
+) -> None:
     """Send this package's lines to standard error; what the script logs itself is not touched.
 
     Args:
         log_format: of the job.
         name: of this pod's role, such as ``worker-3``; empty in a single process.
         job: the job's name; empty in a single process.
+        handler: writes the lines; by default to standard error.
     """
     logger = logging.getLogger(_ROOT)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if handler is None else handler
     if log_format == "json":
         handler.setFormatter(_Json({key: value for key, value in (("job", job), ("pod", name)) if value}))
     else:
@@ -53,23 +60,25 @@ def configure(log_format: Literal["text", "json"], name: str, job: str) -> None:
 
 
 class Reporter:
-    """Writes a line of progress at most every `seconds`."""
+    """Writes a line of progress at most every `seconds`, or draws a bar instead of all lines but the last."""
 
-    def __init__(self, seconds: float, steps: int, batches: int = 1) -> None:
+    def __init__(self, seconds: float, steps: int, batches: int = 1, bar: Bar | None = None) -> None:
         """
         Args:
             seconds: at least, between two lines.
             steps: how many updates training makes.
             batches: local steps of each update; 1: there are none.
+            bar: to draw.
         """
         self._batches = batches
-        self._seconds = seconds
+        self._seconds = seconds if bar is None else _BAR_SECONDS
+        self._bar = bar
         self._steps = steps
         self._log = logging.getLogger(f"{_ROOT}.progress")
         self._last: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether `report` writes a line at `now`."""
+        """Whether `report` writes a line or draws the bar at `now`."""
         return self._last is None or now - self._last >= self._seconds
 
     def report(
@@ -82,7 +91,7 @@ class Reporter:
         *,
         force: bool = False,
     ) -> None:
-        """Write a line now or, if the last line is too recent, not at all.
+        """Write a line or draw the bar now or, if the last one is too recent, not at all.
 
         Args:
             now: any monotonic time in seconds.
@@ -98,12 +107,15 @@ class Reporter:
         shown += "".join(f"  {name} {value:.6g}" for name, value in sorted((metrics or {}).items()))
         shown += "" if examples_per_second is None else f"  {examples_per_second:.1f} examples/s"
         inner = "" if self._batches == 1 else f"  local step {step * self._batches}"
+        text = f"step {step}/{self._steps}{inner}{shown}"
+        if self._bar is not None:
+            if not force:
+                self._bar.update(now, step, text)
+                return
+            self._bar.erase()
         self._log.info(
-            "step %d/%d%s%s",
-            step,
-            self._steps,
-            inner,
-            shown,
+            "%s",
+            text,
             extra={
                 "fields": {
                     "step": step,
@@ -115,3 +127,7 @@ class Reporter:
                 }
             },
         )
+
+    def aside(self) -> AbstractContextManager[None]:
+        """There is no bar while a function of the script runs, which may print."""
+        return nullcontext() if self._bar is None else self._bar.aside()

@@ -1,0 +1,132 @@
+"""A progress bar in the last line of a terminal, below the log lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TextIO
+
+__all__ = ["Bar", "line", "on_terminal"]
+
+_WIDTH: Final = 20
+_ERASE: Final = "\r\x1b[2K"
+_COLUMNS: Final = 80
+
+
+def on_terminal(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that can erase a line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def line(text: str, step: int, steps: int, seconds: float | None, *, columns: int, ascii_only: bool = False) -> str:
+    """A bar, the share of updates, the time that is left, and `text`.
+
+    Args:
+        seconds: until the last update; None: not known yet.
+        columns: of the terminal. The line is shorter, so that the terminal does not break it.
+        ascii_only: draw with characters that every terminal has.
+    """
+    share = step / steps if steps else 1.0
+    full, empty = "#-" if ascii_only else "█░"
+    filled = int(share * _WIDTH)
+    left = "" if seconds is None else f"  {_clock(seconds)} left"
+    return f"{full * filled}{empty * (_WIDTH - filled)} {int(100 * share):3}%{left}  {text}"[: max(0, columns - 1)]
+
+
+class Bar(logging.StreamHandler[TextIO]):
+    """Writes log lines, and a bar below the newest one."""
+
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        """
+        Args:
+            stream: a terminal.
+            steps: how many updates training makes.
+        """
+        super().__init__(stream)
+        self._steps = steps
+        self._first: tuple[float, int] | None = None
+        self._newest = ""
+        self._visible = False
+        self._drawing = threading.RLock()
+        try:
+            "█░".encode(stream.encoding)
+            self._ascii_only = False
+        except UnicodeEncodeError:
+            self._ascii_only = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._drawing:
+            visible = self._visible
+            self._erase()
+            super().emit(record)
+            if visible:
+                self._draw()
+
+    def update(self, now: float, step: int, text: str) -> None:
+        """Draw the bar.
+
+        Args:
+            now: any monotonic time in seconds.
+            step: the number of updates.
+            text: behind the bar.
+        """
+        if self._first is None:
+            self._first = now, step
+        began, first = self._first
+        seconds = (now - began) / (step - first) * (self._steps - step) if step > first else None
+        with self._drawing:
+            self._newest = line(
+                text, step, self._steps, seconds, columns=_columns(self.stream), ascii_only=self._ascii_only
+            )
+            self._draw()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """There is no bar while other code may print."""
+        with self._drawing:
+            visible = self._visible
+            self._erase()
+        yield
+        if visible:
+            with self._drawing:
+                self._draw()
+
+    def erase(self) -> None:
+        """There is no bar any more."""
+        with self._drawing:
+            self._erase()
+
+    def leave(self) -> None:
+        """The bar, if there is one, stays in its line, and the next line is free."""
+        with self._drawing:
+            if self._visible:
+                self.stream.write("\n")
+            self._visible = False
+
+    def _draw(self) -> None:
+        self.stream.write(_ERASE + self._newest)
+        self.stream.flush()
+        self._visible = True
+
+    def _erase(self) -> None:
+        if self._visible:
+            self.stream.write(_ERASE)
+            self.stream.flush()
+        self._visible = False
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        return _COLUMNS
+
+
+def _clock(seconds: float) -> str:
+    """As a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
