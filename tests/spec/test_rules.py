@@ -20,6 +20,8 @@ from backstay_spec.types import TrainingJobSpec
 from backstay_spec.validation import SpecErrors, broken, expand, parse_job
 
 VALIDATIONS = "x-kubernetes-validations"
+# The first program raises Python's recursion limit, which Hypothesis would find changed by an example.
+program("true")
 
 
 def cel(expression: str, value: Any, old: Any = None) -> bool:
