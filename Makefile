@@ -51,7 +51,7 @@ generate: $(VENV)/.installed  ## the CRD, the protobuf code, the dashboards, pag
 	$(BIN)/python helm/dashboards
 	$(BIN)/python docs/generate.py
 
-pictures: $(VENV)/.installed  ## docs/pictures: the dashboards with the data of a run; needs helm and prometheus; 3 minutes
+pictures: $(VENV)/.installed  ## docs/pictures: dashboards and a timeline of real runs; needs helm and prometheus; 4 minutes
 	$(BIN)/python docs/pictures.py
 
 SECONDS_OF_CHAOS ?= 600

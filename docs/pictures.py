@@ -1,4 +1,4 @@
-"""Draws the pictures of the dashboards in `docs/pictures`: `make pictures`, about three minutes.
+"""Draws the pictures in `docs/pictures`, of the dashboards and of a timeline: `make pictures`, about four minutes.
 
 A job with a slow worker, deaths, a failover, a full disk and a rollback runs on the embedded cluster. A real
 Prometheus observes it. It is the run of `tests/dashboard/test_prometheus.py`. Each panel's queries are answered by that
@@ -26,6 +26,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "dashboard"))
 
+import timeline_picture  # noqa: E402
 from watched import FAULTS, JOB, NAMESPACE, SCRIPT, VALUES, Cluster, Prometheus, Watch, spec_of, suffer  # noqa: E402
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -408,8 +409,9 @@ def observed() -> Iterator[tuple[Prometheus, float]]:
 
 
 def main() -> int:
-    """Draw every dashboard."""
+    """Draw every dashboard, and the timeline."""
     FOLDER.mkdir(exist_ok=True)
+    timeline_picture.main()
     with observed() as (prometheus, began):
         now = time.time()
         for path in sorted((ROOT / "helm" / "backstay" / "dashboards").glob("*.json")):

@@ -375,6 +375,16 @@ def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]
     return events, left_out
 
 
+def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
+    """When each of these workers that began after this time first had the answer to a contribution.
+
+    The operator observes it a few seconds later.
+    """
+    for p in pods:
+        if p.at(p.pod.spans[0].began) > after:
+            yield from [p.at(span.ended) for span in p.pod.spans if span.point == "update_wait"][:1]
+
+
 def _at(job: Job, entry: Entry) -> float | None:
     """When an event happened, by the timeline's clock; None: not known."""
     return None if entry.at is None else job.clock + entry.at - job.unix_seconds
@@ -406,7 +416,7 @@ def _history(
         if entry.recovered is not None and entry.at is not None and entry.recovered >= entry.at:
             # A replacement that died too ends here: spans of one track must not overlap.
             again = [later for later, other in entries[position + 1 :] if other.slot == entry.slot and later >= at]
-            ended = min([at + entry.recovered - entry.at, *again])
+            ended = min([at + entry.recovered - entry.at, *again, *_contributions(own, at)])
             is_server = entry.slot.startswith(contract.ROLE_SERVER)
             events.append(
                 {
