@@ -136,19 +136,22 @@ def test_a_server_comes_back_from_the_newest_checkpoint(job, tmp_path: Path, sha
 
 
 def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
-    """T2: world 3, one backup, and rank 1 never starts."""
+    """T2: world 3, one backup, and rank 2 never starts. T4: parameters and state are those of the other two ranks."""
     tiny = job(1, 3, backups=1, log_format="json")
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STATE": "1"}
     tiny.server(0)
-    for rank in (0, 2):
+    for rank in range(2):
         tiny.worker(rank)
     assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
+    tiny.workers = 2
+    assert_same(tiny.params(tiny.pods[1]), tiny.reference())
     lines = [json.loads(line) for line in tiny.pods[0].output().splitlines() if line.startswith("{")]
     assert lines[0]["pod"] == "parameter-server-0"
     assert [line["step"] for line in lines if "step" in line][-1] == 8
 
 
 def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path: Path) -> None:
-    """T3, T5, T7: `AlreadyComplete`; an evaluator sees the last version."""
+    """T3, T5, T7: `AlreadyComplete`; an evaluator sees the last version. The state is that of the newest gradient."""
     tiny = job(
         2,
         2,
@@ -158,7 +161,7 @@ def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path:
         evaluator=True,
         checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 5, "keep": 2},
     )
-    tiny.environment = {"STEPS": "20"}
+    tiny.environment = {"STEPS": "20", "STATE": "1"}
     tiny.start_all()
     tiny.start("evaluator", 0)
     assert [pod.wait() for pod in tiny.pods] == [0] * 5
@@ -166,6 +169,9 @@ def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path:
     assert words["result"] == "Succeeded"
     assert words["metrics"]["squares"] > 0
     assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 2
+    state = backstay.load(str(tmp_path / "checkpoints")).state
+    assert 10 <= int(state["batches"]) <= 20  # each gradient continues a state that is at most one update older
+    assert np.abs(state["mean"]).min() > 0
     again = tiny.server(0, 1)
     assert again.wait() == 0
     assert again.words()["result"] == "AlreadyComplete"

@@ -150,10 +150,10 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 def test_standbys_go_on_where_the_active_servers_were_killed(operated) -> None:
-    """T3, T4: of the coordinator's shard, then of the other; no checkpoint, no rollback, no step made again."""
+    """T3, T4: of shard 0, then of the other one; with model state; no checkpoint, no rollback, no step made again."""
     operator = operated(2, 2)
     tiny = operator.job
-    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "20", "CLIP": "0.5", "HOLD_AT": "4"}
+    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "20", "CLIP": "0.5", "HOLD_AT": "4", "STATE": "1"}
     for shard in range(2):
         operator.server(shard, 1)
     workers = [tiny.worker(rank) for rank in range(2)]
