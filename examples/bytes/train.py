@@ -1,8 +1,10 @@
 """A byte-level transformer on the text of the Python standard library's own sources.
 
 It goes below 2.8 bits a byte on held-out files. In one process: python train.py    As a job: backstay run job.yaml
+With 24 steps of each worker between two updates: add --local-steps 24
 """
 
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -100,14 +102,21 @@ def evaluate(params):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local-steps", type=int, default=0, help="of each worker between two updates; 0: none")
+    count = parser.parse_args().local_steps
+    adam = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, 700, 1e-4), weight_decay=0.01)
+    if count:
+        inner = optax.chain(optax.clip_by_global_norm(1.0), adam)
+        how = {"local": backstay.LocalSteps(count, inner), "steps": 700 // count}
+    else:
+        how = {"optimizer": adam, "clip_norm": 1.0, "steps": 700}
     result = backstay.train(
         init=init,
         loss=loss,
         batches=backstay.from_dataset(Windows(), batch_size=BATCH),
-        optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, 700, 1e-4), weight_decay=0.01),
-        clip_norm=1.0,
-        steps=700,
         evaluate=evaluate,
+        **how,
     )
     if "bits_per_byte" in result.metrics:  # not where the evaluation failed
         print(f"held-out bits per byte {result.metrics['bits_per_byte']:.3f} after {result.step} updates")

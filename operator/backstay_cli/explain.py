@@ -136,6 +136,7 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         "seconds": None if view.started is None else round(ended - view.started, 1),
         "step": view.step,
         "goalSteps": view.goal_steps,
+        "localSteps": view.local_steps,
         "progress": progress_of(view),
         "secondsLeft": None if (left := view.seconds_left) is None else round(left, 1),
         "updatesPerSecond": _finite(view.updates_per_second),

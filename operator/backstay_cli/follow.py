@@ -97,6 +97,7 @@ class JobView:
     trouble: str = ""  # a problem that does not stop training
     evaluation_error: str = ""
     goal_steps: int | None = None  # the updates that training ends with
+    local_steps: int | None = None  # of each worker between two updates
     updates_per_second: float | None = None
     goodput: float | None = None
     worker_seconds: Mapping[str, float] = field(default_factory=dict)  # by part, see backstay_spec.goodput
@@ -177,6 +178,7 @@ def view_of(
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
         pods=tuple(pods),
         goal_steps=status.get("goalSteps"),
+        local_steps=status.get("localSteps"),
         updates_per_second=status.get("updatesPerSecond"),
         goodput=status.get("goodput"),
         worker_seconds=status.get("workerSeconds") or {},
@@ -203,6 +205,7 @@ def view_of(
         # Pods of a job that ended may be gone; their logs still have to be named.
         pods=view.pods or before.pods,
         goal_steps=view.goal_steps or before.goal_steps,
+        local_steps=view.local_steps or before.local_steps,
         updates_per_second=view.updates_per_second or before.updates_per_second,
     )
 

@@ -124,6 +124,8 @@ class Picture:
         view = self._view
         assert view.step is not None
         said = f" {100 * fraction:3.0f} %  step {view.step:,} of {view.goal_steps:,}"
+        if view.local_steps:
+            said += f"  local step {view.step * view.local_steps:,}"
         if view.updates_per_second and not view.ended:
             said += f"  {number(view.updates_per_second, 3)} updates/s"
         if (left := view.seconds_left) is not None and fraction < 1:

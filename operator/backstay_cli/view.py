@@ -168,9 +168,11 @@ class LineDisplay:
             metrics = f"  {shown(view.train_metrics)}" if view.train_metrics else ""
             rate = f"  {number(view.examples_per_second, 3)} examples/s" if view.examples_per_second else ""
             goal = f" of {number(view.goal_steps)}" if view.goal_steps else ""
+            local = f"  local step {number(view.step * view.local_steps)}" if view.local_steps else ""
             left = f"  {duration(seconds)} left" if (seconds := view.seconds_left) is not None else ""
             restarts = f"  restarts {view.restarts}" if view.restarts else ""
-            self._say(f"step {number(view.step)}{goal}  loss {number(view.loss)}{metrics}{rate}{left}{restarts}")
+            where = f"step {number(view.step)}{goal}{local}"
+            self._say(f"{where}  loss {number(view.loss)}{metrics}{rate}{left}{restarts}")
         if view.evaluated_step is not None and view.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.evaluated_step
             self._say(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")

@@ -128,6 +128,7 @@ def combine(
             "loss": coordinator.loss if coordinator.has_loss else None,
             "examples_per_second": coordinator.examples_per_second,
             "goal_steps": coordinator.goal_steps or None,
+            "local_steps": coordinator.local_steps or None,
             "updates_per_second": coordinator.updates_per_second or None,
             "waited_for": tuple(_waited_for(entry) for entry in coordinator.waited_for),
             "waits": coordinator.waits,

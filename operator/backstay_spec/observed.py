@@ -92,6 +92,7 @@ class Progress:
         in_sync: shard -> the incarnation of the standby that is in sync, by the last answer of its server.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where its answer has none.
         goal_steps: the updates that training ends with.
+        local_steps: of each worker between two updates; None: there are none.
         updates_per_second: the recent rate; None: not known yet.
         waited_for: whom the updates of the last minutes waited for, the longest first.
         waits: what the next update waits for, where it has waited for long.
@@ -122,6 +123,7 @@ class Progress:
     loss: float | None = None
     examples_per_second: float | None = None
     goal_steps: int | None = None
+    local_steps: int | None = None
     updates_per_second: float | None = None
     waited_for: tuple[WaitedFor, ...] = ()
     waits: str = ""

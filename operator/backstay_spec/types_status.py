@@ -237,6 +237,9 @@ class TrainingJobStatus(StatusModel):
     goal_steps: int | None = None
     """Updates that training ends with: `steps` of `backstay.train`."""
 
+    local_steps: int | None = None
+    """Steps that each worker makes by itself between two updates (`backstay.LocalSteps`); absent: none."""
+
     examples_per_second: FiniteFloat = None
     """Examples trained on per second, over all workers, lately."""
 

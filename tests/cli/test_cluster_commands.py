@@ -145,6 +145,8 @@ def test_the_page_of_a_job_says_what_it_does_what_died_and_what_that_cost(width:
     assert max(len(line) for line in lines) <= width
     said = "\n".join(lines)
     assert "step 245 of 400" in said
+    assert "local step" not in said
+    assert "step 245 of 400  local step 5,880" in "\n".join(text_of(page(view(localSteps=24), NOW, "a cluster"), width))
     assert "0:31 left" in said
     assert "worker 1 died: exit code 137 (SIGKILL); trains again after 4 s" in said
     assert "server 0 died: out of memory; back to the checkpoint of step 200: 12" in said

@@ -104,7 +104,10 @@ def outcome(metrics: Metrics, code: str) -> float:
 def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
     async def story() -> None:
         zero = FakeServer(
-            1, pb.ProgressReply(incarnation=1, term=2, step=7, loss=0.5, has_loss=True, world=4, steps_redone=9)
+            1,
+            pb.ProgressReply(
+                incarnation=1, term=2, step=7, loss=0.5, has_loss=True, world=4, steps_redone=9, local_steps=24
+            ),
         )
         one = FakeServer(4, pb.ProgressReply(incarnation=4, step=6, stalled=[pb.Stalled(rank=2, incarnation=3)]))
         heard, metrics = Heard(), Metrics()
@@ -123,6 +126,7 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
             step=7,
             loss=0.5,
             examples_per_second=0.0,
+            local_steps=24,
             world=4,
             stalled=(Stalled(2, 3),),
             redone=9,

@@ -24,9 +24,10 @@ def test_numbers_are_as_people_read_them(running):
     """O2: `kubectl get` prints a number with all the digits that it has."""
     cluster = running()
     cluster.tick(11)
-    cluster.answer(step=9, examples_per_second=567.0988497772483, loss=0.013751725666224957)
+    cluster.answer(step=9, examples_per_second=567.0988497772483, loss=0.013751725666224957, local_steps=24)
     cluster.settle()
     assert (cluster.status["examplesPerSecond"], cluster.status["loss"]) == (567.1, 0.0137517)
+    assert cluster.status["localSteps"] == 24
     cluster.tick(11)
     cluster.answer(step=10, examples_per_second=1234567.8, loss=float("nan"))
     cluster.settle()

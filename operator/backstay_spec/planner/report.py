@@ -207,7 +207,13 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         return before
     # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
     term = progress.term if progress.term_start is not None else None
-    plain = {"step": progress.step, "goal_steps": progress.goal_steps, "term": term, "world": progress.world}
+    plain = {
+        "step": progress.step,
+        "goal_steps": progress.goal_steps,
+        "local_steps": progress.local_steps,
+        "term": term,
+        "world": progress.world,
+    }
     said: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
     if progress.examples_per_second is not None:
         said["examples_per_second"] = readable(progress.examples_per_second, 4)

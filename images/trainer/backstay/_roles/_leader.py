@@ -66,6 +66,7 @@ class Leader:
         self.reports = reports or Reports(None, None)
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
         self._steps = steps
+        self._batches = batches
         self._reporter = Reporter(log_every, steps, batches)
         self._rate, self._update_rate = Rate(), Rate()
         self._loss: float | None = None
@@ -371,6 +372,7 @@ class Leader:
             reply.untrained_leaves.extend(self._untrained_leaves)
             reply.examples_per_second = self._rate.per_second(now) or 0.0
             reply.goal_steps, reply.updates_per_second = self._steps, self._update_rate.per_second(now) or 0.0
+            reply.local_steps = self._batches if self._batches > 1 else 0
             if self._loss is not None:
                 reply.loss, reply.has_loss = self._loss, True
             reply.stalled.extend(self._liveness.stalled(now, stall_seconds, state.world))
