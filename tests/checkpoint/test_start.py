@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,36 @@ def test_errors_about_places_and_options_name_what_would_be_valid(tmp_path: Path
         safetensors.numpy.save_file({"t": np.zeros(1)}, twice / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"the tensor 't' is in .*a.safetensors and in .*b.safetensors"):
         started(str(twice))
+
+
+def test_t8_only_files_are_read(tmp_path: Path) -> None:
+    """Reading a pipe never ends; links to folders may be loops. A link to a file is a file."""
+    (tmp_path / "elsewhere").mkdir()
+    safetensors.numpy.save_file(NAMED, tmp_path / "elsewhere" / "blob")
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "blob")
+    (place / "loop").symlink_to(place)
+    (place / "itself").symlink_to(place / "itself")
+    os.mkfifo(place / "pipe.safetensors")
+    equal(started(str(place)), TREE)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300])
+def test_values_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path: Path, value: float) -> None:
+    place = f"{tmp_path}/model.safetensors"
+    wide = {name: np.asarray(array, np.float64).copy() for name, array in NAMED.items()}
+    wide["dense.bias"][1] = value
+    safetensors.numpy.save_file(wide, place)
+    with pytest.raises(CheckpointError, match=r"dense\.bias has values in float64 that float32 cannot hold"):
+        started(place)
+
+
+def test_an_orbax_checkpoint_with_a_missing_file_is_refused(tmp_path: Path) -> None:
+    store_orbax(tmp_path / "place", TREE)
+    (tmp_path / "place" / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match="as an Orbax checkpoint: files are missing or damaged"):
+        started(str(tmp_path / "place"))
 
 
 def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, write_named: Write) -> None:

@@ -195,6 +195,7 @@ def _fingerprint(uri: str) -> str:
         StorageError: it cannot be read now.
     """
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
 
     try:
         files, path = fsspec.core.url_to_fs(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
@@ -207,6 +208,9 @@ def _fingerprint(uri: str) -> str:
             found = files.find(path, detail=True)
         except FileNotFoundError:
             found = {}
+        if isinstance(files, LocalFileSystem):
+            # Reading a pipe would never end. A link to a folder cannot be read, and may be a loop.
+            found = {name: info for name, info in found.items() if Path(name).is_file()}
         known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
         if not found or not known:
             what = "there is nothing" if not found else f"found {len(found)} files, such as {min(found)}"

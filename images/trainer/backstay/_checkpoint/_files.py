@@ -67,7 +67,7 @@ class PosixFolder:
 
     def names(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.path) if entry.is_file())
+            return sorted(entry.name for entry in os.scandir(self.path) if _is_file(entry))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -274,6 +274,15 @@ def _rename(temporary: Path, target: Path) -> None:
     if target.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     temporary.rename(target)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link to itself
+            raise
+        return False
 
 
 def _fsync(path: Path) -> None:

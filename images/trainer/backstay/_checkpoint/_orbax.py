@@ -53,7 +53,10 @@ def read_orbax(uri: str) -> dict[str, NDArray[np.generic]]:
         begin = "" if len(items) == 1 or item.name in {"default", "state"} else f"{item.name}."
         try:
             with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                tree = checkpointer.metadata(item).item_metadata.tree
+                metadata = checkpointer.metadata(item).item_metadata
+                if metadata is None:
+                    raise ValueError("files are missing or damaged")
+                tree = metadata.tree
                 how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
                 tree = checkpointer.restore(item, args=ocp.args.PyTreeRestore(restore_args=how))
         except Exception as error:

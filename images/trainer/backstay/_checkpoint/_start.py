@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 Mapped = str | Any | None
 _Array = NDArray[np.generic]
 _SHOWN: Final = 20
+_INEXACT: Final = (jnp.floating, jnp.complexfloating)
 _COLLECTION: Final = "params."
 _STATES: Final = (MODEL_STATE, "state.", "batch_stats.")
 """Beginnings of the names of a model state, in the order of preference."""
@@ -168,13 +169,19 @@ def _fitted(array: _Array, leaf: LeafSpec, report: _Report) -> _Array | None:
         return None
     if array.dtype == leaf.dtype:
         return array
-    kinds = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
+    kinds = (*_INEXACT, jnp.integer, jnp.bool_)
     kind = next((kind for kind in kinds if jnp.issubdtype(leaf.dtype, kind)), None)
     if kind is None or not jnp.issubdtype(array.dtype, kind):
         report.misfits.append(f"{leaf.name} is {array.dtype.name} there and {leaf.dtype.name} in init")
         return None
+    with np.errstate(over="ignore"):
+        converted = array.astype(leaf.dtype)
+    lost = np.isfinite(array) & ~np.isfinite(converted) if kind in _INEXACT else converted != array
+    if lost.any():
+        report.misfits.append(f"{leaf.name} has values in {array.dtype.name} that {leaf.dtype.name} cannot hold")
+        return None
     report.converted.append(f"{leaf.name} from {array.dtype.name} to {leaf.dtype.name}")
-    return array.astype(leaf.dtype)
+    return converted
 
 
 def _some(names: Sequence[str]) -> str:
