@@ -10,6 +10,7 @@ import datasets
 import grain
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,27 @@ def test_lists_and_jax_arrays_are_columns() -> None:
     np.testing.assert_array_equal(rows, X[:4])
     with pytest.raises(ConfigurationError, match="must be arrays of one length"):
         from_dataset({"x": X, "y": [1, 2]}, batch_size=1)
+
+
+def test_a_data_frame_is_a_dict_of_its_columns() -> None:
+    frame = pandas.DataFrame({"x": X[:, 0], "y": Y}).iloc[::-1]
+    batch = from_dataset(frame, batch_size=4)(BatchKey(0, 0, 1))
+    np.testing.assert_array_equal(batch["x"], X[batch["y"], 0])
+    np.testing.assert_array_equal(from_dataset(frame["y"], batch_size=4, shuffle=False)(BatchKey(0, 0, 1)), Y[:-5:-1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"x": np.ones(3)}, {"x": np.ones(4)}], r"\['x'\] has the shapes \(3,\) and \(4,\) in two samples"),
+        ([{"x": 1}, {"y": 1}], r"two samples of a batch are PyTreeDef\(\{'x': \*\}\) and PyTreeDef\(\{'y': \*\}\)"),
+        ([("a", 1), ("b", 2)], r"\[0\] is of dtype <U1 in a batch: must be numbers"),
+        (np.asarray(["2026-11-22", "2026-11-23"], "datetime64[D]"), "it is of dtype datetime64"),
+    ],
+)
+def test_samples_that_make_no_batch_are_refused_with_the_place(samples: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        from_dataset(samples, batch_size=2)(BatchKey(0, 0, 1))
 
 
 def test_nested_columns_and_pairs() -> None:

@@ -17,7 +17,7 @@ from backstay._roles._script import Script
 from backstay._update._codecs import Wire
 from backstay._update._kernels import enable_x64
 from backstay._update._untrained import UPDATES
-from backstay.errors import JobFailed
+from backstay.errors import ConfigurationError, JobFailed
 
 
 def init(key):
@@ -184,3 +184,8 @@ def test_t4_one_process_rounds_as_the_plain_loop_does(wire):
         want = train_local(wide, error, one.batches, one.optimizer, 10, wire=wire)
     np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-11)
     assert (got.params["w"] != exact.params["w"]).any()
+
+
+def test_evaluate_every_needs_evaluate():
+    with pytest.raises(ConfigurationError, match="evaluate_every is given without evaluate"):
+        script(evaluate=None, evaluate_every=2)

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError
 from ._batch_key import BatchKey
 from ._iterator import from_iterator
 from ._order import Order
-from ._sources import Source, TokenFile, source_of, stacked
+from ._sources import Source, TokenFile, check_numbers, source_of, stacked
 
 __all__ = ["Batches", "TokenFile", "from_dataset", "from_iterator"]
 
@@ -84,11 +84,10 @@ class Batches:
         numbers, epochs = self.places(key)
         seed = key.seed if self._seed is None else self._seed
         if self._transform is None:
-            return self._source.batch(numbers, epochs, seed)
+            return check_numbers(self._source.batch(numbers, epochs, seed))
         samples = self._source.samples(numbers, epochs, seed)
-        return stacked(
-            [self._transformed(*one, seed) for one in zip(samples, numbers.tolist(), epochs.tolist(), strict=True)]
-        )
+        transformed = zip(samples, numbers.tolist(), epochs.tolist(), strict=True)
+        return check_numbers(stacked([self._transformed(*one, seed) for one in transformed]))
 
     def _transformed(self, sample: Any, number: int, epoch: int, seed: int) -> Any:
         assert self._transform is not None
@@ -122,7 +121,8 @@ def from_dataset(
 
     Args:
         source: an array, or a dict or tuple of arrays of one length (also memory-mapped ones), of which a batch holds
-            rows; a Hugging Face ``datasets.Dataset``; a `TokenFile`; anything else with ``len`` and ``[]`` that gives
+            rows; a data frame of pandas or Polars, of which a batch is a dict of columns; a Hugging Face
+            ``datasets.Dataset``; a `TokenFile`; anything else with ``len`` and ``[]`` that gives
             one sample: a list, a Grain data source, a ``grain.MapDataset``.
         batch_size: samples of one rank's batch.
         transform: ``transform(sample)`` returns the sample to train with, a pytree of arrays or numbers.

@@ -222,6 +222,8 @@ def source_of(data: Any) -> Source:
                 f"from_dataset: this is a DatasetDict: choose one of its splits, {', '.join(map(repr, data))}"
             )
         return _HuggingFace(data) if hasattr(data, "__len__") else _Items(data)
+    if hasattr(data, "to_numpy"):  # a data frame or one column of pandas or Polars
+        data = {name: data[name].to_numpy() for name in data.columns} if hasattr(data, "columns") else data.to_numpy()
     if isinstance(data, np.ndarray | Mapping):
         return _Columns(data)
     if isinstance(data, tuple) and data and all(hasattr(column, "shape") for column in data):
@@ -230,7 +232,45 @@ def source_of(data: Any) -> Source:
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """A batch of samples that are pytrees of one structure."""
+    """A batch of samples that are pytrees of one structure.
+
+    Raises:
+        ConfigurationError: they have different structures or shapes.
+    """
     import jax
 
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
+    structures: list[Any] = [jax.tree.structure(sample) for sample in samples]
+    for other in structures:
+        if other != structures[0]:
+            raise ConfigurationError(
+                f"from_dataset: two samples of a batch are {structures[0]} and {other}: must have the same structure"
+            )
+
+    def stack(path: Any, *leaves: Any) -> Any:
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1:
+            raise ConfigurationError(
+                f"from_dataset: {jax.tree_util.keystr(path) or 'it'} has the shapes {shapes[0]} and {shapes[1]} in two "
+                "samples of a batch: must have one shape, so pad or cut it with a transform"
+            )
+        return np.stack(arrays)
+
+    return jax.tree_util.tree_map_with_path(stack, *samples)
+
+
+def check_numbers(batch: Any) -> Any:
+    """`batch`, if its arrays are numbers.
+
+    Raises:
+        ConfigurationError: an array has text, dates or objects.
+    """
+    import jax
+
+    for path, array in jax.tree_util.tree_leaves_with_path(batch):
+        if array.dtype.kind in "OSUMm":
+            raise ConfigurationError(
+                f"from_dataset: {jax.tree_util.keystr(path) or 'it'} is of dtype {array.dtype} in a batch: must be "
+                "numbers: leave it out, or make numbers of it with a transform"
+            )
+    return batch

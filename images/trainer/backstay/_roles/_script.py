@@ -108,6 +108,8 @@ class Script:
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
         if self.stop_when is not None and self.evaluate is None:
             raise ConfigurationError("stop_when judges evaluations, but train was called without evaluate")
+        if self.evaluate_every is not None and self.evaluate is None:
+            raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         every = self.evaluate_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigurationError(f"evaluate_every is {every!r}: must be a whole number of updates, 1 or more")
