@@ -33,7 +33,7 @@ _UNAVAILABLE = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 def row(what: str, value: str, goal: str = "") -> None:
-    """One line of a table."""
+    """Print one line of a table."""
     print(f"{what:<66}  {value:>16}  {goal}".rstrip(), flush=True)
 
 
@@ -47,7 +47,7 @@ class Cluster:
     operators: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     async def try_request(self, method: str, path: str, body: Any = None, **parameters: str) -> Any:
-        """The answer, or None when the API server is away or refuses."""
+        """The answer, or None when the API server refuses the request or does not answer."""
         try:
             return await self.api.request(method, path, body, **parameters)
         except (ApiError, *_UNAVAILABLE):
@@ -62,7 +62,7 @@ class Cluster:
         return None
 
     async def start_operator(self) -> None:
-        """Another one after the one that was killed."""
+        """Start an operator after the previous one was killed."""
         with (self.folder / "operator.log").open("ab") as log:
             self.operators.append(
                 await asyncio.create_subprocess_exec(
@@ -157,16 +157,16 @@ class Job:
         await self.cluster.api.request("POST", self._path, body)
 
     async def look(self) -> dict[str, Any]:
-        """The status, or the last that was seen while the API server is away."""
+        """The status of the job, or the last one that was read while the API server does not answer."""
         found = await self.cluster.try_request("GET", f"{self._path}/{self.name}")
         if found is not None:
             self.status = found.get("status") or {}
         return self.status
 
-    async def wait(self, what: str, holds: Callable[[], Any], seconds: float = 180) -> Any:
-        """Wait until `holds` returns a true value, and return that."""
+    async def wait(self, what: str, condition: Callable[[], Any], seconds: float = 180) -> Any:
+        """Wait until `condition` returns a true value, and return that value."""
         deadline = time.monotonic() + seconds
-        while not (found := holds()):
+        while not (found := condition()):
             if (await self.look()).get("phase") == "Failed" or time.monotonic() > deadline:
                 raise SystemExit(f"{self.name}: failed, or timed out, before: {what}\n{self.describe()}")
             await asyncio.sleep(0.05)
@@ -198,7 +198,7 @@ class Job:
         raise SystemExit(f"{self.name} was deleted a minute ago, and its pods are still there")
 
     def release(self) -> None:
-        """Let the script continue after HOLD."""
+        """Allow the script to continue after HOLD."""
         (self.timeline / "go").touch()
 
     def marks(self, pod: str) -> list[tuple[float, str]]:
@@ -208,13 +208,13 @@ class Job:
         # A killed process may leave half a line.
         return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
 
-    def pods(self, place: str) -> list[str]:
+    def pods(self, slot: str) -> list[str]:
         """The pods that ran in a slot, such as ``worker-1``, in order of incarnation."""
-        found = [path.name for path in self.timeline.iterdir() if f"-{place}-" in path.name]
+        found = [path.name for path in self.timeline.iterdir() if f"-{slot}-" in path.name]
         return sorted(found, key=lambda name: min(at for at, _ in self.marks(name)))
 
     def updates(self) -> list[Update]:
-        """Every update that was decided, in order of time; those that were lost and redone are there twice."""
+        """Every update that was decided, in order of time. The list has an update twice if it was lost and redone."""
         found = [
             Update(at, int(what.split()[1]), pod)
             for pod in self.pods("ps-0")
@@ -237,17 +237,17 @@ class Job:
                 ):
                     name = next(pair for pair in pairs if pair.startswith(contract.ENV_POD_NAME.encode()))
                     pod = name.partition(b"=")[2].decode()
-                    # A fault's helper shares its parent's environment; the pod's process is the older one.
+                    # The helper process of a fault has the same environment. The pod's process is the older one.
                     found[pod] = min(int(entry.name), found.get(pod, 1 << 30))
         return found
 
-    def newest(self, place: str) -> str | None:
-        """The living pod of a place with the highest incarnation."""
-        living = [pod for pod in self.processes() if f"-{place}-" in pod]
+    def newest(self, slot: str) -> str | None:
+        """The running pod of a slot with the highest incarnation."""
+        living = [pod for pod in self.processes() if f"-{slot}-" in pod]
         return max(living, key=incarnation_of, default=None)
 
     def signal(self, pod: str, number: signal.Signals) -> bool:
-        """Whether it was there."""
+        """Send a signal to the process of a pod, and return whether the process existed."""
         pid = self.processes().get(pod)
         if pid is None:
             return False
@@ -269,7 +269,7 @@ def gaps(updates: Sequence[Update], begin: float, end: float) -> float:
 
 
 def seconds_per_step(updates: Sequence[Update]) -> float:
-    """From the first update to the last, redone ones not counted twice."""
+    """Mean seconds of an update, from the first one to the last. Redone updates count once."""
     return (updates[-1].at - updates[0].at) / max(1, updates[-1].step - updates[0].step)
 
 
@@ -278,7 +278,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def stored(job: Job) -> tuple[int, dict[str, np.ndarray]]:
-    """The job's last checkpoint."""
+    """The step and the parameters of the job's last checkpoint."""
     import backstay
 
     checkpoint = backstay.load(str(job.checkpoints))

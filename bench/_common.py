@@ -34,7 +34,7 @@ def allocator_environment() -> dict[str, str]:
 
 
 class Process:
-    """A role of a benchmark in its own process: one JSON object on each line, in both directions."""
+    """A role of a benchmark in its own process. Both sides send one JSON object on each line."""
 
     def __init__(self, script: str, role: str, *args: str) -> None:
         environment = {**os.environ, **allocator_environment(), "JAX_PLATFORMS": "cpu"}
@@ -73,7 +73,7 @@ class Process:
 
 @contextmanager
 def processes() -> Iterator[list[Process]]:
-    """Processes appended to the list are killed at the end, also after an exception."""
+    """A list of processes that are killed at the end, also after an exception."""
     running: list[Process] = []
     try:
         yield running
@@ -83,7 +83,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """A role's side of `Process`."""
+    """The commands that a role receives from its `Process`."""
     for line in sys.stdin:
         yield json.loads(line)
 
@@ -114,7 +114,7 @@ class RawServer:
 
 
 class RawClient:
-    """Receives them into a buffer that is ready: the fastest that a socket does it."""
+    """Receives the bytes of `RawServer` into an existing buffer, at the highest rate of a socket."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -133,13 +133,13 @@ class RawClient:
 
 
 def float_tree(arrays: int, elements: int) -> dict[str, np.ndarray]:
-    """`arrays` float32 arrays of `elements` elements."""
+    """A tree of `arrays` float32 arrays, each with `elements` elements."""
     rng = np.random.default_rng(0)
     return {f"w{i:02}": rng.standard_normal(elements, dtype=np.float32) for i in range(arrays)}
 
 
 class Quorum:
-    """The smallest coordinator: commits a version when `quorum` ranks have staged a gradient of it. One shard."""
+    """A minimal coordinator of one shard. It commits a version when `quorum` ranks have staged a gradient for it."""
 
     def __init__(self, quorum: int) -> None:
         self._quorum = quorum
@@ -178,7 +178,7 @@ class Quorum:
 
 
 class Server:
-    """One shard with everything, as in a pod."""
+    """One shard with all its parts, as in a pod."""
 
     def __init__(self, params: Any, optimizer: Any, workers: int, wire: Any = None) -> None:
         from backstay._shard import ShardRuntime
@@ -205,7 +205,7 @@ class Server:
 
 
 class Worker:
-    """One worker's data plane: gradients in JAX's memory, parameters received into memory that JAX aliases."""
+    """The data plane of one worker. Gradients are in JAX's memory, and JAX uses received parameters without a copy."""
 
     def __init__(self, params: Any, optimizer: Any, port: int, rank: int, wire: Any = None) -> None:
         import jax
@@ -277,7 +277,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned; the first row is the head."""
+    """The rows as a table with aligned columns. The first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

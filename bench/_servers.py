@@ -13,7 +13,7 @@ from backstay_spec import contract
 
 
 class Trains(control_pb2_grpc.ControlServicer):
-    """Every server trains, and every worker has contributed."""
+    """Answers that every server trains and that every worker has contributed."""
 
     async def Progress(  # noqa: N802  gRPC's name
         self, request: control_pb2.ProgressRequest, context: grpc.aio.ServicerContext

@@ -9,18 +9,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Applied:
-    """How many gradients are missing in the parameters, and how many were applied once too often."""
+    """How many gradients are missing in the parameters, and how many were applied more than once."""
 
     lost: int
     twice: int
 
 
 def count_applied(count: np.ndarray, *, steps: int, quorum: int | None) -> Applied:
-    """Judge the parameter `count` of a job's last checkpoint.
+    """Find lost and repeated gradients in the parameter `count` of a job's last checkpoint.
 
     Args:
         count: float32[rows, ranks]; a row is the step of a batch's key.
-        steps: the updates that the job was to make.
+        steps: number of updates of the job.
         quorum: of a synchronous job; None for an asynchronous one.
 
     Raises:

@@ -37,7 +37,7 @@ _ORDER = ("Sync", "Async")
 
 @dataclass
 class Fault:
-    """A fault from outside."""
+    """A fault that this benchmark causes from outside the pods."""
 
     at: float
     kind: str
@@ -69,7 +69,7 @@ class Chaos:
         ]
 
     async def run(self, until: float, every: float) -> None:
-        """Cause a fault about every so many seconds, until a time or the end of the job."""
+        """Cause a fault about every `every` seconds, until the time `until` or the end of the job."""
         while time.monotonic() < until:
             await asyncio.sleep(self.rng.uniform(0.5, 1.5) * every)
             if (await self.job.look()).get("phase") in {"Succeeded", "Failed"}:
@@ -84,7 +84,7 @@ class Chaos:
             print(f"  {time.strftime('%H:%M:%S')}  {self.faults[-1].kind}: {target}", file=sys.stderr, flush=True)
 
     def _pick(self, role: str) -> str:
-        """A running pod of a role; empty when there is none."""
+        """A running pod of a role, or an empty string."""
         return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
 
     def _signal(self, pod: str, number: signal.Signals) -> str:
@@ -118,7 +118,7 @@ class Chaos:
         return self._pause(self._pick("worker"), self.rng.uniform(0.5, 4))
 
     async def lose_worker(self) -> str:
-        """Silent for so long that it is given up and replaced, and then there again."""
+        """Stop a worker until it has been replaced, and continue it afterwards."""
         return self._pause(self._pick("worker"), 25)
 
     async def delete_worker(self) -> str:
@@ -137,7 +137,7 @@ class Chaos:
         return self._signal(self._pick("ps"), signal.SIGKILL)
 
     async def kill_active_server(self) -> str:
-        """One that serves, where there are standbys too."""
+        """Kill the server of a shard that serves, and not its standby."""
         shard = self.rng.randrange(self.job.servers)
         active = ((await self.job.look()).get("active") or {}).get(f"parameter-server-{shard}")
         return self._signal(self._pick(f"ps-{shard}" if active is None else f"ps-{shard}-{active}"), signal.SIGKILL)
@@ -164,7 +164,7 @@ class Chaos:
 
     async def stop_api_server(self) -> str:
         server = self.on.part("backstay_cluster")
-        if server is None or self._later:  # not while something of ours is stopped and waits for its end
+        if server is None or self._later:  # only when no other process is stopped
             return ""
         away = self.rng.uniform(1, 6)
         server.suspend()
@@ -173,7 +173,7 @@ class Chaos:
 
 
 def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
-    """A script for the injector: moments that cannot be met from outside."""
+    """A fault script with points of a step that cannot be timed from outside the pods."""
     script = []
     pods = 1 + standbys  # of a shard at the same time, so each replacement of both uses that many incarnations
     for _ in range(max(6, int(seconds / 8))):
@@ -211,7 +211,7 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys:
 
 
 def witness_of(job: Job) -> Applied:
-    """The gradients in the job's last checkpoint."""
+    """The lost and repeated gradients in the job's last checkpoint."""
     step, params = stored(job)
     if step != job.steps:
         raise SystemExit(f"{job.name} ended, but its newest checkpoint is of step {step} instead of {job.steps}")
@@ -220,7 +220,7 @@ def witness_of(job: Job) -> Applied:
 
 
 def injected(job: Job) -> Counter[str]:
-    """The injected faults in the logs of the pods."""
+    """The number of injected faults of each kind, from the logs of the pods."""
     found: Counter[str] = Counter()
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-*/trainer.log*"):
         for action, role, point in re.findall(
@@ -259,7 +259,7 @@ def unprotected(
 
 
 def explained(job: Job, faults: Sequence[Fault]) -> int:
-    """How many of the job's rollbacks are beyond one standby, by the faults and by the logs."""
+    """How many rollbacks of the job one standby cannot prevent, from the faults and the logs."""
 
     def seconds(clock: str) -> float:
         hours, minutes, rest = (int(part) for part in clock.split(":"))
@@ -270,7 +270,7 @@ def explained(job: Job, faults: Sequence[Fault]) -> int:
     for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-*/trainer.log*"):
         text = log.read_text(errors="replace")
         shard = int(log.parent.name.rsplit("-", 3)[1])
-        # The coordinator reports the one where another shard was lost, and the other where it is new itself.
+        # The first message is about the loss of another shard, and the second about a new coordinator.
         back = r"^([\d:]{8}) .*-0: (?:a shard was lost: back to step|continuing from the checkpoint)"
         backs += [seconds(clock) for clock in re.findall(back, text, re.M)]
         holds = r"^([\d:]{8}) .*: the standby \(incarnation \d+\) holds the same state"
@@ -287,7 +287,7 @@ def explained(job: Job, faults: Sequence[Fault]) -> int:
 
 
 def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
-    """The table of faults by kind, and the time without an update around each."""
+    """Print a table of the faults by kind, with the time without an update around each fault."""
     print(f"\n{'faults by kind':<40}{'times':>8}{'without an update, median':>28}{'worst':>10}")
     for kind in sorted({fault.kind for fault in faults}):
         of_kind = [fault for fault in faults if fault.kind == kind]
@@ -299,19 +299,19 @@ def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
 
 
 def redone_of(updates: Sequence[Update]) -> int:
-    """Updates that were made more than once, because a rollback lost them."""
+    """The number of updates that were computed again after a rollback."""
     return len(updates) - len({update.step for update in updates})
 
 
 def rate_of(updates: Sequence[Update], begin: float, end: float) -> float:
-    """Seconds an update, of those that lasted, between two times: what was lost in between does not count."""
+    """Seconds of an update between two times. Updates that a rollback lost in this interval do not count."""
     before = max((update.step for update in updates if update.at <= begin), default=0)
     after = [update for update in updates if update.at <= end][-1]
     return (end - begin) / max(1, after.step - before)
 
 
 async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> tuple[list[Update], float]:
-    """The job from beginning to end: its updates, and seconds an update while there was chaos."""
+    """Run the job from beginning to end. Return its updates, and the seconds of an update during the chaos."""
     await job.submit()
     await job.wait("it trains", lambda: len(job.updates()) >= 5)
     began = time.time()
@@ -326,7 +326,7 @@ async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> 
 
 
 async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: float) -> bool:
-    """Chaos of every kind, then the quiet run."""
+    """Run the job with faults of every kind, and then without faults."""
     steps = int(seconds / STEP_SECONDS) * (1 if mode == "Sync" else arguments.workers)
     shape: dict[str, Any] = {
         "steps": steps,
@@ -377,7 +377,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
 
 
 async def measure(arguments: argparse.Namespace) -> bool:
-    """The whole run."""
+    """Run the benchmark. Return whether no update was lost."""
     async with cluster(arguments.keep) as on:
         modes = _ORDER if arguments.mode == "both" else (arguments.mode,)
         share = {"Sync": 2 / 3, "Async": 1 / 3} if len(modes) > 1 else dict.fromkeys(modes, 1.0)
@@ -385,7 +385,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Parse arguments, do it, judge."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """The cost of a checkpoint: updates of 64 MB one after another, with and without a checkpoint being written.
 
-The pause is what the update that comes with the snapshot, and those until the file is stored, take beyond the quiet
-median. How fast the file is written stands beside memcpy and a plain write with fsync of the same bytes in one run.
+The pause is the time by which an update exceeds the quiet median, from the snapshot until the file is stored. The
+table compares the rate of writing the file with memcpy, and with a plain write and fsync of the same bytes.
 
     python bench/checkpoint.py [--megabytes 64] [--optimizer adam] [--rounds 5] [--folder DIR]
 """
@@ -30,7 +30,7 @@ from backstay._update._tree import describe
 
 
 class Reports:
-    """A coordinator that only receives the report of a checkpoint."""
+    """A coordinator that only receives the report of a stored checkpoint."""
 
     def __init__(self) -> None:
         self.stored = threading.Event()
@@ -42,7 +42,7 @@ class Reports:
 
 
 def raw_write_ms(folder: Path, content: np.ndarray) -> float:
-    """A plain write and fsync of the same bytes."""
+    """Milliseconds of a plain write and fsync of the same bytes."""
     path = folder / "raw"
     start = time.perf_counter()
     with path.open("wb") as file:

@@ -47,7 +47,7 @@ PREEMPTED = {
 
 
 def job_of(name: str) -> dict[str, Any]:
-    """2 servers and 8 workers: 10 pods."""
+    """A job with 10 pods: 2 servers and 8 workers."""
     return {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,
@@ -72,32 +72,32 @@ async def wait_for(kubelet: FakeKubelet, count: int, seconds: float) -> None:
 
 
 def phase(pod: dict[str, Any]) -> str:
-    """Of a pod as last seen."""
+    """The phase of a pod, as the watch last showed it."""
     return str(pod.get("status", {}).get("phase", ""))
 
 
-def place(pod: dict[str, Any]) -> tuple[str, ...]:
-    """Job, role and index."""
+def slot_of(pod: dict[str, Any]) -> tuple[str, ...]:
+    """Job, role and index of a pod."""
     labels = pod["metadata"]["labels"]
     return tuple(labels[key] for key in (contract.LABEL_JOB, contract.LABEL_ROLE, contract.LABEL_INDEX))
 
 
 def replaced(kubelet: FakeKubelet, victim: dict[str, Any], incarnation: int) -> bool:
-    """Whether there is a newer incarnation of the pod `victim`."""
+    """Whether the slot of the pod `victim` has a newer incarnation."""
     return any(
-        place(pod) == place(victim) and int(pod["metadata"]["labels"][contract.LABEL_INCARNATION]) > incarnation
+        slot_of(pod) == slot_of(victim) and int(pod["metadata"]["labels"][contract.LABEL_INCARNATION]) > incarnation
         for pod in kubelet.pods.values()
     )
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """How long one replacement took, and what of it.
+    """The time of one replacement, and its parts.
 
     Attributes:
-        seconds: from the request that makes a pod Failed until its replacement is seen here.
-        shown: seconds of these until the watch of this process showed the death; the operator has no part in them.
-        cpu: seconds of CPU time that the operator had meanwhile; the rest of its time it waited, for the API server or
+        seconds: from the request that makes a pod Failed until the watch of this process shows the replacement.
+        shown: seconds of these until the watch of this process showed the death. They do not depend on the operator.
+        cpu: seconds of CPU time of the operator meanwhile. In the rest of the time it waited, for the API server or
             for a processor.
     """
 
@@ -143,7 +143,7 @@ async def deaths(kubelet: FakeKubelet, operator: psutil.Process, count: int) -> 
                 raise SystemExit(f"{victim['metadata']['name']} was not replaced within 120 s")
             if shown is None and (key not in kubelet.pods or phase(kubelet.pods[key]) == "Failed"):
                 shown = time.perf_counter() - killed
-            await asyncio.sleep(0.001)  # what is measured is far longer
+            await asyncio.sleep(0.001)  # short compared with the measured time
         seconds = time.perf_counter() - killed
         found.append(Replacement(seconds, seconds if shown is None else shown, cpu_of(operator) - cpu))
         await asyncio.sleep(0.2)
@@ -151,7 +151,7 @@ async def deaths(kubelet: FakeKubelet, operator: psutil.Process, count: int) -> 
 
 
 def rows_of(jobs: str, found: list[Replacement], goals: tuple[str, str]) -> None:
-    """The table's lines about replacements."""
+    """Print the lines of the table about replacements."""
     slowest = max(found, key=lambda one: one.seconds)
     row(
         f"{jobs}: pod dead -> replacement created, median",
@@ -163,12 +163,12 @@ def rows_of(jobs: str, found: list[Replacement], goals: tuple[str, str]) -> None
 
 
 def row(what: str, value: str, goal: str = "") -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     print(f"{what:<52}  {value:>14}  {goal}", flush=True)
 
 
 async def measure(jobs: int, kills: int, assets: str | None) -> None:
-    """The whole run."""
+    """Run the benchmark."""
     environ = {**os.environ, **({"KUBEBUILDER_ASSETS": assets} if assets else {})}
     with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
         key = Path(folder) / "key"
@@ -238,7 +238,7 @@ async def _report(
 
 
 def main() -> None:
-    """Parse arguments, measure."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--deaths", type=int, default=30)

@@ -1,7 +1,8 @@
 """`train` in one process beside a plain jitted loop: the time of a step, in one run and by turns.
 
-Both train the same network on the same batches with Adam. The plain loop is what a JAX user writes: one jitted function
-with donated buffers, nothing read before the end. Prints one line for each size, and the ratio of the medians.
+Both train the same network on the same batches with Adam. The plain loop is typical for a JAX user: one
+jitted function with donated buffers, and no value is read before the end. The benchmark prints one line for each size,
+with the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def model(width: int) -> Any:
 
 
 def plain(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
-    """Seconds a step."""
+    """Seconds of one step of the plain loop."""
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, batch)
@@ -60,7 +61,7 @@ def plain(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> flo
 
 
 def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
-    """Seconds a step."""
+    """Seconds of one step of `train`."""
     times = []
 
     def on_update(report: Any) -> None:

@@ -5,7 +5,8 @@ Others are while a standby receives the state, at the last update, and in all po
 standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
     python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
-        a SCRIPT as in docs/faults.md, in place of these
+
+A SCRIPT has the form that docs/faults.md describes. It replaces the scripts of this file.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ KEPT = (
     "stop server/1#2 @30 follow 12s",
     "cut server/0#2 @30 follow; cut server/0 @34; cut server/1 @38 norm",
 )
-"""With standbys; nothing of these costs an update."""
+"""Faults of jobs with standbys. No update is redone."""
 
 LOST = (
     "kill server/0 @30; kill server/0#2 @30 follow",
     "kill server/1 @30 commit; kill server/1#2 @31",
 )
-"""With standbys, but both servers of a shard die: back to the checkpoint."""
+"""Faults that kill both servers of a shard. The job goes back to the checkpoint."""
 
 
 class Moments:
@@ -83,10 +84,10 @@ class Moments:
         self._number = 0
 
     async def one(self, mode: str, script: str, *, standbys: int, free: bool) -> bool:
-        """Train under one script; False when something was lost or applied twice, or the faults did not happen.
+        """Train with one fault script. Return False if a gradient was lost or repeated, or if no fault was injected.
 
         Args:
-            free: no update may be made again.
+            free: no update may be redone.
         """
         # In Async each worker counts its own steps.
         hold = HOLD if mode == "Sync" else HOLD // WORKERS
@@ -131,7 +132,7 @@ def _in_sync(job: Job) -> bool:
 
 
 async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: float) -> bool:
-    """Each script in both modes."""
+    """Run each script in both modes."""
     print(
         f"{'mode':<6}{'standbys':>8}  {'FAULT_INJECTION':<80}{'faults':>7}{'lost':>6}{'twice':>7}{'redone':>8}"
         f"{'bits':>6}{'no update':>10}{'took':>10}"
@@ -153,7 +154,7 @@ async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: floa
 
 
 def main() -> None:
-    """Parse arguments, do it, judge."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     parser.add_argument("--seconds", type=float, default=120, help="within which each job must end")

@@ -1,10 +1,11 @@
 """Times of recovery, on the embedded cluster with real processes, all in one run.
 
-1. kill -9 of a worker -> its replacement's first applied gradient, by its parts, with JAX's persistent compilation
-   cache shared between incarnations and without.
+1. The time from kill -9 of a worker to the first applied gradient of its replacement, with each part of this time. It
+   is measured with a compilation cache that all incarnations share, and without one.
 2. Updates while workers are killed one after another, with a backup. The longest time without an update around each
    death is compared with the time before the first death.
-3. kill -9 of a server -> next update, and updates redone; with ``--standbys 1`` also with a standby.
+3. The time from kill -9 of a server to the next update, and the redone updates. With ``--standbys 1`` it is also
+   measured with a standby.
 
     python bench/recovery.py [--kills 5] [--standbys 0|1] [--only worker,backup,server]
 """
@@ -31,9 +32,9 @@ PARTS = (
 )
 
 
-async def death(job: Job, place: str) -> dict[str, float]:
-    """Kill a worker; when each part of its replacement's way was reached, in seconds since the kill."""
-    victim = job.newest(place)
+async def death(job: Job, slot: str) -> dict[str, float]:
+    """Kill a worker. Return when each part of its replacement was complete, in seconds since the kill."""
+    victim = job.newest(slot)
     assert victim is not None
     killed = time.time()
     job.signal(victim, signal.SIGKILL)
@@ -45,14 +46,14 @@ async def death(job: Job, place: str) -> dict[str, float]:
             name = pod["metadata"]["name"]
             if name == victim and pod["status"].get("phase") == "Failed":
                 seen.setdefault(PARTS[0], time.time() - killed)
-            if f"-{place}-" in name and incarnation_of(name) > incarnation_of(victim):
+            if f"-{slot}-" in name and incarnation_of(name) > incarnation_of(victim):
                 seen.setdefault(PARTS[1], time.time() - killed)
                 successor = name
         marks = {what.split()[0]: at for at, what in reversed(job.marks(successor))} if successor else {}
         if "step" in marks:
             for part, mark in zip(PARTS[2:], ("process", "python", "imports", "joined", "step"), strict=True):
                 seen[part] = marks[mark] - killed
-            # The pod may be deleted between two looks.
+            # The pod may be deleted between two requests.
             seen.setdefault(PARTS[0], seen[PARTS[1]])
             return seen
         await asyncio.sleep(0.02)
@@ -60,14 +61,14 @@ async def death(job: Job, place: str) -> dict[str, float]:
 
 
 async def begin(job: Job) -> None:
-    """Submit, and wait until it has trained for a moment."""
+    """Submit a job, and wait until it trains."""
     await job.submit()
     await job.wait("it trains", lambda: len(job.updates()) >= 10)
     await asyncio.sleep(SETTLE_SECONDS)
 
 
 async def workers(on: Cluster, kills: int) -> None:
-    """Without backups, so that the next update needs the replacement."""
+    """Kill workers of a job without backups. Each next update needs the replacement."""
     for cache in (False, True):
         name = "cached" if cache else "uncached"
         env = (
@@ -94,7 +95,7 @@ async def workers(on: Cluster, kills: int) -> None:
 
 
 async def backup(on: Cluster, kills: int) -> None:
-    """T2: with a backup nothing waits for the dead one."""
+    """Kill workers of a job with a backup. No update waits for the dead worker (T2)."""
     job = Job(on, "backup", steps=4000, workers=4, backups=1, servers=2, pause=0.1)
     await begin(job)
     began = time.time() - SETTLE_SECONDS
@@ -106,12 +107,12 @@ async def backup(on: Cluster, kills: int) -> None:
         assert victim is not None
         killed = time.time()
         job.signal(victim, signal.SIGKILL)
-        place = f"worker-{number % job.workers}"
+        slot = f"worker-{number % job.workers}"
         await job.wait(
             "it is replaced and computes",
-            lambda place=place, old=victim: any(
+            lambda slot=slot, old=victim: any(
                 incarnation_of(pod) > incarnation_of(old) and any(w.startswith("step") for _, w in job.marks(pod))
-                for pod in job.pods(place)
+                for pod in job.pods(slot)
             ),
         )
         await asyncio.sleep(1.0)
@@ -123,7 +124,7 @@ async def backup(on: Cluster, kills: int) -> None:
 
 
 async def server(on: Cluster, kills: int, standbys: int) -> None:
-    """kill -9 of each shard in turn."""
+    """Kill the server of each shard in turn."""
     job = Job(on, f"server-{standbys}", steps=4000, workers=2, servers=2, pause=0.1, standbys=standbys, every_steps=20)
     await begin(job)
     found: dict[int, list[tuple[float, int]]] = {0: [], 1: []}
@@ -140,7 +141,7 @@ async def server(on: Cluster, kills: int, standbys: int) -> None:
         after = next(update for update in job.updates() if update.at > killed + 0.3)
         found[shard].append((after.at - killed, max(0, before + 1 - after.step)))
         await job.wait("training continues", lambda before=before: job.updates()[-1].step > before + 25)
-        await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # a new standby is to be filled
+        await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # until a new standby has the whole state
     await job.delete()
     with_standby = "with a standby" if standbys else "without a standby, checkpoint every 20 updates"
     for shard, deaths in found.items():
@@ -153,16 +154,15 @@ async def server(on: Cluster, kills: int, standbys: int) -> None:
 
 
 def _active(job: Job, shard: int) -> str:
-    """The serving pod of a shard: with standbys there are two, and only the serving one of shard 0 decides."""
-    place = f"ps-{shard}"
-    living = [pod for pod in job.processes() if f"-{place}-" in pod]
+    """The serving pod of a shard. With standbys, a shard has two pods."""
+    living = [pod for pod in job.processes() if f"-ps-{shard}-" in pod]
     if not living:
         raise SystemExit(f"no server of shard {shard} is running")
     return min(living, key=incarnation_of)  # the standby is the younger one
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """The whole run."""
+    """Run the benchmark."""
     async with cluster(arguments.keep) as on:
         for what in arguments.only.split(","):
             match what:
@@ -178,7 +178,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse arguments, measure."""
+    """Run the command."""
     parser: Any = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--standbys", type=int, choices=(0, 1), default=0)

@@ -1,6 +1,8 @@
-"""The cost of a hot standby: push, update and pull with 4 workers and 1 server, with and without one, in turns.
+"""The cost of a hot standby: push, update and pull with 4 workers and 1 server.
 
-python bench/standby.py [--rounds 10] [--mib 64]
+The benchmark measures with and without a standby, in turns.
+
+    python bench/standby.py [--rounds 10] [--mib 64]
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def tree(mib: int) -> Any:
 
 
 class TwoSteps(Quorum):
-    """The smallest coordinator of a shard with a standby: the commit follows when the mean is held."""
+    """A minimal coordinator of a shard with a standby. It commits when the standby has the mean."""
 
     def __init__(self, quorum: int) -> None:
         super().__init__(quorum)
@@ -62,7 +64,7 @@ class TwoSteps(Quorum):
 
 
 class Replicated:
-    """A shard as in the pod of an active server."""
+    """A shard with a standby, as in the pod of an active server."""
 
     def __init__(self, params: Any, rule_of: Any) -> None:
         from backstay._shard import ShardRuntime
@@ -168,7 +170,7 @@ def measure(rounds: int, steps: int, mib: int) -> dict[str, float]:
                 for process in workers:
                     process.send(do=case, steps=steps)
                 answers = [process.receive()["seconds"] for process in workers]
-                if turn:  # the first warms up, and fills the standby
+                if turn:  # the first turn warms up, and sends the state to the standby
                     times[case].append(max(sum(answer) / len(answer) for answer in answers))
             if turn == 0 and not server_process.ask()["followed"]:
                 raise RuntimeError("the standby does not follow: nothing would be measured")

@@ -1,4 +1,4 @@
-"""From `backstay run` to the first update, with pods forked from a process that has imported JAX, and without.
+"""The time from `backstay run` to the first update, with forked pods and with executed pods (docs/decisions/0024).
 
 Both are measured in turns. The benchmark also prints the processor time of the whole process tree. Divided by the
 number of cores, that is a lower bound of the time on a quiet machine.
@@ -27,7 +27,7 @@ SECONDS = 300.0
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--job", type=Path, default=REPO / "examples/digits/job.yaml")
@@ -51,7 +51,7 @@ def first_update(job: Path, option: str) -> tuple[float, float]:
     """Seconds on the clock, and of processor time, until server 0 has made an update.
 
     Raises:
-        SystemExit: there was none.
+        SystemExit: the job ended without an update.
     """
     with tempfile.TemporaryDirectory(prefix="backstay-start-") as folder:
         began = time.monotonic()
@@ -73,7 +73,7 @@ def first_update(job: Path, option: str) -> tuple[float, float]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process, its descendants and those that they have waited for."""
+    """Processor time of a process, its descendants, and the ended children of all these."""
     root = psutil.Process(pid)
     return sum(sum(each.cpu_times()[:4]) for each in [root, *root.children(recursive=True)])
 

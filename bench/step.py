@@ -1,9 +1,10 @@
-"""The empty step: a few parameters, 1 server and 1 worker, so that the time is that of the runtime itself.
+"""The time of an empty step, and of models with many small arrays.
 
-And many leaves: the time until the first update of a model of a thousand small arrays, and of each later update. Plain
-JAX is measured in the same run.
+An empty step has a few parameters, 1 server and 1 worker, so its time is the time of the runtime itself. For a model of
+a thousand small arrays, the benchmark measures the time until the first update, and of each later update. It measures
+plain JAX in the same run.
 
-python bench/step.py [--steps 2000] [--leaves 1000]
+    python bench/step.py [--steps 2000] [--leaves 1000]
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def worker() -> None:
 
 
 def chain(params: Any, batch: Any) -> Any:
-    """A loss that uses its leaves one after another, as layers that are not stacked do."""
+    """A loss that uses its leaves one after another, like layers that are not stacked."""
     import jax.numpy as jnp
 
     for name in sorted(params):
@@ -49,7 +50,7 @@ def chain(params: Any, batch: Any) -> Any:
 
 
 def timed(step: Callable[[], None], began: float) -> None:
-    """The first step with all that went before it, and the median of those after it."""
+    """Print the time from `began` to the end of the first step, and the median of the later steps."""
     step()
     first = time.perf_counter() - began
     times = []
@@ -86,7 +87,7 @@ def plain(leaves: int) -> None:
 
 
 def local(leaves: int) -> None:
-    """`python train.py`."""
+    """The same model with `train` in one process."""
     import numpy as np
     import optax
 
@@ -107,7 +108,7 @@ def local(leaves: int) -> None:
 
 
 def parts(leaves: int) -> None:
-    """A worker's and a server's work one after the other: planned, compiled and updated as in a job, without a wire."""
+    """The work of a worker and of a server in a job, one after the other, without a network."""
     import numpy as np
     import optax
 

@@ -21,17 +21,17 @@ from backstay_spec.quorum import quorum_of
 
 # workers, servers, backups
 SHAPES = ((1, 1, 0), (1, 2, 0), (2, 2, 0), (4, 2, 1))
-SKIPPED_UPDATES = 10  # compiling, and connections that warm up
+SKIPPED_UPDATES = 10  # compilation, and new connections
 
 
 def examples_per_second(updates: list[Update], batch: int, quorum: int) -> float:
-    """Of the updates after the first few."""
+    """Examples per second, without the first few updates."""
     kept = updates[SKIPPED_UPDATES:]
     return (kept[-1].step - kept[0].step) * batch * quorum / (kept[-1].at - kept[0].at)
 
 
 async def alone(batch: int, steps: int) -> float:
-    """The script in one process."""
+    """Run the script in one process, and return its examples per second."""
     with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
         environment = {**os.environ, "BATCH": str(batch), "STEPS": str(steps), "TIMELINE": folder}
         process = await asyncio.create_subprocess_exec(
@@ -52,7 +52,7 @@ async def alone(batch: int, steps: int) -> float:
 async def as_job(
     on: Cluster, name: str, batch: int, steps: int, workers: int, servers: int, backups: int
 ) -> tuple[float, float]:
-    """Examples and updates a second of the script as a job."""
+    """Run the script as a job, and return its examples and updates per second."""
     job = Job(
         on, name, steps=steps, workers=workers, servers=servers, backups=backups, every_steps=100_000,
         env={"BATCH": str(batch)}, script="digits.py",
@@ -67,7 +67,7 @@ async def as_job(
 
 
 async def measure(rounds: int, seconds: float) -> None:
-    """In turns: the script alone, then each shape of job, and again."""
+    """Measure the script in one process and each shape of job, in turns."""
     async with cluster() as on:
         for batch in (32, 512):
             pace = await alone(batch, 100) / batch
@@ -78,7 +78,7 @@ async def measure(rounds: int, seconds: float) -> None:
                 single.append(await alone(batch, steps))
                 for shape in SHAPES:
                     name = f"digits-{batch}-{'-'.join(map(str, shape))}-{turn}"
-                    # A job of many workers does more in an update, on the same cores.
+                    # An update of a job with many workers needs more computation on the same cores.
                     jobs[shape].append(await as_job(on, name, batch, max(60, steps // shape[0]), *shape))
             one = median(single)
             row(f"batch {batch}: one process", f"{one:.0f} examples/s", f"{1e3 * batch / one:.1f} ms an update")
@@ -92,7 +92,7 @@ async def measure(rounds: int, seconds: float) -> None:
 
 
 def main() -> None:
-    """Parse arguments, measure."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each run, about")

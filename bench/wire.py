@@ -2,8 +2,9 @@
 
     python bench/wire.py [--rounds 15]
 
-Bytes both ways over time; the median of rounds taken in turns, because the machine may be busy with other things. With
-codecs, the bytes are those of the wire, and `of exact` is the time as a share of SGD with one worker.
+The rate is the bytes of both directions, divided by the time. The table shows the median of rounds that are measured
+in turns, because the machine may do other work. With codecs, the bytes are those on the wire. `of exact` is the time as
+a share of the time of SGD with one worker.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def worker(rank: int) -> None:
 
 
 def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds of one step by case, and of the raw socket; and the bytes of a step of one worker."""
+    """Median seconds of one step by case and of the raw socket, and the bytes of a step of one worker."""
     times: dict[str, list[float]] = {name: [] for name in ("raw", *CASES)}
     with processes() as running:
         running.append(server_process := Process("wire.py", "server"))
@@ -103,7 +104,7 @@ def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
                     for process in asked:
                         process.send(do=name, steps=steps)
                     answers = [process.receive()["seconds"] for process in asked]
-                    if turn:  # the first warms up
+                    if turn:  # the first turn warms up
                         times[name].append(max(sum(answer) / len(answer) for answer in answers))
     return {name: median(values) for name, values in times.items()}, nbytes[0]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def mark(what: str, at: float | None = None) -> None:
-    """One line in this pod's file of TIMELINE, when there is one."""
+    """Write one line into this pod's file of the folder TIMELINE, if that variable is set."""
     if folder := os.environ.get("TIMELINE"):
         with (Path(folder) / os.environ.get("BACKSTAY_POD_NAME", "alone")).open("a") as file:
             file.write(f"{time.time() if at is None else at:.6f} {what}\n")
 
 
 def _process_began() -> float:
-    """When the kernel started this process, as `time.time` counts."""
+    """The time at which the kernel started this process, in the seconds of `time.time`."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
@@ -29,7 +29,7 @@ class _Steps(logging.Handler):
 
 
 def follow() -> None:
-    """Mark each line of progress; with `log_every=0` there is one for each update. People are spared them."""
+    """Mark each line of progress, and do not print it. With `log_every=0` each update has a line."""
     progress = logging.getLogger("backstay.progress")
     progress.addHandler(_Steps())
     progress.propagate = False

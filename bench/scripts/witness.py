@@ -48,7 +48,7 @@ def init(key):
 
 
 def compute(x):
-    """Take the time of a computation on an accelerator."""
+    """Sleep for the time of a computation on an accelerator."""
     time.sleep(COMPUTE)
     return x
 
@@ -58,7 +58,7 @@ def loss(params, batch):
     if COMPUTE:
         x = jax.pure_callback(compute, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     value = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
-    # The mean over the quorum makes 1 of it, and SGD's rate of 1 adds that.
+    # The mean over the quorum is 1, and SGD with a learning rate of 1 adds it.
     value += jnp.mean(params["further"] ** 2) if SIZE else 0.0
     return value - QUORUM * params["count"][place[0, 0], place[0, 1]]
 
