@@ -240,12 +240,21 @@ class LocalTraining:
         """Make the first steps of the next contribution, while the last one travels."""
         program = self._program
         carry = program.begin(own, program.initial_state(own) if self._inner is None else self._inner)
-        made = self._run(carry, key, batch_of, range(program.local.overlap), None, 0)
+        # Nothing waits: the last contribution is to be sent meanwhile.
+        made = self._run(carry, key, batch_of, range(program.local.overlap), None, 0, ahead=program.local.overlap)
         self._continued = _Continued(key, base, None, *made)
 
     def _run(
-        self, carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any], numbers: range, sums: Any, examples: int
+        self,
+        carry: Any,
+        key: BatchKey,
+        batch_of: Callable[[BatchKey], Any],
+        numbers: range,
+        sums: Any,
+        examples: int,
+        ahead: int = _AHEAD,
     ) -> tuple[Any, Any, int]:
+        """Make steps. `ahead`: how many are dispatched before the host waits for the first of them."""
         program, running = self._program, deque[Any]()
         for number in numbers:
             own = replace(key, step=key.step * program.local.batches + number)
@@ -255,7 +264,7 @@ class LocalTraining:
             carry, outcome = program.step(carry, program.placement.batch(batch), at)
             sums = outcome if sums is None else program.add(sums, outcome)
             running.append(outcome)
-            if len(running) > _AHEAD:
+            if len(running) > ahead:
                 running.popleft()[0].block_until_ready()
         return carry, sums, examples
 
