@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+import backstay
 
-def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_them(job) -> None:
-    """T1, T3, T4: model state, random keys, clipped; the inner state is fresh after each update."""
-    tiny = job(1, 2)
+
+def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_them(job, tmp_path: Path) -> None:
+    """T1, T3, T4, T7: model state, random keys, clipped; the inner state is fresh after each update."""
+    uri = str(tmp_path / "checkpoints")
+    tiny = job(1, 2, checkpoint={"uri": uri, "every_steps": 2})
     local = json.dumps({"count": 3, "inner_state": "reset"})
     tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": local}
     server = tiny.server(0)
@@ -24,6 +29,11 @@ def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_t
     for pod in (stays, comes):
         assert_same(tiny, pod)
     assert "step 6/6  local step 18" in server.output()
+    assert "could not be stored" not in server.output()
+    stored = backstay.load(uri)
+    assert stored.step == 6
+    for index, leaf in enumerate(jax.tree.leaves((stored.params, stored.state))):
+        np.testing.assert_allclose(leaf, tiny.reference()[str(index)], rtol=1e-9, atol=1e-12)
 
 
 def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) -> None:

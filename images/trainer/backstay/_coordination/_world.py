@@ -39,7 +39,9 @@ def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
 def change_world(state: CoordinatorState, world: int, offset: int) -> None:
     """Put `world` in force from `state.version` on, with this `BatchKey.offset`, and record it."""
     state.world = world
-    state.worlds = (*state.worlds, World(version=state.version, world=world, offset=offset))
+    # No update was made with a world that came in force at this version too.
+    before = (one for one in state.worlds if one.version < state.version)
+    state.worlds = (*before, World(version=state.version, world=world, offset=offset))
 
 
 def change_batches(state: CoordinatorState, batches: int, mode: UpdateMode) -> None:
