@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -251,9 +253,10 @@ def test_values_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path: Path, va
         started(place)
 
 
-def test_an_orbax_checkpoint_with_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_an_orbax_checkpoint_with_a_torn_file_is_refused(tmp_path: Path) -> None:
     store_orbax(tmp_path / "place", TREE)
-    (tmp_path / "place" / "manifest.ocdbt").unlink()
+    torn = tmp_path / "place" / "_METADATA"
+    torn.write_bytes(torn.read_bytes()[:50])
     with pytest.raises(CheckpointError, match="as an Orbax checkpoint: files are missing or damaged"):
         started(str(tmp_path / "place"))
 
@@ -294,10 +297,35 @@ def test_exported_as_safetensors_and_started_from_again(
     equal(started(f"{tmp_path}/several"), TREE)
     with pytest.raises(CheckpointError, match="is not empty: nothing is replaced"):
         backstay.export(store.uri, f"{tmp_path}/several")
-    with pytest.raises(CheckpointError, match="File exists"):
+    with pytest.raises(CheckpointError, match=r"one\.safetensors exists: nothing is replaced"):
         backstay.export(store.uri, f"{tmp_path}/one.safetensors")
+    with pytest.raises(ConfigurationError, match="out is empty"):
+        backstay.export(store.uri, "")
     with pytest.raises(ConfigurationError, match="format is 'onnx': must be safetensors or orbax"):
         backstay.export(store.uri, "x", "onnx")  # type: ignore[arg-type]
+
+
+def test_t8_an_export_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path, write_named: Write) -> None:
+    """In a process whose files have a limit, and in a folder where none can be made."""
+    wide = np.random.default_rng(0).random((200, 200), np.float32)
+    store = CheckpointStore(str(tmp_path / "ours"))
+    write_named(store, {"w": wide}, version=5)
+    script = (
+        "import resource, signal, sys, backstay\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "for place in sys.argv[2:]:\n"
+        "    try:\n"
+        "        backstay.export(sys.argv[1], place, 'orbax')\n"
+        "    except backstay.errors.CheckpointError as error:\n"
+        "        print(error)\n"
+    )
+    places = [f"{tmp_path}/out/orbax", f"{store.uri}/{next(iter(store.contents().manifests))}/orbax"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, store.uri, *places], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert [f"{place} cannot be written" in done.stdout for place in places] == [True, True], done.stdout
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_orbax_reads_what_the_command_exports(tmp_path: Path, write_named: Write) -> None:

@@ -64,6 +64,8 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
     """
     if format not in ("safetensors", "orbax"):
         raise ConfigurationError(f"format is {format!r}: must be safetensors or orbax")
+    if not str(out):
+        raise ConfigurationError("out is empty: must name a file or a folder that does not exist")
     fixed = fix(str(checkpoint))
     if not fixed.endswith(MANIFEST_SUFFIX):
         raise CheckpointError(f"{checkpoint} is not a checkpoint of Backstay, nor a folder with checkpoints")
@@ -113,6 +115,8 @@ def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metad
     if not out.endswith(_SUFFIX) and folder.names():
         raise CheckpointError(f"{out} is not empty: nothing is replaced; name a folder that does not exist")
     if out.endswith(_SUFFIX):
+        if folder.size(last) is not None:
+            raise CheckpointError(f"{out} exists: nothing is replaced; name a file that does not exist")
         files = [(last, dict(named))]
     else:
         parts = _parts(named)

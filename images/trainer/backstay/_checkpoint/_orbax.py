@@ -6,9 +6,9 @@ item; `CheckpointManager` has a folder for each step.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,11 +79,23 @@ def write_orbax(uri: str, tree: Any) -> None:
     if folder.exists():
         raise CheckpointError(f"{uri} exists: nothing is replaced; name a folder that does not exist")
     try:
+        # Threads of Orbax end only after minutes if Orbax cannot create the folder.
+        folder.mkdir(parents=True)
+        folder.rmdir()
         with _quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder, tree)
             checkpointer.wait_until_finished()
     except Exception as error:
+        _remove(folder.parent, f"{folder.name}.orbax-checkpoint-tmp")
         raise CheckpointError(f"{uri} cannot be written: {error}") from error
+
+
+def _remove(parent: Any, name: str) -> None:
+    """Remove what Orbax has written before it failed: on a full disk it takes the space of others."""
+    with contextlib.suppress(Exception):
+        from etils import epath  # comes with Orbax
+
+        epath.Path(parent / name).rmtree()
 
 
 def _orbax() -> Any:
@@ -121,7 +133,7 @@ def _steps(folder: Any) -> list[Any]:
     return [step for step in folder.iterdir() if step.name.isdigit() and (_is_item(step) or _items(step))]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Orbax warns that a checkpoint is read without a sharding: the arrays are wanted on the host."""
     with warnings.catch_warnings():
