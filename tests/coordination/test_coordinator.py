@@ -24,6 +24,7 @@ from backstay._coordination import (
     Restart,
     Rules,
     Send,
+    Updated,
     WriteManifest,
 )
 from backstay_rpc.control_pb2 import (
@@ -545,8 +546,10 @@ def test_the_clip_factor_is_of_the_norm_over_all_shards() -> None:
     assert not commits(decisions)
     assert any(isinstance(d, Send) and isinstance(d.message, NormRequest) for d in decisions)
     assert not commits(job.norm(0, 1, Norm(term=1, version=0, sum_of_squares=9.0)))
-    (commit,) = commits(job.norm(0, 0, Norm(term=1, version=0, sum_of_squares=16.0)))
+    decided = job.norm(0, 0, Norm(term=1, version=0, sum_of_squares=16.0))
+    (commit,) = commits(decided)
     assert commit.clip_factor == pytest.approx(0.2)
+    assert [decision.norm for decision in decided if isinstance(decision, Updated)] == [5.0]
 
 
 def test_the_world_grows_to_joined_ranks_and_shrinks_at_once() -> None:

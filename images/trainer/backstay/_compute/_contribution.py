@@ -114,8 +114,12 @@ class Computation(Protocol):
         """Whether it takes parameters in host memory, where they lie, rather than on a device."""
         ...
 
-    def compile(self, batch: Any) -> None:
-        """Compile for batches like this one before there are parameters."""
+    def compile(self, batch: Any) -> float | None:
+        """Compile for batches like this one before there are parameters.
+
+        Returns:
+            Floating-point operations of one contribution, as XLA estimates them; None: it has no estimate.
+        """
         ...
 
     def start(self, start: Start) -> Contribution:
@@ -184,8 +188,8 @@ class GradientComputation:
     def on_host(self) -> bool:
         return self._gradient_of.on_host
 
-    def compile(self, batch: Any) -> None:
-        self._gradient_of.compile(batch)
+    def compile(self, batch: Any) -> float | None:
+        return self._gradient_of.compile(batch)
 
     def start(self, start: Start) -> PackedContribution:
         batch = self._batch_of(start.key)

@@ -15,6 +15,7 @@ import numpy as np
 from .._update._objective import Objective
 from .._update._tree import TreeSpec
 from ..errors import ConfigurationError
+from ._flops import flops_of
 from ._placement import Placement
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -126,8 +127,11 @@ class GradientFn:
             )
         return Gradient(leaves, loss, metrics, finite, examples_of(batch))
 
-    def compile(self, batch: Any) -> None:
+    def compile(self, batch: Any) -> float | None:
         """Compile for batches like this one, before there are parameters; a call finds the executable then.
+
+        Returns:
+            Floating-point operations of one call on all devices, as XLA estimates them; None: it has no estimate.
 
         Raises:
             ConfigurationError: as a call does.
@@ -135,7 +139,8 @@ class GradientFn:
         sharding = None if self.on_host else self.placement.everywhere
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         leaves = [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in self._tree.leaves]
-        self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        compiled = self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        return flops_of(compiled, len(self.placement.devices))
 
     @property
     def on_host(self) -> bool:

@@ -20,6 +20,7 @@ from .._update._objective import Objective, all_finite
 from .._update._rules import called
 from .._update._tree import TreeSpec
 from ._contribution import Layout, PackedContribution, Start
+from ._flops import flops_of
 from ._gradient import Gradient, examples_of
 from ._placement import Placement
 
@@ -83,8 +84,12 @@ class LocalProgram:
             return list(leaves)
         return jax.device_put(list(leaves), self.placement.everywhere, may_alias=True)
 
-    def compile(self, batch: Any) -> None:
-        """Compile the step for batches like this one, before there are parameters; a call finds the executable then."""
+    def compile(self, batch: Any) -> float | None:
+        """Compile the step for batches like this one, before there are parameters; a call finds the executable then.
+
+        Returns:
+            As `GradientFn.compile`, of one step.
+        """
         sharding = None if self.placement.on_host else self.placement.everywhere
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         leaves = [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in self._tree.leaves]
@@ -94,7 +99,8 @@ class LocalProgram:
             lambda leaf: shape(leaf.shape, leaf.dtype, sharding=self.placement.everywhere, weak_type=leaf.weak_type),
             carry,
         )
-        self.step.lower(carry, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        compiled = self.step.lower(carry, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        return flops_of(compiled, len(self.placement.devices))
 
     def _initial_state(self, leaves: Any) -> Any:
         optimizer, params = self.local.optimizer, self._params(leaves)
@@ -304,8 +310,9 @@ class LocalComputation:
     def on_host(self) -> bool:
         return self._program.placement.on_host
 
-    def compile(self, batch: Any) -> None:
-        self._program.compile(batch)
+    def compile(self, batch: Any) -> float | None:
+        flops = self._program.compile(batch)
+        return None if flops is None else flops * self.batches
 
     def start(self, start: Start) -> PackedContribution:
         result = self._training.contribute(start.params, start.key, self._batch_of, start.received)

@@ -430,7 +430,9 @@ class Coordinator:
         out: list[Decision] = []
         for pending in self._history.release():
             out += pending.counted
-            updated = Updated(pending.commit, pending.infos, ended=pending.ended, grace=self._grace.choice)
+            updated = Updated(
+                pending.commit, pending.infos, ended=pending.ended, grace=self._grace.choice, norm=pending.norm
+            )
             out += [Send(None, pending.commit), updated]
         return out
 

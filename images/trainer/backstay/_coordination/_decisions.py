@@ -84,6 +84,7 @@ class Updated:
         adopted: the previous coordinator decided it, and has most likely reported it.
         ended: the accounts of the epochs that ended with it.
         grace: how long the next update waits for more contributions than its quorum.
+        norm: of the mean gradient, before it is clipped; None: it is not computed.
     """
 
     commit: Commit
@@ -91,6 +92,7 @@ class Updated:
     adopted: bool = False
     ended: tuple[EpochEnded, ...] = ()
     grace: Choice = NO_WAIT
+    norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

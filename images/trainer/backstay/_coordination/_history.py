@@ -47,6 +47,7 @@ class Pending:
         before: with standbys, the state before the decision.
         asks: whether the shards must answer a `NormRequest` first.
         norms: the sums of squares that shards have answered, by shard.
+        norm: of the mean gradient, before it is clipped; None: it is not computed.
         counted: how the contributions are counted once the decision is certain.
         ended: the accounts of the epochs that end with it.
     """
@@ -57,6 +58,7 @@ class Pending:
     before: CoordinatorState | None
     asks: bool
     norms: dict[int, float] = field(default_factory=dict)
+    norm: float | None = None
     counted: tuple[Counted, ...] = ()
     ended: tuple[EpochEnded, ...] = ()
 
@@ -237,7 +239,7 @@ class History:
         if limit is None or not pending.asks or pending.commit.skip:
             return
         # In order of shard, so that the sum is the same run after run.
-        norm = math.sqrt(sum(pending.norms[shard] for shard in range(self._rules.shards)))
+        norm = pending.norm = math.sqrt(sum(pending.norms[shard] for shard in range(self._rules.shards)))
         pending.commit.clip_factor = 1.0 if norm <= limit else limit / norm
 
     def take_back(self) -> list[Pending]:

@@ -38,6 +38,9 @@ __all__ = ["Leader"]
 
 _LOG = logging.getLogger(__name__)
 
+TOKENS = "tokens"
+"""The metric of `loss` that counts the tokens of a batch."""
+
 _TELL_SECONDS = 60.0
 """A rank that is slow is named in the log at most this often."""
 
@@ -124,6 +127,11 @@ class Leader:
         examples = 0 if commit.skip else sum(info.examples for info in infos)
         self._metrics.updates.inc()
         self._metrics.examples.inc(examples)
+        if not commit.skip:
+            counts = (info.metrics.get(TOKENS, 0.0) for info in infos)
+            self._metrics.tokens.inc(sum(count for count in counts if count > 0 and math.isfinite(count)))
+        if updated.norm is not None:
+            self._metrics.gradient_norm.set(updated.norm)
         self._metrics.world.set(commit.world)
         self._metrics.grace_seconds.set(updated.grace.wait)
         self._metrics.grace_rate.set(updated.grace.per_second or 0.0)

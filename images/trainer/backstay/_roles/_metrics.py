@@ -1,8 +1,8 @@
 """Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. A pod exports only the metrics of its role.
-`/metrics`, `/healthz`, `/readyz`, `/peers` and `/status` are the only things that a pod answers without the job's token
-(O7).
+`/metrics`, `/healthz`, `/readyz`, `/peers`, `/status` and `/trace` are the only things that a pod answers without the
+job's token (O7).
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ class Metrics:
         self.updates = self._counter(of, "updates", "Updates decided, skipped ones included.")
         self.skipped = self._counter(of, "updates_skipped", "Updates skipped because a gradient was not finite.")
         self.examples = self._counter(of, "examples", "Examples in applied contributions.")
+        self.tokens = self._counter(
+            of, "tokens", "Tokens in applied contributions: the sum of the metric tokens that loss returns."
+        )
+        self._gradient_norm = self._family(
+            of, Gauge, "gradient_norm", "Norm of the newest mean gradient before it is clipped; only with clip_norm."
+        )
+        self._learning_rate = self._family(
+            of, Gauge, "learning_rate", "Of the newest update; only where optax.inject_hyperparams keeps it."
+        )
         self._contributions = self._family(
             of,
             Counter,
@@ -185,6 +194,19 @@ class Metrics:
         self._bytes = self._family(
             of, Counter, "tensor_bytes", "Bytes of tensors on the worker's data streams.", (*_WHO, "direction")
         )
+        self._contribution_flops = self._family(
+            of,
+            Gauge,
+            "contribution_flops",
+            "Floating-point operations of one contribution, as XLA estimates them.",
+        )
+        self._mfu = self._family(
+            of,
+            Gauge,
+            "mfu_ratio",
+            "Model FLOPs utilization: the share of what the devices of the worker reach at most in BFloat16. No series "
+            "where their peak is not known.",
+        )
         self.reconnects = self._counter(
             of, "reconnects", "Times that a worker connected again after the loss of a server."
         )
@@ -215,6 +237,26 @@ class Metrics:
     def checkpoint_timestamp(self) -> Gauge:
         """The series begins with the first use: a 0 would be an age of 50 years."""
         return self._checkpoint_timestamp.labels(*self._who)
+
+    @property
+    def gradient_norm(self) -> Gauge:
+        """The series begins with the first use: without `clip_norm` there is none."""
+        return self._gradient_norm.labels(*self._who)
+
+    @property
+    def learning_rate(self) -> Gauge:
+        """The series begins with the first use: few optimizers have it in their state."""
+        return self._learning_rate.labels(*self._who)
+
+    @property
+    def contribution_flops(self) -> Gauge:
+        """The series begins with the first use: some backends have no estimate."""
+        return self._contribution_flops.labels(*self._who)
+
+    @property
+    def mfu(self) -> Gauge:
+        """The series begins with the first use: the peak of most devices is not known."""
+        return self._mfu.labels(*self._who)
 
     def contributions(self, outcome: str) -> Counter:
         """Of one `Outcome`."""

@@ -44,6 +44,7 @@ from ._farewell import Farewell, wait_applied
 from ._history import begin_history
 from ._last_save import ask_to_save, wait_until
 from ._leader import Leader
+from ._learning_rate import LearningRate
 from ._loading import Loader, build
 from ._manifests import ManifestStorage, NoStorage
 from ._metrics import Metrics
@@ -140,6 +141,7 @@ class Server:
                 config.mode,
                 environment.timeouts,
             )
+        self._learning_rate = LearningRate(metrics)
         self._tracing = Tracing(environment, self._peer, store, self._link)
         stop.then(self._tracing.stopping)
         self._writer: CheckpointWriter | None = None
@@ -221,6 +223,7 @@ class Server:
         """Go on where the active server was, in the same term."""
         self._term, self._world, self._history = held.term, held.world, held.history
         self._metrics.term.set(held.term)
+        self._learning_rate.watch(held.engine)
         self._runtime.reset(held.term, held.engine, held.world, held.offset)
         self._runtime.inherit(held.prepared, held.last)
         if self._link is not None:
@@ -276,6 +279,7 @@ class Server:
                     self._driving.silent(silent | {hung.rank for hung in stalled})
                 self._metrics.live_workers.set(len(live))
                 self._tracing.tick()
+                self._learning_rate.tick()
                 alive()
                 if self._done is not None:
                     return self._end(self._done)
@@ -399,6 +403,7 @@ class Server:
         engine = build(rollback, self._env, self._script, self._plan, self._wished_world)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
+        self._learning_rate.watch(engine)
         self._runtime.reset(rollback.term, engine, rollback.world, rollback.offset)
         if self._link is not None:
             self._link.started(rollback.term, rollback.version)

@@ -51,6 +51,7 @@ from ._black_box import hang_report
 from ._key_steps import KEY_STEPS
 from ._metrics import STEP_PARTS, HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
+from ._utilization import Utilization
 from ._worker_seconds import WorkerSeconds, process_age
 
 __all__ = ["Stopped", "Worker", "raise_end"]
@@ -139,7 +140,7 @@ class Worker:
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
-        self._rate = Rate()
+        self._rate, self._utilization = Rate(), Utilization(metrics)
         self.seconds = WorkerSeconds(age=process_age())
         self._heart.worker_seconds = self.seconds.report
         self._attempt = 0
@@ -252,7 +253,7 @@ class Worker:
         with contextlib.suppress(Exception):
             batch = self._batch(key)
             with one_compiles("gradient", self._plan.agreement.digest, seconds=seconds):
-                self._computation.compile(batch)
+                self._utilization.compiled(self._computation.compile(batch))
             self._prepared = key, batch
         self.seconds.ended("compiling")
 
@@ -330,6 +331,7 @@ class Worker:
         self._version = pulled.version
         self._rate.add(now, info.examples)
         rate = self._rate.per_second(now)
+        self._utilization.contributed(now)
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
         self._metrics.worker_examples.inc(info.examples)

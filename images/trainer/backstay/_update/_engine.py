@@ -8,6 +8,7 @@ handed out never changes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from ._tree import arrays
 Array = np.ndarray[Any, np.dtype[Any]]
 
 STATE = "optimizer/"
+_LEARNING_RATE = "hyperparams.learning_rate"
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,18 @@ class ShardEngine:
     def version(self) -> int:
         """The number of updates, skipped ones included."""
         return self._version
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The one that `optax.inject_hyperparams` keeps in the optimizer's state; None: the state has none.
+
+        https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html#optax.inject_hyperparams
+        """
+        for place, index in enumerate(self._rule.shared):
+            if self._rule.states[index].path.endswith(_LEARNING_RATE):
+                with contextlib.suppress(RuntimeError):  # an update replaces the state meanwhile
+                    return float(np.asarray(self._shared[place]))
+        return None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
