@@ -17,7 +17,7 @@ def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 
     return blame.updated(max(ends.values()) + late, 1, version, ends)
 
 
-def test_the_rank_that_completes_the_set_is_charged_with_what_it_came_later_than_the_one_before() -> None:
+def test_the_rank_that_completes_the_set_is_charged_with_its_delay_after_the_previous_one() -> None:
     blame = Blame(1, now=0.0)
     blame.parts(0, {"batch_wait": 0.1, "compute": 1.0})
     blame.parts(1, {"batch_wait": 0.1, "compute": 1.1})

@@ -27,7 +27,7 @@ def commits(decisions: list[object]) -> list[Commit]:
 
 
 def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None:
-    """T8: and the evaluation is waited for only so long."""
+    """T8: the wait for the evaluation has a limit too."""
     rules = Rules(mode="Sync", shards=1, steps=1, stores=True, evaluates=True)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
     assert commits(job.staged(0, 0, staged(0, 0)))[0].checkpoint

@@ -1,7 +1,7 @@
-"""T1, T2, T3, T5 over every order in which notices can come: a simulated job around the pure coordinator.
+"""T1, T2, T3, T5 over every order in which reports can arrive: a simulated job around the pure coordinator.
 
-The simulation has shards whose links deliver in order but at any pace, workers that die, are replaced and send again,
-and shards that break their stream or lose everything. What is asserted is what the shards were told to apply.
+The links of the simulated shards deliver messages in order, at any pace. Workers die, are replaced and send again.
+Shards lose their link or their whole state. The assertions are about the commits that the shards receive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Shard:
     def lose_all(self) -> None:
         self.term = self.version = 0
         self.staged: dict[bytes, Staged] = {}
-        self.told: dict[bytes, Reject] = {}
+        self.rejected: dict[bytes, Reject] = {}
         self.history: list[Commit] = []
         self.used: set[bytes] = set()
         self.inbox: deque[object] = deque()
@@ -96,11 +96,11 @@ class Job:
         self.histories: dict[int, list[Commit]] = {}
         self.completions: dict[tuple[int, int], list[int]] = {}  # (term, version) -> ranks in order of completion
         self.holders: dict[bytes, set[int]] = {}
-        self.zombies: list[tuple[GradientId, list[int]]] = []  # what pods that were replaced still send
+        self.zombies: list[tuple[GradientId, list[int]]] = []  # messages that replaced pods still send
         self.finished: Finished | None = None
         self.carry_out(self.coordinator.start(self.now))
 
-    # The coordinator's end.
+    # The coordinator's side.
     def carry_out(self, decisions: list[object]) -> None:
         for decision in decisions:
             if isinstance(decision, Send) and isinstance(decision.message, Reject):
@@ -170,7 +170,7 @@ class Job:
             assert commit.contributions[0].weight == weight
         assert commit.final == (commit.version + 1 == self.rules.steps)
 
-    # The shards' end.
+    # The shards' side.
     def deliver_to_shard(self, shard: Shard) -> None:
         if not shard.inbox:
             return
@@ -179,7 +179,7 @@ class Job:
             case Rollback():
                 shard.term, shard.version = message.term, message.version
                 shard.staged.clear()
-                shard.told.clear()
+                shard.rejected.clear()
                 shard.used.clear()
                 shard.history = []
                 shard.outbox.clear()
@@ -190,7 +190,7 @@ class Job:
                 assert message.version == shard.version, "commits come without gaps"
                 for contribution in message.contributions:
                     key = key_of(contribution.id)
-                    assert key in shard.staged, "a shard holds what it is told to apply"
+                    assert key in shard.staged, "a shard holds the gradients that a commit names"
                     assert key not in shard.used, "T3"
                     shard.used.add(key)
                     del shard.staged[key]
@@ -212,9 +212,9 @@ class Job:
                 shard.outbox.append(norm)
             case Reject():
                 key = key_of(message.id)
-                assert key not in shard.used, "what was applied is never rejected"
+                assert key not in shard.used, "an applied gradient is never rejected"
                 shard.staged.pop(key, None)
-                shard.told[key] = message
+                shard.rejected[key] = message
             case Done():
                 shard.done = message
 
@@ -239,7 +239,7 @@ class Job:
                     self.completions.setdefault((term, message.id.version), []).append(message.id.rank)
                 self.carry_out(decisions)
                 of_rank = [s for s in coordinator.open_gradients() if s.id.rank == message.id.rank]
-                assert len(of_rank) <= 2, "what is open is bounded"
+                assert len(of_rank) <= 2, "the undecided gradients are bounded"
             case Norm():
                 self.carry_out(coordinator.norm(now, index, message))
             case Written():
@@ -267,7 +267,7 @@ class Job:
         shard.written.append(Written(term=shard.term, version=shard.version))
         shard.outbox.append(shard.written[-1])
 
-    # The workers' end.
+    # The workers' side.
     def act(self, worker: Worker) -> None:
         if not worker.alive:
             worker.alive = True
@@ -312,10 +312,10 @@ class Job:
         shard = self.shards[index]
         key = key_of(gradient)
         stale = self.rules.mode == "Sync" and shard.version > gradient.version
-        if gradient.term != shard.term or key in shard.used or key in shard.staged or key in shard.told or stale:
+        if gradient.term != shard.term or key in shard.used or key in shard.staged or key in shard.rejected or stale:
             return
         info = GradientInfo(finite=self.random.random() < self.finite, examples=1 + gradient.rank, loss=1.0)
-        # Whether it is finite is the same wherever it is sent.
+        # A contribution is finite or not, on every shard.
         info.finite = (hash(key) % 1000) / 1000 < self.finite
         staged = Staged(id=gradient, info=info)
         shard.staged[key] = staged
@@ -327,7 +327,7 @@ class Job:
         gradient = worker.current
         assert gradient is not None
         key = key_of(gradient)
-        rejects = [shard.told[key] for shard in self.shards if key in shard.told]
+        rejects = [shard.rejected[key] for shard in self.shards if key in shard.rejected]
         if rejects:
             worker.current = None
             if rejects[0].reason in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
@@ -339,7 +339,7 @@ class Job:
             worker.current = None
             worker.key_step = gradient.key_step + 1
         else:
-            # A server that was replaced has lost it: send the same again.
+            # A replaced server has lost it: send the same again.
             worker.to_push = [s.index for s in self.shards if not answered[s.index] and key not in s.staged]
 
     def disturb(self) -> None:
@@ -392,7 +392,7 @@ class Job:
             self.act(self.random.choice(self.workers))
 
     def drain(self) -> None:
-        """Deliver everything that is on its way."""
+        """Deliver all queued messages."""
         while any(shard.inbox or shard.outbox for shard in self.shards):
             for shard in self.shards:
                 if not shard.connected:  # the last disturbance came after the end
@@ -443,7 +443,7 @@ def rules_of(mode: str) -> st.SearchStrategy[Rules]:
 @pytest.mark.parametrize("mode", ["Sync", "Async"])
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> None:
+def test_for_any_failures_in_any_order(mode: str, data: st.DataObject) -> None:
     """T1, T2, T3, T5 hold at every decision, and the job ends once the disturbances do (T8)."""
     rules = data.draw(rules_of(mode))
     ranks = data.draw(st.integers(1, 4))
@@ -455,9 +455,9 @@ def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> 
         if job.over:
             break
         job.step(chaos=False)
-    assert job.over, "with everybody alive the job ends"
+    assert job.over, "without failures the job ends"
     job.drain()
-    assert not [staged for shard in job.shards for staged in shard.staged.values()], "the fate of each is told"
+    assert not [staged for shard in job.shards for staged in shard.staged.values()], "every outcome is reported"
     assert job.finished == Finished(rules.steps)
     surviving = job.surviving()
     assert [commit.version for commit in surviving] == list(range(rules.steps))
@@ -473,7 +473,9 @@ def test_whatever_dies_and_in_whatever_order(mode: str, data: st.DataObject) -> 
         for commit in surviving:
             if commit.version in mine:
                 assert mine[commit.version] == commit, "T1: the same set on every shard"
-        assert shard.version == (rules.steps if shard.term else 0), "one that came back after the end has nothing to do"
+        assert shard.version == (rules.steps if shard.term else 0), (
+            "a shard that returns after the end has nothing to do"
+        )
     if rules.stores:
         assert job.shards[0].done is not None
         assert job.shards[0].done.checkpoint == job.saved_uri
@@ -504,7 +506,7 @@ def test_an_older_incarnation_is_refused_once_a_newer_one_joined() -> None:
     assert commits(job.staged(3, 1, staged(0, 0, incarnation=1)))
 
 
-def test_what_is_open_at_the_end_is_answered() -> None:
+def test_undecided_gradients_are_answered_at_the_end() -> None:
     rules = Rules(mode="Async", shards=2, steps=1)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
     job.staged(0, 0, staged(1, 0))
@@ -557,13 +559,13 @@ def test_the_world_grows_to_joined_ranks_and_shrinks_at_once() -> None:
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
     for rank in (0, 1, 3):
         job.joined(0, rank, 0)
-    job.wish(0, 4, Intervals())
+    job.configure(0, 4, Intervals())
     job.staged(0, 0, staged(0, 0))
     assert commits(job.staged(0, 0, staged(1, 0)))[0].world == 2
     job.joined(0, 2, 0)
     job.staged(0, 0, staged(0, 1))
     assert commits(job.staged(0, 0, staged(1, 1)))[0].world == 4
-    job.wish(0, 1, Intervals())
+    job.configure(0, 1, Intervals())
     for rank in (1, 2, 3):  # they leave: the update is of those that stay
         assert not commits(job.staged(0, 0, staged(rank, 2)))
     assert commits(job.staged(0, 0, staged(0, 2)))[0].world == 1

@@ -1,4 +1,4 @@
-"""Workers that come and go by wish: the world changes by commit, nobody waits for those that leave, no batch twice."""
+"""Changes of the number of workers: commits change the world, updates do not wait for leaving ranks, T9 holds."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ def job_of(world: int, **rules: object) -> Coordinator:
     return Coordinator(made, CoordinatorState(term=1, version=0, world=world))
 
 
-def test_scaling_down_to_the_ranks_that_live_frees_a_job_whose_others_are_dead() -> None:
-    """T1, T8: 0 and 1 have handed in, 2 and 3 never will; the smaller world needs no update of the larger one."""
+def test_scaling_down_to_the_living_ranks_frees_a_job_whose_others_are_dead() -> None:
+    """T1, T8: 0 and 1 have contributed, 2 and 3 never will; the smaller world does not need them."""
     job = job_of(4)
     job.staged(0, 0, staged(0, 0))
     job.staged(0, 0, staged(1, 0))
-    (commit,) = commits(job.wish(1.0, 2))
+    (commit,) = commits(job.configure(1.0, 2))
     assert [c.id.rank for c in commit.contributions] == [0, 1]
     assert commit.world == 2
     assert [(w.version, w.world) for w in job.state.worlds] == [(0, 4), (1, 2)]
 
 
-def test_the_ranks_that_stay_make_the_update_whoever_was_first() -> None:
-    """T1: what is in the history says which ranks an update is of: the smaller of the worlds around it."""
+def test_the_ranks_that_stay_make_the_update_in_any_order_of_arrival() -> None:
+    """T1: the history defines the ranks of an update: those of the smaller of the worlds around it."""
     job = job_of(4, backups=1)
     job.staged(0, 0, staged(3, 0))
     job.staged(0, 0, staged(2, 0))
-    assert commits(job.wish(0.0, 2)) == []
+    assert commits(job.configure(0.0, 2)) == []
     (commit,) = commits(job.staged(0, 0, staged(1, 0)))
     assert [c.id.rank for c in commit.contributions] == [1]
 
 
-def test_a_wish_that_is_taken_back_changes_nothing() -> None:
+def test_a_request_that_is_withdrawn_changes_nothing() -> None:
     job = job_of(3)
     job.staged(0, 0, staged(0, 0))
-    assert job.wish(0.0, 2) == []
-    assert job.wish(0.0, 3) == []
+    assert job.configure(0.0, 2) == []
+    assert job.configure(0.0, 3) == []
     assert commits(job.staged(0, 0, staged(1, 0))) == []
     (commit,) = commits(job.staged(0, 0, staged(2, 0)))
     assert commit.world == 3
     assert len(job.state.worlds) == 1
 
 
-def test_where_a_shard_starts_it_is_told_the_world_and_its_offset() -> None:
-    """A replaced server answers with the same batch numbers as the one before it."""
+def test_a_shard_that_starts_receives_the_world_and_its_offset() -> None:
+    """A replaced server answers with the same batch numbers as its predecessor."""
     job = job_of(4)
-    job.wish(0.0, 2)
+    job.configure(0.0, 2)
     for rank in (0, 1):
         job.staged(0, 0, staged(rank, 0))
     saved = CoordinatorState.from_json(job.state.to_json())
@@ -82,9 +82,9 @@ def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
     """T1, T9: Sync. The numbers of the ranks that make the updates follow one another, each once and none left out."""
     random = Random(seed)
     job = job_of(world, backups=backups)
-    at = CoordinatorState(term=1, version=0, world=world)  # what workers were told with the version
+    at = CoordinatorState(term=1, version=0, world=world)  # the state that workers received with the version
     offset, drawn = 0, []
-    wished = world
+    desired = world
     for _ in range(25):
         version = job.state.version
         decided: list[Commit] = []
@@ -93,28 +93,28 @@ def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
         dead: list[int] = []
         while not decided:
             if random.random() < 0.15:
-                wished = random.randint(1, 6)
-                decided = commits(job.wish(0.0, wished))
+                desired = random.randint(1, 6)
+                decided = commits(job.configure(0.0, desired))
             elif random.random() < 0.3:
                 job.joined(0.0, random.randrange(6), 0)
             elif ranks:
                 rank = ranks.pop()
-                if rank < min(at.world, wished) or random.random() < 0.7:  # those that leave may be dead
+                if rank < min(at.world, desired) or random.random() < 0.7:  # those that leave may be dead
                     decided = commits(job.staged(0.0, 0, staged(rank, version)))
                 else:
                     dead.append(rank)
-            else:  # those that died as they were to leave are wanted again
-                assert dead, "nobody is left to wait for"
+            else:  # ranks that died while leaving are requested again
+                assert dead, "no rank is left to wait for"
                 ranks, dead = dead, []
         (commit,) = decided
         used = [c.id.rank for c in commit.contributions]
-        smaller = min(at.world, wished)
+        smaller = min(at.world, desired)
         drawn += [BatchKey(step=version, rank=r, world=at.world, offset=offset).number for r in range(smaller)]
         assert len(used) == quorum_of(backups, smaller)
         assert max(used) < smaller
-        assert commit.world <= max(wished, at.world)
-        if wished < at.world:
-            assert commit.world == wished
+        assert commit.world <= max(desired, at.world)
+        if desired < at.world:
+            assert commit.world == desired
         at.world, offset = commit.world, commit.offset
     assert sorted(drawn) == list(range(len(drawn))), "each number once, none left out"
 
@@ -132,7 +132,7 @@ def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world:
     numbers: list[int] = []
     for _ in range(120):
         if random.random() < 0.1:
-            job.wish(0.0, random.randint(1, 5))
+            job.configure(0.0, random.randint(1, 5))
         rank = random.randrange(told[0])
         key_step = job.state.key_steps.get(rank, 0)
         if rank not in under_way:

@@ -100,7 +100,7 @@ def test_t2_a_rank_that_is_known_to_be_dead_is_not_waited_for(how: str) -> None:
 
 
 def test_t2_a_replacement_is_waited_for_once_it_has_contributed() -> None:
-    """Before, it may be compiling."""
+    """Before that, it may be compiling."""
     coordinator = coordinator_of(3)
     coordinator.joined(0.5, 2, 1)
     assert hand_in(coordinator, 1.0, 0, 1) == []
@@ -218,7 +218,7 @@ def test_the_estimate_is_what_a_job_with_that_grace_does(seed: int, ranks: int, 
 
 
 @pytest.mark.parametrize("late", [Lost, Staged])
-def test_auto_is_chosen_from_what_the_coordinator_sees(late: type) -> None:
+def test_auto_is_chosen_from_the_observed_durations(late: type) -> None:
     """Rank 3 takes 1.1 s where the others take 1: after a few updates without it, they wait for it. It came after the
     shard had the commit (`Lost`), or after the decision and before the shard had the commit (`Staged`)."""
     coordinator = coordinator_of(4, backups=1, grace=None)

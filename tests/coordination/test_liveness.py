@@ -1,4 +1,4 @@
-"""Who is reported as hung, slow or lost (the design's `stallSeconds`): time is passed in."""
+"""Which workers are reported as hung, slow or lost (the design's `stallSeconds`): time is passed in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_twenty_of_its_own_medians_are_waited_for() -> None:
     assert ranks(live.stalled(250, 1, 1)) == [0]
 
 
-def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_anew() -> None:
+def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_fresh() -> None:
     live = Liveness("Sync")
     live.joined(0, worker(0))
     assert ranks(live.stalled(TIMES.silent - 1, 300, 1)) == []
@@ -60,7 +60,7 @@ def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_anew() 
         live.beat(now, worker(0, 1), COMPILING, 0)
     assert ranks(live.stalled(TIMES.compile, 300, 1)) == []
     assert ranks(live.stalled(TIMES.compile + 12, 300, 1)) == [0]
-    # What it took is not held against the first gradient.
+    # The time for compiling does not count for the first gradient.
     now = TIMES.compile + 20
     live.beat(now, worker(0, 1), TRAINING, 0)
     assert live.stalled(now + 5, 300, 1) == []
@@ -90,7 +90,7 @@ def test_the_rate_is_that_of_the_window_and_falls_when_nothing_happens() -> None
     assert rate.per_second(200) < 1
 
 
-def test_a_burst_at_the_start_is_no_rate() -> None:
+def test_a_burst_at_the_start_is_not_a_rate() -> None:
     """Gradients that waited for a server are applied within milliseconds: their rate was shown as 11,169 examples/s."""
     rate = Rate()
     for now in (0.0, 0.002, 0.004, 0.9):
@@ -100,8 +100,8 @@ def test_a_burst_at_the_start_is_no_rate() -> None:
     assert rate.per_second(1.5) == pytest.approx(80 / 1.5)
 
 
-def test_the_silence_of_a_process_that_was_stopped_is_its_own() -> None:
-    """A server that was stopped, or starved, could hear nobody: no worker is replaced for that."""
+def test_a_paused_server_does_not_count_its_pause_as_silence() -> None:
+    """A server that was paused, or had no processor, received no heartbeats: no worker is replaced for that."""
     live = Liveness("Sync")
     for rank in range(2):
         live.joined(0, worker(rank))
@@ -111,7 +111,7 @@ def test_the_silence_of_a_process_that_was_stopped_is_its_own() -> None:
         live.tick(now)
         live.beat(now, worker(0), TRAINING, 0)
     assert [peer.index for peer in live.lost(10)] == [1], "the process ran all the time: this silence is rank 1's"
-    assert len(live.live(60, "worker")) == 2, "it stood still from 9 to 60: that is nobody's silence"
+    assert len(live.live(60, "worker")) == 2, "it was paused from 9 to 60: no peer was silent"
     assert [stalled.rank for stalled in live.stalled(61, 30, 2)] == [1]
     live.tick(61)
     for now in range(62, 72):

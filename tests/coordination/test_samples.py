@@ -1,4 +1,4 @@
-"""T9: every sample is used once an epoch, whoever comes and goes, and the account of an epoch is true."""
+"""T9: every sample is used once in an epoch while workers join and leave, and the account of an epoch is correct."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def staged(rank: int, version: int, term: int, *, key_step: int | None = None, f
 
 
 class Run:
-    """A Sync job of one shard whose workers draw batches of a data set; what its history used is recorded."""
+    """A Sync job of one shard whose workers draw batches of a data set; the used samples are recorded."""
 
     def __init__(self, seed: int, size: int, batch: int, world: int, backups: int, batches: int = 1) -> None:
         self.random, self.steps = Random(seed), batches
@@ -37,9 +37,9 @@ class Run:
         self.mirror = self.job.state.copy()
         self.stored = self.job.state.copy().to_json()
 
-    def update(self, *, finite: bool = True, wished: int | None = None) -> None:
+    def update(self, *, finite: bool = True, desired: int | None = None) -> None:
         state = self.job.state.copy()
-        decisions = [] if wished is None else list(self.job.wish(0.0, wished))
+        decisions = [] if desired is None else list(self.job.configure(0.0, desired))
         for rank in range(6):
             if self.random.random() < 0.5:
                 self.job.joined(0.0, rank, 0)
@@ -63,7 +63,7 @@ class Run:
         self.stored = self.job.state.copy().to_json()
 
     def roll_back(self) -> int:
-        """Back to what was stored; returns how many updates are redone."""
+        """Go back to the stored state; returns how many updates are redone."""
         state, before = CoordinatorState.from_json(self.stored), self.job.state
         state.term = before.term + 1
         self.job.restart(0.0, state, "uri")
@@ -89,11 +89,11 @@ def test_t9_each_sample_once_an_epoch_over_changes_of_the_world_and_rollbacks(
     seed: int, size: int, batch: int, world: int, backups: int, batches: int
 ) -> None:
     run = Run(seed, size, batch, world, backups, batches)
-    skipped = batches > 1  # what a rank that leaves has drawn between two batches of others is dropped
+    skipped = batches > 1  # batches of a leaving rank between two batches of others are dropped
     for _ in range(40):
         match run.random.randrange(8):
             case 0:
-                run.update(wished=run.random.randint(1, 6))
+                run.update(desired=run.random.randint(1, 6))
             case 1:
                 run.store()
             case 2:
@@ -122,7 +122,7 @@ def test_t9_each_sample_once_an_epoch_over_changes_of_the_world_and_rollbacks(
         assert all(per_epoch[epoch] == size for epoch in range(account.epoch))
 
 
-def test_t9_the_account_says_what_was_dropped_and_repeated() -> None:
+def test_t9_the_account_counts_dropped_and_repeated_samples() -> None:
     """Two ranks, one of them a backup: half is dropped. Then two updates are lost, and made again."""
     run = Run(seed=0, size=20, batch=2, world=2, backups=1)
     run.update()
@@ -140,11 +140,11 @@ def test_t9_with_local_steps_only_ranks_that_leave_drop_samples() -> None:
     """Of the last contribution of rank 2, the batches that lie between those of the ranks that stay."""
     run = Run(seed=0, size=1000, batch=1, world=3, backups=0, batches=4)
     run.update()
-    run.update(wished=2)
+    run.update(desired=2)
     account = run.job.state.samples
     assert account is not None
     assert (account.used, account.dropped) == (12 + 8, 3)
-    run.update(wished=3)
+    run.update(desired=3)
     while run.job.state.world < 3:
         run.update()
     run.update()
@@ -169,7 +169,7 @@ def test_a_manifest_holds_the_state_of_a_job_with_local_steps(mode: Any) -> None
     assert state.version == 4
 
 
-def test_t9_another_number_of_local_steps_goes_on_with_the_next_batch() -> None:
+def test_t9_another_number_of_local_steps_continues_with_the_next_batch() -> None:
     """A run continues a checkpoint of another run, which made more local steps, or none."""
     run = Run(seed=1, size=1000, batch=1, world=2, backups=0, batches=4)
     for _ in range(3):
@@ -188,7 +188,7 @@ def test_t9_another_number_of_local_steps_goes_on_with_the_next_batch() -> None:
     assert again.job.state.samples == Samples(1000, 1, used=36)
 
 
-def test_t9_an_async_account_counts_updates_and_what_a_change_of_the_world_leaves_out() -> None:
+def test_t9_an_async_account_counts_updates_and_batches_that_a_change_of_the_world_leaves_out() -> None:
     rules = Rules(mode="Async", shards=1, steps=100)
     job = Coordinator(rules, CoordinatorState(1, 0, 2, samples=Samples(size=10, batch=2, sync=False)))
     ended: list[EpochEnded] = []
@@ -197,15 +197,15 @@ def test_t9_an_async_account_counts_updates_and_what_a_change_of_the_world_leave
     assert job.state.samples == Samples(10, 2, False, used=8)
     job.joined(0.0, 0, 0)
     job.joined(0.0, 1, 0)
-    job.wish(0.0, 1)
+    job.configure(0.0, 1)
     for decision in job.staged(0.0, 0, staged(0, job.state.version, 1, key_step=3)):
         ended += decision.ended if isinstance(decision, Updated) else ()
-    # Rank 0 is at step 4 and rank 1 at step 1: numbers go on above step 4 of both.
+    # Rank 0 is at step 4 and rank 1 at step 1: numbers continue above step 4 of both.
     assert ended == [EpochEnded(epoch=0, size=10, used=10, dropped=2 * (1 + 4), repeated=0)]
 
 
 @pytest.mark.parametrize("data", [None, 3, {}, {"size": 0}, {"size": 3, "batch": "x"}])
-def test_an_account_that_makes_no_sense_is_no_account(data: Any) -> None:
+def test_an_invalid_account_is_ignored(data: Any) -> None:
     assert Samples.from_json(data) is None
 
 

@@ -38,7 +38,7 @@ def test_the_next_update_is_the_last_one_and_is_stored() -> None:
 
 
 def test_an_end_that_was_not_reached_is_not_kept_and_a_late_one_changes_nothing() -> None:
-    """A rollback before the final update was stored takes the early end back with the evaluation that asked for it."""
+    """A rollback before the final update was stored withdraws the early end with the evaluation that requested it."""
     job = Coordinator(Rules(mode="Sync", shards=1, steps=3), CoordinatorState(1, 0, 1))
     job.stop_early(0.0)
     state = CoordinatorState(2, 0, 1)

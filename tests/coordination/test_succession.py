@@ -1,7 +1,7 @@
 """T1, T3, T6 with standbys: servers die at any moment, the coordinator's too, and there is one history without a gap.
 
-The simulation keeps what `_shard` and `_control._link` keep: a shard answers a decision once its standby holds the
-mean, and gives out a version once its standby holds the commit. Links deliver in order, at any pace.
+The simulation models `_shard` and `_control._link`. A shard answers a decision once its standby holds the mean. It
+publishes a version once its standby holds the commit. Links deliver in order, at any pace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEPS = 6
 
 @dataclasses.dataclass
 class Held:
-    """What a server and its standby have in common."""
+    """The state that a server and its standby share."""
 
     version: int = 0
     last: Commit | None = None
@@ -57,7 +57,7 @@ class Shard:
         self.index = index
         self.incarnation = 1
         self.active, self.standby = Held(), Held()
-        self.told: Commit | None = None  # the newest commit heard, applied or not
+        self.received: Commit | None = None  # the newest commit received, applied or not
         self.published = 0
         self.staged: dict[bytes, Staged] = {}
         self.inbox: deque[object] = deque()
@@ -116,14 +116,14 @@ class Job:
                 1,
                 shard.active.version,
                 incarnation=shard.incarnation,
-                last=shard.told,
+                last=shard.received,
                 prepared=shard.active.prepared,
             )
         )
         shard.outbox.extend(shard.staged.values())
         shard.outbox.append(shard.active.version)
 
-    def hear(self, shard: Shard) -> None:
+    def receive(self, shard: Shard) -> None:
         message = shard.inbox.popleft()
         match message:
             case NormRequest():
@@ -131,8 +131,8 @@ class Job:
             case Commit():
                 if message.version < shard.active.version:
                     return
-                if shard.told is None or message.version > shard.told.version:
-                    shard.told = message
+                if shard.received is None or message.version > shard.received.version:
+                    shard.received = message
                 shard.commits[message.version] = message
             case Reject():
                 shard.staged.pop(key_of(message.id), None)
@@ -146,7 +146,7 @@ class Job:
             assert all(key_of(c.id) in shard.staged for c in contributions), "a shard holds what a decision names"
         elif shard.active.prepared != contributions:
             if any(key_of(c.id) not in shard.staged for c in contributions):
-                return  # taken back meanwhile
+                return  # withdrawn meanwhile
             shard.active.prepared = shard.standby.prepared = contributions
         shard.outbox.append(Norm(term=1, version=request.version, sum_of_squares=4.0, round=request.round))
 
@@ -184,11 +184,11 @@ class Job:
                 self.carry_out(self.coordinator.applied(0.0, shard.index, message))
 
     def cut(self, shard: Shard) -> None:
-        """The link to the coordinator breaks; what was on its way is lost."""
+        """The link to the coordinator breaks; messages on the way are lost."""
         shard.linked = False
 
     def restart_worker(self, rank: int) -> None:
-        """The pod of a rank is replaced; what its shards hold of it stays."""
+        """The pod of a rank is replaced; its gradients stay on the shards."""
         self.workers[rank] = None
         self.incarnations[rank] += 1
         self.carry_out(self.coordinator.joined(0.0, rank, self.incarnations[rank]))
@@ -197,7 +197,7 @@ class Job:
         """The active server dies; its standby serves, and a new standby is filled from it."""
         shard.incarnation += 1
         shard.active = dataclasses.replace(shard.standby, state=None)
-        shard.told = shard.active.last
+        shard.received = shard.active.last
         shard.published = shard.active.version
         shard.staged.clear()
         shard.commits.clear()
@@ -222,7 +222,7 @@ class Job:
         if self.rules.mode == "Sync" and len(versions) > 1:
             return
         version = min(versions)
-        self.carry_out(self.coordinator.told(0.0, 1, version))
+        self.carry_out(self.coordinator.worker_at(0.0, 1, version))
         key_step = version
         if self.rules.mode == "Async":
             key_step = self.coordinator.state.key_steps.get(rank, 0)
@@ -258,7 +258,7 @@ class Job:
             what = self.random.randrange(4)
             rank = self.random.randrange(len(self.workers))
             if what == 0 and shard.inbox:
-                self.hear(shard)
+                self.receive(shard)
             elif what == 1 and shard.outbox:
                 self.speak(shard)
             elif what == 2:
@@ -285,7 +285,7 @@ def trains_to_the_end(job: Job, faults: tuple[int, float]) -> None:
             break
         job.step(0.0)
     else:
-        pytest.fail(f"T8: the shards stand still at versions {[shard.active.version for shard in job.shards]}")
+        pytest.fail(f"T8: the shards stay at versions {[shard.active.version for shard in job.shards]}")
     histories = [[commit.SerializeToString(deterministic=True) for commit in s.active.history] for s in job.shards]
     assert all(history == histories[0] for history in histories)
     used = [(c.id.rank, c.id.key_step) for commit in job.shards[0].active.history for c in commit.contributions]
@@ -306,7 +306,7 @@ def job_of(mode: str, sizes: tuple[int, int, int], seed: int, *, replicates: boo
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sizes=SIZES, faults=FAULTS, seed=SEEDS)
 @example(sizes=(3, 1, 0), faults=(600, 0.03), seed=600548)  # Async: an answer to a dead coordinator's decision counted
-def test_whoever_dies_there_is_one_history_and_nothing_of_it_is_lost(mode: str, sizes, faults, seed) -> None:
+def test_after_any_failure_there_is_one_history_and_nothing_of_it_is_lost(mode: str, sizes, faults, seed) -> None:
     trains_to_the_end(job_of(mode, sizes, seed), faults)
 
 
@@ -322,9 +322,9 @@ def test_t8_broken_links_and_replaced_workers_do_not_stop_a_job_without_standbys
     trains_to_the_end(job_of(mode, sizes, seed, replicates=False), faults)
 
 
-def test_t8_a_decision_that_may_be_taken_back_does_not_refuse_a_gradient() -> None:
-    """Found by the model: the worker had sent its gradient again, because a server had died; two shards were told that
-    it is a duplicate, the third was not connected, and the decision was taken back. The worker waited for the third."""
+def test_t8_a_decision_that_may_be_withdrawn_does_not_refuse_a_gradient() -> None:
+    """Found by the model. After the death of a server, the worker had sent its gradient again. Two shards received its
+    rejection as a duplicate, the third was not connected, and the decision was withdrawn. The worker waited forever."""
     coordinator = Coordinator(
         Rules(mode="Async", shards=3, steps=STEPS, replicates=True), CoordinatorState(term=1, version=0, world=1)
     )
@@ -342,8 +342,8 @@ def test_t8_a_decision_that_may_be_taken_back_does_not_refuse_a_gradient() -> No
 
 
 def test_t8_a_gradient_that_was_refused_is_refused_by_every_shard() -> None:
-    """Found by the model: a shard was not connected when a gradient was refused. It reported the gradient later, before
-    the older one that had been complete, which was dropped then, though the other shard held only that one."""
+    """Found by the model. A shard was not connected when a gradient was refused, and reported the gradient later. Then
+    the older complete gradient was dropped, though the other shard held only that one."""
     coordinator = Coordinator(Rules(mode="Sync", shards=2, steps=STEPS), CoordinatorState(term=1, version=0, world=2))
     complete, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
     for shard in (0, 1):
@@ -360,24 +360,24 @@ def test_t8_a_gradient_that_was_refused_is_refused_by_every_shard() -> None:
     assert [contribution.id for contribution in commit.contributions] == [complete.id, other.id]
 
 
-def test_a_stale_standby_is_not_guessed_about() -> None:
-    """It is behind a worker, or behind a shard by more than the mean that it holds: a new term begins."""
+def test_a_stale_standby_begins_a_new_term() -> None:
+    """The standby is behind a worker, or behind a shard by more than the mean that it holds: a new term begins."""
     rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
     start = Rollback(term=1, version=0, world=1)
 
     def resumed() -> Coordinator:
         return Coordinator.resume(rules, CoordinatorState(term=1, version=2, world=1), start, last=None, prepared=())
 
-    assert resumed().told(0.0, 1, 3) == [Restart(0)]
-    assert resumed().told(0.0, 1, 2) == []
+    assert resumed().worker_at(0.0, 1, 3) == [Restart(0)]
+    assert resumed().worker_at(0.0, 1, 2) == []
     ahead = Commit(term=1, version=2, contributions=[Contribution(id=GradientId(term=1, version=2))], world=1)
     assert resumed().hello(0.0, 1, 1, 3, incarnation=1, last=ahead) == [Restart(1)]
     far = Commit(term=1, version=4, world=1)
     assert resumed().hello(0.0, 1, 1, 5, incarnation=1, last=far) == [Restart(1)]
 
 
-def test_t8_a_standby_is_told_nothing_of_a_history_that_was_left() -> None:
-    """Its shard still stands at the end of the old term, while the coordinator has begun the next."""
+def test_t8_a_standby_receives_nothing_of_an_abandoned_history() -> None:
+    """Its shard is still at the end of the old term, while the coordinator has begun the next."""
     rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
     known = coordinator.state_at(1, 0)
@@ -388,8 +388,8 @@ def test_t8_a_standby_is_told_nothing_of_a_history_that_was_left() -> None:
     assert coordinator.state_at(2, 5) is None
 
 
-def test_t6_a_checkpoint_further_on_than_what_a_standby_holds_is_gone_back_to() -> None:
-    """It was given up, and promoted all the same: what it holds is not the newest."""
+def test_t6_a_new_term_begins_at_a_checkpoint_newer_than_the_standbys_state() -> None:
+    """The server abandoned the standby, and the operator promoted it: its state is not the newest."""
     rules = Rules(mode="Sync", shards=1, steps=STEPS, replicates=True, stores=True)
     start = Rollback(term=1, version=0, world=1)
 
@@ -403,15 +403,15 @@ def test_t6_a_checkpoint_further_on_than_what_a_standby_holds_is_gone_back_to() 
     assert resumed((2, 0)).start(0.0) == [Restart(0)]
 
 
-def test_t6_a_term_that_was_begun_is_not_begun_again_by_a_successor_that_did_not_hear_of_it() -> None:
-    """The coordinator died when it had sent the shards back, and before its standby had the new term."""
+def test_t6_a_successor_without_a_term_that_was_begun_does_not_begin_it_again() -> None:
+    """The coordinator died after it had sent the shards back, and before its standby had the new term."""
     rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
     start = Rollback(term=1, version=0, world=1)
     state = CoordinatorState(term=1, version=0, world=1)
     resumed = Coordinator.resume(rules, state, start, last=None, prepared=())
     assert resumed.hello(0.0, 1, 0, 0, incarnation=1, begun=2) == [Restart(1)]
     assert resumed.newest_term == 2
-    # Another shard tells of a newer one yet, while the checkpoint is looked for.
+    # Another shard reports a newer term while the coordinator searches the checkpoint.
     assert resumed.hello(0.0, 0, 0, 0, incarnation=2, begun=3) == []
     assert resumed.restart(0.0, CoordinatorState(term=3, version=0, world=1), "") == [Restart(0)]
     assert resumed.newest_term == 3
@@ -420,11 +420,11 @@ def test_t6_a_term_that_was_begun_is_not_begun_again_by_a_successor_that_did_not
 
 
 def test_a_checkpoint_that_died_with_its_writer_is_due_at_once() -> None:
-    """T7: else two intervals would be at stake."""
+    """T7: otherwise two intervals of work could be lost."""
     rules = Rules(mode="Sync", shards=1, steps=100, replicates=True, stores=True)
     start = Rollback(term=1, version=0, world=1)
 
-    def asks(version: int, stored: int, seconds: float | None = None, since: float = 0.0) -> bool:
+    def requests_checkpoint(version: int, stored: int, seconds: float | None = None, since: float = 0.0) -> bool:
         """Whether the first update of a successor is to be stored."""
         resumed = Coordinator.resume(
             rules,
@@ -444,15 +444,15 @@ def test_a_checkpoint_that_died_with_its_writer_is_due_at_once() -> None:
         (commit,) = [d.message for d in said if isinstance(d, Send) and isinstance(d.message, Commit)]
         return commit.checkpoint
 
-    assert asks(45, 20), "that of step 40 was begun"
-    assert not asks(45, 40)
-    assert not asks(15, -1)
-    assert asks(45, 40, seconds=60.0, since=61.0), "the time since the last one outlives the coordinator"
-    assert not asks(45, 40, seconds=60.0, since=30.0)
+    assert requests_checkpoint(45, 20), "that of step 40 was begun"
+    assert not requests_checkpoint(45, 40)
+    assert not requests_checkpoint(15, -1)
+    assert requests_checkpoint(45, 40, seconds=60.0, since=61.0), "the time since the last one outlives the coordinator"
+    assert not requests_checkpoint(45, 40, seconds=60.0, since=30.0)
 
 
-def test_a_commit_of_the_coordinator_before_is_told_with_its_loss() -> None:
-    """Its loss is known to the standby that held the mean."""
+def test_a_commit_of_the_previous_coordinator_is_reported_with_its_loss() -> None:
+    """The standby that held the mean has the loss."""
     rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
     contributions = [Contribution(id=GradientId(term=1, version=2, key_step=2), weight=1.0)]
     commit = Commit(term=1, version=2, contributions=contributions, world=1, offset=0)
@@ -471,9 +471,9 @@ def test_a_commit_of_the_coordinator_before_is_told_with_its_loss() -> None:
     assert told.commit == commit
 
 
-def test_t8_a_job_taken_over_at_its_end_does_not_wait_for_who_has_evaluated_and_left() -> None:
-    """The coordinator before had said that the job is done, to worker 0 at least; where that one is still here, or an
-    evaluator, it tells its evaluation again."""
+def test_t8_a_job_taken_over_at_its_end_does_not_wait_for_an_evaluator_that_left() -> None:
+    """The previous coordinator had reported the end of the job, at least to worker 0. If worker 0 or an evaluator is
+    still here, it reports its evaluation again."""
     rules = Rules(mode="Sync", shards=1, steps=STEPS, replicates=True, stores=True, evaluates=True)
     start = Rollback(term=1, version=0, world=1)
 

@@ -1,4 +1,4 @@
-"""What `from_dataset` takes: each kind of source, with and without a transform, read by several threads."""
+"""Arguments of `from_dataset`: each kind of source, with and without a transform, read by several threads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_kind_of_source_gives_the_same_batches(tmp_path: Path, kind: str, t
 
 
 class OnDisk:
-    """As an array of h5py or zarr: rows by number, and whoever asks for all of it reads the whole file."""
+    """Like an array of h5py or zarr: rows are read by number; `numpy.asarray` reads the whole file."""
 
     shape, dtype, chunks = X.shape, X.dtype, (1, 3)
 
@@ -184,7 +184,7 @@ def test_windows_of_tokens_begin_anywhere_and_no_token_is_used_twice_in_an_epoch
 def test_token_files_that_cannot_be_used(tmp_path: Path) -> None:
     odd = tmp_path / "odd.bin"
     odd.write_bytes(b"abc")
-    with pytest.raises(ConfigurationError, match="has 3 bytes, which are no whole tokens of uint16"):
+    with pytest.raises(ConfigurationError, match="has 3 bytes: must be whole tokens of uint16"):
         TokenFile(odd, 4)
     with pytest.raises(ConfigurationError, match="has 3 tokens, fewer than one window of 4"):
         TokenFile(odd, 4, dtype=np.uint8)

@@ -102,7 +102,7 @@ def test_each_fault_happens_once_and_never_before_its_step(install, capfd: pytes
 
 
 def test_a_script_that_cannot_be_understood_fails_the_pod(install) -> None:
-    with pytest.raises(ConfigurationError, match="'boom' is no action"):
+    with pytest.raises(ConfigurationError, match="'boom' is not an action"):
         install("boom worker/1 @3")
 
 

@@ -16,7 +16,7 @@ def test_a_shard_of_an_unstored_history_is_taken_back_in_a_higher_term(term: int
         clip_norm=None, stores=True, evaluates=False,
     )  # fmt: skip
     state = CoordinatorState(term=1, version=0, world=1)
-    coordinator = Coordinator(rules, state, checkpoint="", wished_world=1, intervals=Intervals(), now=0.0)
+    coordinator = Coordinator(rules, state, checkpoint="", desired_world=1, intervals=Intervals(), now=0.0)
     decisions = coordinator.hello(0.0, 1, term, version)
     restarts = [decision for decision in decisions if type(decision).__name__ == "Restart"]
     assert bool(restarts) == ((term, version) > (1, 0))

@@ -52,23 +52,23 @@ def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kil worker/1 @12", "'kil' is no action: must be one of kill, stop"),
-        ("kill worker @12", "'worker' is no pod: must be such as worker/1"),
-        ("kill ps/1 @12", "'ps/1' is no pod"),
-        ("kill worker/-1 @12", "'-1' is no index"),
-        ("kill worker/1#0 @12", "'0' is no incarnation: must be 1 or more"),
-        ("kill worker/1 12", "'12' is no step: must be such as @12"),
-        ("kill worker/1", "'' is no step"),
-        ("kill worker/1 @12 applied", "'applied' cannot stand here: kill takes one of compute, push"),
-        ("kill worker/1 @12 3s", "'3s' cannot stand here"),
+        ("kil worker/1 @12", "'kil' is not an action: must be one of kill, stop"),
+        ("kill worker @12", "'worker' is not a pod: must be such as worker/1"),
+        ("kill ps/1 @12", "'ps/1' is not a pod"),
+        ("kill worker/-1 @12", "'-1' is not an index"),
+        ("kill worker/1#0 @12", "'0' is not an incarnation: must be 1 or more"),
+        ("kill worker/1 12", "'12' is not a step: must be such as @12"),
+        ("kill worker/1", "'' is not a step"),
+        ("kill worker/1 @12 applied", "'applied' is not valid here: kill takes one of compute, push"),
+        ("kill worker/1 @12 3s", "'3s' is not valid here"),
         ("delay worker/1 @12", "for how long?"),
-        ("delay worker/1 @12 0s", "'0s' is no duration"),
-        ("stop server/0 @30 5", "'5' cannot stand here: stop takes"),
+        ("delay worker/1 @12 0s", "'0s' is not a duration"),
+        ("stop server/0 @30 5", "'5' is not valid here: stop takes"),
         ("exit worker/1 @12", "with which status?"),
-        ("exit worker/1 @12 256", "'256' cannot stand here"),
+        ("exit worker/1 @12 256", "'256' is not valid here"),
         ("fill worker/1 @12 3s", "only servers write checkpoints"),
         ("corrupt evaluator/0 @12", "an evaluator sends no tensors"),
-        ("stop server/0 @1 5s; stop server/1 @1 5s 6s", "'stop server/1 @1 5s 6s': '6s' cannot stand here"),
+        ("stop server/0 @1 5s; stop server/1 @1 5s 6s", "'stop server/1 @1 5s 6s': '6s' is not valid here"),
     ],
 )
 def test_a_mistake_is_refused_with_what_would_be_right(text: str, says: str) -> None:
@@ -80,9 +80,9 @@ def test_a_mistake_is_refused_with_what_would_be_right(text: str, says: str) -> 
 def test_a_fault_is_for_the_first_incarnation_unless_it_says_otherwise() -> None:
     """O4: a replacement that dies of the same fault again would only spend the budget."""
     (one,) = parse("kill worker/1 @12")
-    assert one.strikes(contract.ROLE_WORKER, 1, 1)
-    assert not one.strikes(contract.ROLE_WORKER, 1, 2)
-    assert not one.strikes(contract.ROLE_WORKER, 0, 1)
-    assert not one.strikes(contract.ROLE_SERVER, 1, 1)
+    assert one.matches(contract.ROLE_WORKER, 1, 1)
+    assert not one.matches(contract.ROLE_WORKER, 1, 2)
+    assert not one.matches(contract.ROLE_WORKER, 0, 1)
+    assert not one.matches(contract.ROLE_SERVER, 1, 1)
     (every,) = parse("kill worker/*#* @12")
-    assert every.strikes(contract.ROLE_WORKER, 7, 9)
+    assert every.matches(contract.ROLE_WORKER, 7, 9)

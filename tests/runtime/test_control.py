@@ -61,7 +61,7 @@ class FakeHost:
         self.driving: Driving | None = None
         self.fenced: list[dict[str, int]] = []
         self.loading = ""
-        self.told, self.asking = 0, False
+        self.progressed, self.asking = 0, False
         self.beats = 0
 
     def not_ready(self) -> str:
@@ -84,10 +84,10 @@ class FakeHost:
         return False
 
     def progress(self, request: object) -> ProgressReply:
-        self.told += 1
+        self.progressed += 1
         return ProgressReply(incarnation=self.incarnation)
 
-    def asks(self) -> bool:
+    def awaits_operator(self) -> bool:
         return self.asking
 
     def fence(self, incarnations: dict[str, int]) -> None:
@@ -98,13 +98,13 @@ class Recorder:
     """A `ShardSink` that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.received: list[object] = []
 
     def deliver(self, message: object) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
     def kinds(self) -> list[str]:
-        return [type(message).__name__ for message in self.heard]
+        return [type(message).__name__ for message in self.received]
 
 
 class Silence:
@@ -259,7 +259,7 @@ def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) 
     """A server that was stopped finds calls when it goes on; their caller has given them up, and has promoted since."""
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=3600.0))
     asked = threading.Event()
-    host.asks = lambda: asked.set() or host.asking  # type: ignore[method-assign]
+    host.awaits_operator = lambda: asked.set() or host.asking  # type: ignore[method-assign]
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
     stub = ControlStub(channel)
     host.asking = True
@@ -269,10 +269,10 @@ def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) 
     until(before.done)
     host.asking = False
     stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has come before this
-    assert host.told == 1
+    assert host.progressed == 1
     channel.close()
     server.close()
-    assert host.told == 1
+    assert host.progressed == 1
 
 
 def test_t6_what_the_operator_says_now_is_its_word(host: FakeHost) -> None:
@@ -280,7 +280,7 @@ def test_t6_what_the_operator_says_now_is_its_word(host: FakeHost) -> None:
     host.asking = True
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         ControlStub(channel).Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
-    assert host.told == 1
+    assert host.progressed == 1
     server.close()
 
 
@@ -377,8 +377,8 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
     until(lambda: len(driving._sinks) == 2)
     driving.report(0, staged(1))
-    until(lambda: [m.version for m in sink.heard if type(m).__name__ == "Commit"][-1:] == [1])
-    assert {m.version for m in sink.heard if type(m).__name__ == "Commit"} == {0, 1}
+    until(lambda: [m.version for m in sink.received if type(m).__name__ == "Commit"][-1:] == [1])
+    assert {m.version for m in sink.received if type(m).__name__ == "Commit"} == {0, 1}
     assert sink.kinds().count("Rollback") == 1
     link.close()
     driving.close()
@@ -394,9 +394,9 @@ def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
     driving.attach(1, newer, 0, 0, incarnation=2)
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     message = Staged(id=gradient, info=GradientInfo(finite=True))
-    driving.hear(1, older, message)
+    driving.receive(1, older, message)
     assert not list(driving._coordinator.open_gradients())
-    driving.hear(1, newer, message)
+    driving.receive(1, newer, message)
     assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
 
 
@@ -444,7 +444,7 @@ def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
     driving.start()
     sink = Recorder()
     driving.attach(0, sink, 1, 7)  # it has lived on after a coordinator that is gone
-    until(lambda: bool(sink.heard))
+    until(lambda: bool(sink.received))
     assert sink.kinds() == (["Rollback"] if patience else ["Done"])
     driving.close()
 
@@ -456,7 +456,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
 
     class Echo(Recorder):
         def deliver(self, commit: object) -> None:
-            self.heard.append(commit)
+            self.received.append(commit)
             if not isinstance(commit, Commit):
                 return
             driving.report(0, Applied(version=commit.version + 1))
@@ -473,7 +473,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    versions = [m.version for m in echo.heard if type(m).__name__ == "Commit"]
+    versions = [m.version for m in echo.received if type(m).__name__ == "Commit"]
     assert versions == list(range(50))
     assert echo.kinds().count("Done") == 1
 

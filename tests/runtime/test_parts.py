@@ -100,7 +100,7 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
         ({"BACKSTAY_ROLE": "boss"}, "must be one of parameter-server, worker, evaluator"),
         ({"BACKSTAY_SERVERS": "a:1"}, "names 1 servers, the job has 2 shards"),
         ({"BACKSTAY_TOKEN": ""}, "BACKSTAY_TOKEN is empty"),
-        ({"BACKSTAY_CONFIG": '{"shards": 0}'}, "BACKSTAY_CONFIG is no runtime configuration: shards"),
+        ({"BACKSTAY_CONFIG": '{"shards": 0}'}, "BACKSTAY_CONFIG is not a runtime configuration: shards"),
         ({"BACKSTAY_ROLE": "parameter-server", "BACKSTAY_INDEX": "2"}, "the job has shards 0 to 1"),
     ):
         with pytest.raises(errors.ConfigurationError, match=said):

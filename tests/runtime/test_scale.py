@@ -155,7 +155,7 @@ class FakeCall:
 
     def __init__(self) -> None:
         self.incoming: asyncio.Queue[bytes] = asyncio.Queue()
-        self.heard: list[CoordinatorMessage] = []
+        self.received: list[CoordinatorMessage] = []
         self.accepted = False
 
     def peer(self) -> str:
@@ -166,7 +166,7 @@ class FakeCall:
         return data or grpc.aio.EOF
 
     async def write(self, data: bytes) -> None:
-        self.heard.append(CoordinatorMessage.FromString(data))
+        self.received.append(CoordinatorMessage.FromString(data))
 
     async def send_initial_metadata(self, _: object) -> None:
         self.accepted = True
@@ -175,7 +175,7 @@ class FakeCall:
         rpc_loop().call_soon_threadsafe(self.incoming.put_nowait, ShardMessage(**kind).SerializeToString())
 
     def commits(self) -> list[int]:
-        return [message.commit.version for message in self.heard if message.HasField("commit")]
+        return [message.commit.version for message in self.received if message.HasField("commit")]
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_256_shards_need_no_thread_each(pool: ThreadPoolExecutor) -> None:
     until(lambda: all(each.accepted for each in calls) and len(service.links) == shards - 1)
     local: list[Any] = []
     driving.attach(0, Sink(local), 0, 0)
-    until(lambda: all(each.heard for each in calls))
+    until(lambda: all(each.received for each in calls))
     for version in range(steps):
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         staged = Staged(id=gradient, info=GradientInfo(finite=True))
@@ -231,11 +231,11 @@ def test_256_shards_need_no_thread_each(pool: ThreadPoolExecutor) -> None:
 
 
 class Sink:
-    def __init__(self, heard: list[Any]) -> None:
-        self.heard = heard
+    def __init__(self, received: list[Any]) -> None:
+        self.received = received
 
     def deliver(self, message: Any) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
 def test_heartbeats_are_answered_beside_256_links() -> None:
@@ -246,14 +246,14 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
     driving.start()
     host = FakeHost(driving)
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)  # type: ignore[arg-type]
-    heard: list[list[Any]] = [[] for _ in range(shards)]
+    received: list[list[Any]] = [[] for _ in range(shards)]
     links = [
         Link(
             f"127.0.0.1:{server.port}",
             TOKEN,
             Peer(role="parameter-server", index=shard),
             AGREEMENT,
-            Sink(heard[shard]),
+            Sink(received[shard]),
             "Sync",
         )
         for shard in range(1, shards)
@@ -261,7 +261,7 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
     try:
         for link in links:
             link.start()
-        until(lambda: all(heard[1:]))  # each was told where to start
+        until(lambda: all(received[1:]))  # each was told where to start
         client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
         client.beat(0, 1, TRAINING, 0.0)
         client.close()

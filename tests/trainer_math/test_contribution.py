@@ -1,4 +1,4 @@
-"""What a worker computes between a pull and a push: a gradient of one batch, as a computation behind the interface."""
+"""The computation of a worker between a pull and a push: a gradient of one batch, behind the interface."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_contribution_that_is_not_finite_says_so(params: dict[str, Any]) -> No
 
 
 def test_what_is_sent_again_is_the_same(params: dict[str, Any]) -> None:
-    """T3: reading a block a second time gives the same memory, whatever was computed meanwhile."""
+    """T3: reading a block a second time gives the same memory, regardless of later computations."""
     computation, _ = computation_of(params, [])
     leaves = jax.tree_util.tree_leaves(params)
     first = computation.start(Start(leaves, KEY))

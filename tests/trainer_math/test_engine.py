@@ -227,7 +227,7 @@ def test_what_a_reader_holds_never_changes():
 
 
 def test_state_is_donated_not_copied():
-    """Nobody holds a view: the parameters stay where they are."""
+    """Without a view of them, the parameters stay where they are."""
     params = {"a": np.ones((256, 64), np.float32)}
     _, _, _, (engine,) = make(optax.adam(1e-2), params, block_bytes=1 << 20)
     gradients = [aligned(np.ones(256 * 64, np.float32))]
@@ -290,7 +290,7 @@ def test_skipping_moves_the_version_and_nothing_else():
 
 
 def pool(specs, engines):
-    """What a checkpoint of all shards holds; every element once."""
+    """The content of a checkpoint of all shards: every element once."""
     arrays = {spec.key: np.zeros(spec.size, spec.dtype) for spec in specs}
     counts = {spec.key: np.zeros(spec.size, int) for spec in specs}
     for engine in engines:

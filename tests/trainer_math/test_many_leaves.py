@@ -1,4 +1,4 @@
-"""A model of very many leaves: what is compiled, and how many arrays go through JAX, does not grow with them."""
+"""A model of many thousand leaves: neither the compiled program nor the number of arrays in JAX grows with them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def compilations() -> Iterator[list[str]]:
     names: list[str] = []
     active = True
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def observed(event: str, seconds: float, **_: Any) -> None:
         if active and event == "/jax/core/compile/backend_compile_duration":
             names.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(observed)
     try:
         yield names
     finally:

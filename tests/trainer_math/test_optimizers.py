@@ -199,7 +199,7 @@ FINITE = r"remove it, because Backstay skips every update that has a gradient wh
 SCHEDULE = r"needs the loss at each update\. Use a schedule of the step instead"
 EXAMPLES = r"needs a gradient of each example"
 
-# What the error advises. Only clipping may be replaced by `clip_norm=`.
+# The advice in errors. Only clipping may be replaced by `clip_norm=`.
 ADVICE = {
     "clip-by-global-norm": r"optax\.clip_by_global_norm .* where it is the first .* pass `clip_norm=`.*" + ONE_SERVER,
     "apply-if-finite": r"optax\.apply_if_finite .*" + FINITE,
@@ -445,7 +445,7 @@ def test_one_process_explains_what_it_cannot_compute(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dpsgd, which optax gives up
 def test_every_transformation_of_optax_is_in_the_table():
-    """A release of optax that adds one fails here until somebody has looked at it."""
+    """A release of optax that adds one fails here until a developer has checked it."""
     public = {
         name
         for module in (optax, optax.contrib)

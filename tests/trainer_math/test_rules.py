@@ -1,4 +1,4 @@
-"""T4: transformations made to mislead. What is cut is elementwise, what is not stays whole, and both are exact."""
+"""T4: misleading transformations. A leaf that is cut is elementwise, any other stays whole, and both are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard that can be watched: an engine of plain NumPy, a coordinator that does what the test says, real streams."""
+"""A shard for tests: an engine of plain NumPy, a coordinator with scripted decisions, real streams."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class FakeEngine:
 
 
 class Recorder:
-    """A `Coordination` that writes everything down, and then lets `decide` act on what was staged."""
+    """A `Coordination` that records all reports, and then lets `decide` act on staged gradients."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -121,7 +121,7 @@ class Recorder:
         return self.of(kind)
 
     def wait_reported(self, gradient: GradientId, given_up: Callable[[], bool]) -> None:
-        """Until it was staged or lost, or nobody pushes it any more."""
+        """Wait until it was staged or lost, or no stream pushes it any more."""
         with self.changed:
             while not given_up() and not any(k in ("staged", "lost") and v == gradient for k, v in self.events):
                 self.changed.wait(0.05)
@@ -213,7 +213,7 @@ class Shard:
 
 @pytest.fixture
 def kit() -> SimpleNamespace:
-    """What tests need to name."""
+    """Names that the tests use."""
     return SimpleNamespace(
         token=TOKEN,
         digest=DIGEST,
@@ -299,7 +299,7 @@ def dial(stack: ExitStack) -> Callable[..., ShardedClient]:
 
 @pytest.fixture
 def background(stack: ExitStack) -> Callable[[Callable[[], Any]], Any]:
-    """Runs something in a thread; the result has `result()`, as of a future."""
+    """Runs a function in a thread; the result has `result()`, as a future has."""
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(8)

@@ -1,4 +1,4 @@
-"""A server that fails without closing anything: run as a process of its own."""
+"""A server that fails without closing its streams: run as a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that pushes half of a gradient and then waits to be killed: run as a process of its own."""
+"""A worker that pushes half of a gradient and then waits to be killed: run as a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is stopped (SIGSTOP) in the middle of a push: run as a process of its own."""
+"""A server that is paused (SIGSTOP) in the middle of a push: run as a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backstay._wire.flight import Listener
 def serve(hello: Any, stream: Any) -> None:
     stream.read()
     os.kill(os.getpid(), signal.SIGSTOP)
-    threading.Event().wait()  # this thread may go on for a moment; the stream must not end
+    threading.Event().wait()  # this thread may run for a moment; the stream must not end
 
 
 listener = Listener("127.0.0.1", 0, sys.argv[1], serve)

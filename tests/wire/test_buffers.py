@@ -1,4 +1,4 @@
-"""Between JAX's arrays and what travels: nothing lost, nothing copied that need not be, nothing overwritten."""
+"""Between JAX's arrays and the wire: no element is lost, and no memory is copied or overwritten without need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arranged(optimizer: Any, shards: int) -> tuple[Partition, list[Any]]:
 @pytest.mark.parametrize("shards", [1, 2, 5])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.lamb(0.1)], ids=["elementwise", "whole leaves"])
 def test_out_to_the_blocks_and_back(optimizer: Any, shards: int) -> None:
-    """T4: every element of every leaf comes back bit for bit, in whatever way it travelled."""
+    """T4: every element of every leaf comes back bit for bit, packed or not."""
     layout, leaves = arranged(optimizer, shards)
     arrangement = Arrangement(layout)
     blocks = arrangement.gradient_blocks(arrangement.pack(leaves))
@@ -87,7 +87,7 @@ def test_large_leaves_are_not_copied() -> None:
 
 
 def test_memory_in_use_is_not_received_into() -> None:
-    """What a script keeps of the parameters never changes, however long it keeps it."""
+    """Parameters that a script keeps never change, however long it keeps them."""
     layout, _ = arranged(optax.sgd(0.1), 1)
     buffers = ParamBuffers(Arrangement(layout))
     first = buffers.take()
@@ -103,5 +103,5 @@ def test_memory_in_use_is_not_received_into() -> None:
             view[:] = 1
     assert np.asarray(kept).tobytes() == before.tobytes()
     del kept
-    gc.collect()  # JAX lets go of host memory then, or with its next calls
+    gc.collect()  # JAX releases host memory then, or with its next calls
     assert buffers.take() is first

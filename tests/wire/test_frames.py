@@ -26,7 +26,7 @@ def test_chunks_are_each_byte_once_in_order(blocks: list[list[int]], chunk: int)
 
 @given(SIZES, st.integers(1, 20), st.randoms())
 def test_blocks_may_come_in_any_order(sizes: list[int], chunk: int, random: object) -> None:
-    """T1: whatever the order of the blocks, the whole is accepted, and only then."""
+    """T1: in any order of the blocks, all chunks together are accepted, and no smaller set."""
     queues = [[s for _, s in first_chunks(sizes, chunk) if s[0] == b] for b in range(len(sizes))]
     queues = [queue for queue in queues if queue]
     cover = Cover(sizes)
@@ -43,7 +43,7 @@ def test_blocks_may_come_in_any_order(sizes: list[int], chunk: int, random: obje
 
 @given(SIZES, st.lists(st.tuples(st.integers(-1, 6), st.integers(-1, 60), st.integers(-1, 60)), max_size=12))
 def test_what_is_accepted_covers_every_byte_once(sizes: list[int], tries: list[tuple[int, int, int]]) -> None:
-    """T1: no sequence of chunks, however wrong, makes a byte count twice or a gap count as filled."""
+    """T1: in no sequence of chunks, however invalid, does a byte count twice or a gap count as filled."""
     cover = Cover(sizes)
     seen: set[tuple[int, int]] = set()
     for block, offset, nbytes in tries:
@@ -75,7 +75,7 @@ def test_another_size_is_refused_before_anything_is_sent() -> None:
     ("header", "why"),
     [
         (b"", "empty"),
-        (b"\xff\xff\xff", "no frame"),
+        (b"\xff\xff\xff", "not a frame"),
         (b"\x00" * (frames.HEADER_BYTES + 1), "at most"),
         (b"\xa2\x06\x00", "does not know"),  # a field of a later version
     ],

@@ -53,7 +53,7 @@ class Standby:
 
 def replication(coordinator: Callable[[ReplicaState], bool] = lambda state: True) -> Replication:
     return Replication(
-        DIGEST, incarnation=1, admitted=lambda: None, let_go=lambda when, closed: None, coordinator=coordinator
+        DIGEST, incarnation=1, admitted=lambda: None, standby_lost=lambda when, closed: None, coordinator=coordinator
     )
 
 
@@ -80,8 +80,8 @@ def snapshot(*values: np.ndarray) -> Any:
 
 
 def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
-    """The mean of one gradient is that gradient's own memory, which the next one uses: the standby must not get that,
-    however long the state before it takes."""
+    """The mean of one gradient is that gradient's memory, which the next gradient uses. The standby must not get that
+    later content, however long the state before it takes."""
     contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
     memory = np.full(4, 7.0, np.float32)
     prepared = Prepared.of(None, 3, contributions, [[memory]], [], copy=False)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
 def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_still_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A state takes as long as it takes; only one that does not move at all is lost."""
+    """A state may take any time while bytes move; a standby that receives nothing is lost."""
     waits: list[float] = []
     active, stream = replication(), Standby()
     thread = dial(active, stream)
@@ -131,7 +131,7 @@ def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_
 
 
 def test_t6_a_standby_that_was_replaced_is_refused() -> None:
-    """It was stopped and given up; its successor is filled; then it dials again."""
+    """The standby was paused and abandoned; its successor is filled; then it connects again."""
     active, newer, older = replication(), Standby(), Standby()
     newer.may.release(1000)
     older.may.release(1000)
@@ -146,11 +146,11 @@ def test_t6_a_standby_that_was_replaced_is_refused() -> None:
 
 
 def test_t8_a_standby_that_comes_while_the_job_goes_back_is_filled_afterwards() -> None:
-    """The coordinator is in the next term already, this shard is not yet: there is nothing to give it."""
+    """The coordinator is in the next term already, and this shard is not: there is no state to send."""
     active, stream = replication(lambda state: False), Standby()
     stream.may.release(1000)
     thread = dial(active, stream)
     active.fill(joining(active), ReplicaState(term=1, version=8), snapshot(), None)
     thread.join()
-    assert not stream.got, "it ends, and dials again"
+    assert not stream.got, "it ends, and connects again"
     assert active.standby == 0

@@ -22,7 +22,7 @@ ALIVE = lambda: True  # noqa: E731
 
 
 def test_an_update_is_the_mean_of_the_set_in_order_of_rank(kit: SimpleNamespace, make_shard: Make) -> None:
-    """T1: what the commit names, in its order, and nothing else that is staged."""
+    """T1: the gradients that the commit names, in its order, and no other staged gradient."""
     shard = make_shard()
     for rank, value in ((2, 30.0), (0, 10.0), (1, 20.0)):
         shard.fill(kit.gid(rank), value)
@@ -80,7 +80,7 @@ def test_a_commit_of_what_is_not_here_fails_the_shard(kit: SimpleNamespace, make
     assert "version 0 names the gradient of rank" in why
     assert ("holds only in part" if held == "a part" else "does not hold") in why
     assert shard.engine.applied == []
-    with pytest.raises(Refusal, match="cannot go on"):
+    with pytest.raises(Refusal, match="cannot continue"):
         shard.runtime.answer(None, 0, ALIVE)
 
 
@@ -93,7 +93,7 @@ def test_a_commit_that_names_a_gradient_twice_fails_the_shard(kit: SimpleNamespa
     assert shard.engine.applied == []
 
 
-def test_an_engine_that_fails_fails_the_shard_and_whoever_waits(
+def test_an_engine_that_fails_fails_the_shard_and_the_waiting_streams(
     kit: SimpleNamespace, make_shard: Make, background: Any
 ) -> None:
     """T8."""
@@ -108,7 +108,7 @@ def test_an_engine_that_fails_fails_the_shard_and_whoever_waits(
 
 
 def test_outcomes_in_sync(kit: SimpleNamespace, make_shard: Make) -> None:
-    """T2: what came after the quorum is late, and is told so with the new version."""
+    """T2: a contribution after the quorum is late; the answer with the new version contains this outcome."""
     shard = make_shard((4,))
     used, late = shard.fill(kit.gid(0), 1.0), shard.fill(kit.gid(1), 2.0)
     shard.runtime.deliver(kit.commit(0, [kit.gid(0)], world=7))
@@ -135,7 +135,7 @@ def test_a_push_that_comes_after_its_version_is_lost_and_late(kit: SimpleNamespa
 
 
 def test_outcomes_in_async(kit: SimpleNamespace, make_shard: Make) -> None:
-    """T5: a refused gradient is answered with why, the newest parameters, and the step to compute again."""
+    """T5: the answer to a refused gradient has the reason, the newest parameters, and the step to compute again."""
     shard = make_shard((4,), mode="Async")
     stale, used = shard.fill(kit.gid(0), 1.0), shard.fill(kit.gid(1), 2.0)
     shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))
@@ -181,7 +181,7 @@ def test_skip_moves_the_version_and_nothing_else(kit: SimpleNamespace, make_shar
 
 
 def test_a_snapshot_is_of_the_version_that_was_asked_for(kit: SimpleNamespace, make_shard: Make) -> None:
-    """T7: taken before the next update, also when that is queued already."""
+    """T7: taken before the next update, even when that is queued already."""
     shard = make_shard((2,), mode="Async")
     ids = [kit.gid(rank, attempt=1) for rank in range(3)]
     for gradient in ids:
@@ -342,7 +342,7 @@ def test_nobody_is_served_before_the_shard_starts(kit: SimpleNamespace, make_sha
     assert refusal.value.code == "UNAVAILABLE"
 
 
-def test_whoever_waits_gets_its_version_even_if_the_next_update_begins_at_once(
+def test_a_waiting_stream_gets_its_version_even_if_the_next_update_begins_at_once(
     kit: SimpleNamespace, make_shard: Make, background: Any
 ) -> None:
     shard = make_shard((4,), mode="Async")
@@ -361,7 +361,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["begin", "complete", "lose", "commit
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(STEPS)
 def test_each_gradient_is_reported_exactly_once(kit: SimpleNamespace, steps: list[tuple[str, int]]) -> None:
-    """T1: whatever streams and the coordinator do in whatever order, staged or lost, never both, never twice."""
+    """T1: for any order of calls of streams and the coordinator: either staged or lost, once."""
     layout, recorder = kit.Layout(0, (kit.Block(3),)), kit.Recorder()
     engine = kit.FakeEngine(layout)
     runtime = ShardRuntime(layout, kit.digest, recorder, incarnation=1, mode="Sync")

@@ -1,4 +1,4 @@
-"""Data streams over Arrow Flight: what gets through, what is refused, and what a peer that misbehaves can do."""
+"""Data streams over Arrow Flight: valid calls, refused calls, and peers that misbehave."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_was_received_does_not_change_with_the_next_update(
     assert (values(shard, first), values(shard, second)) == ([1.0], [2.0])
 
 
-# ---- Who is refused ----
+# ---- Refused peers ----
 
 
 @pytest.mark.parametrize("token", ["b" * 64, "", "a" * 63])
@@ -191,7 +191,7 @@ def test_an_older_incarnation_is_told_that_it_was_replaced(kit: SimpleNamespace,
 
 
 def test_fencing_cuts_the_streams_of_older_incarnations(make_shard: Make, dial: Make) -> None:
-    """T6: and of nobody else."""
+    """T6: and of no other peer."""
     shard = make_shard((SMALL,), serve=True)
     old, other = dial(shard, rank=0), dial(shard, rank=1)
     for client in (old, other):
@@ -250,7 +250,7 @@ def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard:
 
 @pytest.fixture
 def stream(kit: SimpleNamespace, stack: ExitStack) -> Callable[..., ClientStream]:
-    """A bare stream, to send over it what no client sends."""
+    """A bare stream, to send frames that no client sends."""
 
     def open_(shard: Any, rank: int = 0) -> ClientStream:
         end = ClientStream(shard.address, kit.hello(rank), kit.token)
@@ -412,7 +412,7 @@ def test_a_computation_that_fails_while_it_is_sent_counts_for_nothing(
 
 
 @pytest.mark.parametrize("case", GARBAGE)
-def test_garbage_costs_its_sender_the_stream_and_nobody_else(
+def test_garbage_ends_only_its_senders_stream(
     kit: SimpleNamespace, make_shard: Make, dial: Make, stream: Make, case: str
 ) -> None:
     """T1, O7."""
@@ -449,10 +449,10 @@ def raw_batch(column: Any) -> Any:
         (pa.schema([]), lambda w: w.write_metadata(b"")),
     ],
 )
-def test_things_that_are_no_frames(
+def test_messages_that_are_not_frames(
     kit: SimpleNamespace, make_shard: Make, dial: Make, schema: Any, write: Callable[[Any], None]
 ) -> None:
-    """O7: a peer with the token that speaks something else."""
+    """O7: a peer with the token that sends other messages."""
     shard = make_shard((SMALL,), serve=True)
     options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + kit.token.encode())])
     descriptor = fl.FlightDescriptor.for_command(kit.hello(0).SerializeToString())
@@ -521,7 +521,7 @@ def test_another_attempt_of_a_rank_counts_once(
 
 @pytest.mark.parametrize("size", [SMALL, BIG, 5 * BIG])
 def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, dial: Make, size: int) -> None:
-    """T2: a worker behind the quorum gets the new version without sending all of what nobody wants."""
+    """T2: a worker behind the quorum gets the new version without sending the whole contribution."""
     shard = make_shard((size,), serve=True)
     shard.fill(kit.gid(1), 3.0)
     shard.runtime.deliver(kit.commit(0, [kit.gid(1)]))
@@ -550,7 +550,7 @@ def test_a_worker_learns_that_its_update_was_skipped(kit: SimpleNamespace, make_
 
 
 def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_shard: Make, stream: Make) -> None:
-    """T1, T2: it says so between two chunks; what follows until `Abandon` is dropped, and then comes the answer."""
+    """T1, T2: the server refuses between two chunks, drops what follows until `Abandon`, and then answers."""
     shard = make_shard((BIG,), serve=True)
     end = stream(shard)
     data = np.zeros(shard.layout.nbytes, np.uint8)
@@ -575,11 +575,11 @@ def test_the_server_moves_on_in_the_middle_of_a_push(kit: SimpleNamespace, make_
     assert shard.coordination.of("lost") == [kit.gid(0)]
 
 
-# ---- Nothing hangs for ever (T8) ----
+# ---- Nothing hangs forever (T8) ----
 
 
 def test_cancel_ends_a_wait(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
-    """T8: the watchdog's words are in the error."""
+    """T8: the error contains the watchdog's message."""
     shard = make_shard((BIG,), serve=True)
     client = dial(shard)
     waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
@@ -594,7 +594,7 @@ def test_cancel_ends_a_wait(kit: SimpleNamespace, make_shard: Make, dial: Make, 
 def test_cancel_ends_a_push_to_a_server_that_is_stopped(
     kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
 ) -> None:
-    """T8: nothing tells a client that its peer was stopped; its write must end when the watchdog says so."""
+    """T8: a client does not notice that its peer was paused; its write must end when the watchdog cancels it."""
     shard = make_shard((5 * BIG,))
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("stopping_server.py")), kit.token],
@@ -638,7 +638,7 @@ def test_closing_the_server_ends_idle_waiting_and_stuck_streams(
 
 
 def test_a_cut_connection_is_a_lost_peer(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
-    """T1, T8: the gradient that was complete stays; the worker learns that it is alone."""
+    """T1, T8: the complete gradient stays; only the worker's stream ends."""
     shard = make_shard((BIG,), serve=True)
     client = dial(shard)
     waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))
@@ -654,7 +654,7 @@ def test_a_cut_connection_is_a_lost_peer(kit: SimpleNamespace, make_shard: Make,
 def test_cut_anywhere_a_gradient_counts_whole_or_not_at_all(
     kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
 ) -> None:
-    """T1, T3: connections cut at whatever point of an exchange; what was staged is applied once, the rest is lost."""
+    """T1, T3: connections are cut at any point of an exchange. A staged gradient is applied once, others are lost."""
     shard = make_shard((3 * BIG,), serve=True)
     shard.coordination.decide = commit_alone(kit, shard)
     for attempt in range(12):
@@ -677,7 +677,7 @@ def test_cut_anywhere_a_gradient_counts_whole_or_not_at_all(
 
 def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> None:
     """T8."""
-    with socket.socket() as sock:  # bound and not listening: nobody else gets the port
+    with socket.socket() as sock:  # bound and not listening: no other process gets the port
         sock.bind(("127.0.0.1", 0))
 
         def read() -> None:

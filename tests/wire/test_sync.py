@@ -1,4 +1,4 @@
-"""Several workers and several shards: one version everywhere, whoever is slow."""
+"""Several workers and several shards: one version everywhere, also with slow workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 
 class Quorum:
-    """The smallest honest coordinator: the first `quorum` ranks whose gradient every shard has staged."""
+    """The smallest valid coordinator: the first `quorum` ranks whose gradient every shard has staged."""
 
     def __init__(self, kit: SimpleNamespace, shards: Sequence[Any], quorum: int) -> None:
         self._kit, self._shards, self._quorum = kit, shards, quorum
@@ -49,7 +49,7 @@ class Quorum:
 
 
 def worker(kit: SimpleNamespace, shards: Sequence[Any], client: ShardedClient, rank: int, steps: int) -> list[Any]:
-    """Pushes `rank + 1` everywhere until `steps` updates are there; what it saw: (version, the parameters, outcome)."""
+    """Push `rank + 1` everywhere until `steps` updates are made; returns (version, parameters, outcome) of each."""
     version, seen = 0, []
     for attempt in itertools.count():
         if version >= steps:
@@ -82,12 +82,12 @@ def test_two_workers_in_sync(kit: SimpleNamespace, make_shard: Make, dial: Make,
 def test_backups_that_are_late_see_one_version(
     kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any
 ) -> None:
-    """T1, T2: three race, two make an update; whatever they race, each sees whole versions and all shards agree."""
+    """T1, T2: three workers race, two make an update. Each gets whole versions, and all shards agree."""
     shards = [make_shard((200_000,), number=0, serve=True), make_shard((100_000,), number=1, serve=True)]
     Quorum(kit, shards, 2)
     clients = [dial(*shards, rank=rank) for rank in range(3)]
     running = [background(lambda r=rank: worker(kit, shards, clients[r], r, 8)) for rank in range(3)]
-    # Who is left alone at the end waits for nobody: its version was made by the other two.
+    # The last worker alone at the end waits for no other: the other two have made its version.
     results = [future.result(kit.wait) for future in running]
     first, second = (shard.engine.applied for shard in shards)
     assert first == second
@@ -101,7 +101,7 @@ def test_backups_that_are_late_see_one_version(
 
 
 class Scripted:
-    """A `DataClient` that answers with the versions it is told to, and writes them into the buffers."""
+    """A `DataClient` that answers with given versions, and writes them into the buffers."""
 
     def __init__(self, shard: int, versions: list[int | Exception], term: int = 1) -> None:
         self.shard = shard
@@ -139,7 +139,7 @@ def buffers(shards: int) -> list[list[np.ndarray]]:
 
 
 def test_shards_that_are_behind_are_asked_again(kit: SimpleNamespace) -> None:
-    """T1: a late worker goes on with one version of all shards: the highest that any had."""
+    """T1: a late worker continues with one version of all shards: the highest of their answers."""
     clients = [Scripted(0, [5, 7]), Scripted(1, [6, 7]), Scripted(2, [4, 6, 7])]
     sharded = ShardedClient(clients, "Sync")
     into = buffers(3)

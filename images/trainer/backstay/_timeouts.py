@@ -15,33 +15,33 @@ class Timeouts:
         heartbeat: the interval between two heartbeats of a worker or evaluator to each server.
         silent: a peer without a heartbeat, or a server without an answer, for so long is lost.
         call: the deadline of one control call.
-        leave: the deadline of the call that says that a pod leaves.
+        leave: the deadline of the call with which a pod leaves.
         join: how long a pod tries to join. Servers may wait for nodes, and the operator ends what takes too long.
         join_pauses: the pauses between two attempts to join a server; the last one repeats.
-        join_stale: a server that answered a join so long before another one could not be joined is asked again.
+        join_stale: an answer to a join that is so much older than a failed join is requested again.
         link_answer: how long the coordinator may take to accept a link; then the shard connects again.
         link_pauses: the pauses between two attempts to link; the last one repeats.
         message: how long a server waits for the message of a call whose token is valid.
-        second_look: how long a server that waits for the operator's word holds back such a call, to see whether the
-            operator has given the call up already.
-        farewell: how long a server stays for workers that were not told that the job is over.
+        second_look: how long a server that waits for the operator's report delays such a call. The operator may have
+            cancelled the call already, which shows after the delay.
+        farewell: how long a server stays for workers that did not receive the end of the job.
         result: how long the servers of a job without checkpoints stay for a worker of rank 0 without the result.
         confirm: how long the worker of rank 0 tries to report that it has the result. Shard 0's server stays 15 s.
         newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
-        standby_closed, standby_silent: how long a server that lost its standby waits for the operator to say which of
-            the two is active, by whether the connection was closed or the standby stopped answering.
-        gone: how long a server that was told to stop waits for another one that is not linked.
-        last_save: how long a server that was told to stop waits for its checkpoint. Pods have 60 s.
-        stop: how long a worker that was told to stop waits for the gradient that it computes. A preemption's notice may
-            be short.
+        standby_closed, standby_silent: how long a server that lost its standby waits for the operator to report the
+            active server. The first: the connection was closed. The second: the standby stopped answering.
+        gone: how long a server that received SIGTERM waits for another one that is not linked.
+        last_save: how long a server that received SIGTERM waits for its checkpoint. Pods have 60 s.
+        stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
+            may be short.
         reconnect_pause: between two attempts of a worker or standby to connect again.
-        news: how often an evaluator looks around while no checkpoint is new.
-        peer_check: how often a stream that waits for a version looks whether its peer is still there.
+        news: how often an evaluator checks its state while there is no new checkpoint.
+        peer_check: how often a stream that waits for a version checks whether its peer is still connected.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
-        held: how long a standby may take for one message before its server cuts it off.
+        held: how long a standby may need for one message before its server disconnects it.
         compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
-        stood_still: after so long without a tick, a server was stopped itself, and its peers' silence says nothing.
+        stood_still: after so long without a tick, a server was paused, and its peers' silence does not count.
         restoring: how long training waits for checkpoints that cannot be read, before the job fails.
         restore_again: the pause between two attempts to read them.
         evaluation: how long a job waits for the evaluation of its last version.

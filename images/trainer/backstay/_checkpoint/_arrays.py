@@ -43,19 +43,19 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
 
     Attributes:
         where: their place, for messages.
-        asked: the names of the arrays that were read.
+        read_names: the names of the arrays that were read.
     """
 
     def __init__(self, where: str, readers: Mapping[str, Callable[[], NDArray[np.generic]]]) -> None:
         self.where = where
-        self.asked: set[str] = set()
+        self.read_names: set[str] = set()
         self._readers = dict(readers)
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
         if name not in self._readers:
             raise MissingArray(name)
         array = self._readers[name]()
-        self.asked.add(name)
+        self.read_names.add(name)
         return array
 
     def __iter__(self) -> Iterator[str]:

@@ -104,7 +104,7 @@ class _Watched:
     since: float
     looks: int = 0
     silent: bool = False
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
 
 
 class FolderLease:
@@ -252,8 +252,8 @@ class FolderLease:
             if now - one.since >= silence and one.looks >= 5:
                 _LOG.info("%s was silent for %.0f s: taking over the checkpoint folder", who, silence)
                 one.silent = True
-            elif "wait" not in one.told:
-                one.told.add("wait")
+            elif "wait" not in one.logged:
+                one.logged.add("wait")
                 _LOG.info(
                     "the checkpoint folder %s is held by %s: waiting up to %.0f s for its next renewal",
                     self._store.uri,
@@ -270,8 +270,8 @@ class FolderLease:
                 f"{who} writes checkpoints into {self._store.uri} now: a folder has one writer at a time; wait until "
                 "it ends, or use another checkpoint.uri"
             )
-        if closing and "closing" not in one.told:
-            one.told.add("closing")
+        if closing and "closing" not in one.logged:
+            one.logged.add("closing")
             _LOG.info("%s is storing its last checkpoint: waiting for it", who)
 
     # ---- Holding ----

@@ -111,7 +111,9 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
                 continue
             values.append(_fitted(found, leaf, report))
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in leaves) else (begin,)
-        report.unexpected = sorted(name for name in arrays if name not in arrays.asked and name.startswith(of_model))
+        report.unexpected = sorted(
+            name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
+        )
         where = arrays.where
     if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
         report.missing += report.stateless

@@ -1,7 +1,7 @@
-"""The control plane: who is there, who leads, what was decided; gRPC, small messages, never a tensor.
+"""The control plane over gRPC: joining, heartbeats, decisions and progress, in small messages without tensors.
 
-`_service` answers workers, evaluators and the operator; `_driving` is the pure coordinator with a clock, a lock and
-links to the shards; `_link` is a shard's end of such a link; `_client` is what workers and evaluators call.
+`_service` answers workers, evaluators and the operator. `_driving` runs the pure coordinator with a clock, a lock and
+links to the shards. `_link` is a shard's side of such a link. Workers and evaluators call through `_client`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all pods of a run must have in common: parameters, optimizer, arguments of `train`. Compared on joining."""
+"""Settings that all pods of a run must have in common, compared on joining: parameters, optimizer, arguments."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
-    """What the first leaf is in which two trees differ, in words; empty when they are the same."""
+    """A description of the first leaf in which two trees differ; empty when they are equal."""
     for own, other in zip(mine, theirs, strict=False):
         if own.path != other.path:
             return f"the server's leaf {own.path} stands where the caller has {other.path}"

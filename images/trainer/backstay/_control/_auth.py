@@ -1,4 +1,4 @@
-"""Which answers to a control call are final, and which only say that a connection is in transition."""
+"""Which answers to a control call are final, and which show only that a connection is changing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FINAL = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grp
 
 
 def is_final(code: Any, trailing: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether an answer stays the same however often the call is repeated.
+    """Whether further calls would get the same answer.
 
-    Only a Backstay server gives such answers, and it marks them. Everything else may come from whatever has the address
-    while a server is being replaced: a proxy, another program, a server that is not ready, or gRPC itself.
+    Only a Backstay server gives such answers, and it marks them. While a server is being replaced, other answers come
+    from a proxy, another program at its address, a server that is not ready, or gRPC.
 
     Args:
         code: a `grpc.StatusCode`.

@@ -1,4 +1,4 @@
-"""What workers and evaluators call: joining every shard, heartbeats to all of them, reports to shard 0."""
+"""The calls of workers and evaluators: joining every shard, heartbeats to all of them, reports to shard 0."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["ControlClient", "Heartbeats", "News"]
 _LOG = logging.getLogger(__name__)
 
 
-# Of a worker's step: what shard 0 compares between ranks.
+# The parts of a worker's step that shard 0 compares between ranks.
 _PARTS = ("batch_wait", "compute", "pull")
 
 
@@ -51,7 +51,7 @@ class Moved(PeerLost):
 
 @dataclass(frozen=True)
 class News:
-    """What heartbeats told last."""
+    """The results of the last heartbeats."""
 
     done: bool = False
     failed: str = ""
@@ -92,25 +92,25 @@ class ControlClient:
         at: tuple[int, int] = (0, 0),
         seconds: float | None = None,
     ) -> list[JoinReply]:
-        """Join every shard in one term; waits for servers that are not there yet.
+        """Join every shard in one term; waits for servers that are not ready yet.
 
-        A server that has answered is not asked again while others are waited for, unless its answer may be out of date.
+        While it waits for others, it does not call a server again that has answered, unless the answer may be old.
 
         Args:
             agreement: what must be the same in every pod.
             at: the term and the version that the caller holds, if any.
-            stopped: asked between attempts; when it is true the wait ends.
+            stopped: called between attempts; when it returns true the wait ends.
             seconds: how long to try; None: `Timeouts.join`.
 
         Raises:
-            Refused: a server refuses for good. `Superseded`: a newer incarnation of this pod lives.
+            Refused: a server refuses permanently. `Superseded`: a newer incarnation of this pod runs.
             JobFailed: the job has failed.
-            WaitedTooLong: after that time; the message names the shard and what it last answered.
+            WaitedTooLong: after that time; the message names the shard and its last answer.
             PeerLost: `stopped`.
         """
         times = self.timeouts
         limit = times.join if seconds is None else seconds
-        began = told = failed_at = time.monotonic()
+        began = logged = failed_at = time.monotonic()
         replies: dict[int, tuple[float, JoinReply]] = {}  # by shard, with the time of the answer
         attempt = 0
         while True:
@@ -136,16 +136,16 @@ class ControlClient:
                 for shard in {*behind, *old}:
                     del replies[shard]
                 if not behind:
-                    continue  # those that are asked again have answered before: without a pause
+                    continue  # these have answered before: call them without a pause
                 why, failed_at = f"shard {behind[0]} is in an older term than the others", now
-            # A pod that joins sends no heartbeats yet: a server that it has joined would take it for lost.
+            # A pod that joins sends no heartbeats yet, so a server that it has joined could treat it as lost.
             replies = {s: found for s, found in replies.items() if now - found[0] <= times.silent / 2}
             if stopped():
                 raise PeerLost(f"stopped while joining: {why}")
             if now - began >= limit:
                 raise WaitedTooLong(f"could not join within {limit:.0f} s: {why}")
-            if now - told >= times.silent:
-                told = now
+            if now - logged >= times.silent:
+                logged = now
                 _LOG.warning("waiting for the servers: %s", why)
             time.sleep(times.join_pauses[min(attempt, len(times.join_pauses) - 1)])
             attempt += 1
@@ -202,12 +202,12 @@ class ControlClient:
         return b"" if spans is None else spans.SerializeToString()
 
     def evaluated(self, term: int, step: int, metrics: Mapping[str, float], error: str = "") -> None:
-        """Tell shard 0 what `evaluate` returned."""
+        """Report the result of `evaluate` to shard 0."""
         request = EvaluatedRequest(peer=self.peer, term=term, step=step, metrics=dict(metrics), error=error)
         self._call(0, "Evaluated", request)
 
     def leave(self, reason: str, *, trained: bool = False) -> None:
-        """Tell every shard; those that do not answer find out by themselves.
+        """Report to every shard that this pod leaves. A shard that does not answer notices the silence.
 
         Args:
             trained: whether `train` returns in this pod.
@@ -260,12 +260,12 @@ class ControlClient:
 
 
 class Heartbeats:
-    """Threads that tell every shard that this pod lives, also while it compiles, and watches that they do.
+    """Threads that send heartbeats to every shard, also while this pod compiles, and watch the answers.
 
     Attributes:
         activity, step_seconds: what heartbeats report; set by the worker or evaluator.
-        worker_seconds: of a worker: returns the parts of its time, for the version of the newest checkpoint.
-        superseded: set when a newer incarnation of this pod lives.
+        worker_seconds: in a worker: returns the parts of its time, for the version of the newest checkpoint.
+        superseded: set when a newer incarnation of this pod runs.
     """
 
     def __init__(self, client: ControlClient, silent: Callable[[int, str], None]) -> None:
@@ -288,14 +288,14 @@ class Heartbeats:
         self._changed = threading.Condition()
         self._closed = False
         self._interval = client.timeouts.heartbeat
-        # One for each shard, so that one that does not answer makes this pod silent to no other.
+        # One thread for each shard, so that a shard that does not answer does not delay heartbeats to others.
         self._threads = [
             threading.Thread(target=self._run, args=(shard,), name=f"backstay-heartbeat-{shard}", daemon=True)
             for shard in range(client.shards)
         ]
 
     def start(self) -> None:
-        """Beat until `close`; once is enough."""
+        """Send heartbeats until `close`; call it once."""
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
@@ -308,7 +308,7 @@ class Heartbeats:
             self._missed = [0] * self._client.shards
 
     def hurry(self, seconds: float) -> None:
-        """Beat this often from now on: the end is near and is waited for."""
+        """Send heartbeats at this interval from now on, because the pod waits for the end of the job."""
         with self._changed:
             self._interval = seconds
             self._changed.notify_all()
@@ -324,12 +324,12 @@ class Heartbeats:
 
     @property
     def news(self) -> News:
-        """What was told last."""
+        """The results of the last heartbeats."""
         with self._changed:
             return self._news
 
     def wait(self, enough: Callable[[News], bool], seconds: float) -> News:
-        """Wait until the news are `enough`, or for `seconds`."""
+        """Wait until `enough` is true of the news, or for `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: enough(self._news) or self.superseded is not None, seconds)
             return self._news
@@ -375,7 +375,7 @@ class Heartbeats:
         except (PeerLost, Refused) as error:
             ended = time.monotonic()
             since = ended - self._answered[shard]
-            # A call that ended late says that this pod was paused, and nothing about the server.
+            # A call that ended late shows that this pod was paused, and nothing about the server.
             in_time = ended - began < self._client.timeouts.call + 1
             self._missed[shard] = self._missed[shard] + 1 if in_time else 0
             if isinstance(error, Moved):
@@ -392,7 +392,7 @@ class Heartbeats:
         with self._changed:
             news = self._news
             self._news = News(
-                done=news.done or (reply.done and shard == 0),  # who leads knows the last checkpoint too
+                done=news.done or (reply.done and shard == 0),  # shard 0 reports the last checkpoint too
                 failed=news.failed or reply.failed,
                 checkpoint=reply.checkpoint or news.checkpoint,
                 checkpoint_step=reply.checkpoint_step if reply.checkpoint else news.checkpoint_step,

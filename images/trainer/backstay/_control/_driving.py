@@ -1,7 +1,7 @@
-"""The coordinator at work: the pure one, with a lock, a clock and links to the shards.
+"""Runs the pure coordinator with a lock, a clock and links to the shards.
 
-Decisions are carried out in the order they were made, by whichever thread is there, never under the lock: so a shard
-may answer from inside a call. What takes time (storing a manifest, finding a checkpoint) has a thread of its own.
+Decisions are carried out in the order in which they were made, by one of the calling threads, and never under the lock.
+So a shard may answer from inside a call. Slow work (storing a manifest, finding a checkpoint) has its own thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Clock = Callable[[], float]
 
 
 class Observer(Protocol):
-    """Hears what happened, for metrics, logs and progress. Decisions in order; `staged` from any thread."""
+    """Receives the events for metrics, logs and progress. Decisions in order; `staged` from any thread."""
 
     def staged(self, now: float, shard: int, staged: Staged) -> None: ...
     def counted(self, now: float, counted: Counted) -> None: ...
@@ -56,14 +56,16 @@ class Observer(Protocol):
 
 
 class Storage(Protocol):
-    """Where checkpoints are; called by one thread at a time, may take long."""
+    """The place of the checkpoints; called by one thread at a time, may take long."""
 
     def write_manifest(self, order: WriteManifest) -> str:
-        """Store it, delete what is not to be kept; returns the checkpoint's URI. Raises `CheckpointError`."""
+        """Store it, and delete checkpoints that are not kept; returns the URI. Raises `CheckpointError`."""
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
-        """Where to start again: state and checkpoint URI ('' for the seed's), in a term above `above_term` and above
-        all that are stored. Raises `CheckpointError`."""
+        """The point to start from: a state, and the URI of its checkpoint ('' for the initial parameters).
+
+        The term of the state is above `above_term` and above all that are stored. Raises `CheckpointError`.
+        """
 
 
 class Driving:
@@ -94,13 +96,13 @@ class Driving:
     # ---- Life ----
 
     def start(self) -> None:
-        """Call once, when the first shard's sink is there or will be."""
+        """Call once, when the first shard's sink exists or is about to."""
         self._do(self._coordinator.start)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Decide nothing more; what is being stored is finished."""
+        """Make no further decision; a checkpoint that is being stored is finished."""
         self._closed.set()
         self._alarm.set()
         self._slow.put(None)
@@ -108,7 +110,7 @@ class Driving:
     # ---- Links ----
 
     def attach(self, shard: int, sink: ShardSink, term: int, version: int, **more: Any) -> None:
-        """A shard's server is connected: `sink` gets all that follows, beginning with what it has missed.
+        """A shard's server is connected: `sink` gets all later messages, and first those that it has missed.
 
         Args:
             more: see `Coordinator.hello`.
@@ -120,13 +122,15 @@ class Driving:
 
         self._do(hello)
 
-    def told(self, term: int, version: int) -> None:
-        """A worker has parameters of this term and version. See `Coordinator.told`."""
-        self._do(lambda now: self._coordinator.told(now, term, version))
+    def worker_at(self, term: int, version: int) -> None:
+        """A worker has parameters of this term and version. See `Coordinator.worker_at`."""
+        self._do(lambda now: self._coordinator.worker_at(now, term, version))
 
     def describe(self, state: ReplicaState) -> bool:
-        """Adds what a successor must know of this coordinator, as of the version of `state`; False: it has left that
-        history, and the shard will hear of it."""
+        """Add the coordinator's state, for a successor, as of the version of `state`.
+
+        False: the coordinator has left that history, and the shard will receive a message about it.
+        """
         with self._lock:
             own = self._coordinator.state_at(state.term, state.version)
             if own is None:
@@ -136,21 +140,21 @@ class Driving:
             state.since_checkpoint = self._coordinator.schedule.since(self._clock())
             return True
 
-    def hear(self, shard: int, sink: ShardSink, report: Report) -> None:
-        """What a shard's server reports on its link. Nothing happens when another link has taken its place: a server
-        that was only stopped may still report after the one that replaced it (T6)."""
+    def receive(self, shard: int, sink: ShardSink, report: Report) -> None:
+        """A report of a shard's server on its link. A report from a replaced link is ignored: a server that was only
+        paused may still report after its replacement (T6)."""
         if isinstance(report, Staged) and self._sinks.get(shard) is sink:
             self._observer.staged(self._clock(), shard, report)
         self._do(lambda now: self._coordinator.report(now, shard, report) if self._sinks.get(shard) is sink else ())
 
     def detach(self, shard: int, sink: ShardSink) -> None:
-        """The connection broke; nothing happens when another took its place."""
+        """The connection broke. Nothing happens when another has replaced it."""
         with self._lock:
             if self._sinks.get(shard) is sink:
                 del self._sinks[shard]
 
     def report(self, shard: int, report: Report) -> None:
-        """What a shard in this process reports."""
+        """A report of a shard in this process."""
         if isinstance(report, Staged):
             self._observer.staged(self._clock(), shard, report)
         self._do(lambda now: self._coordinator.report(now, shard, report))
@@ -191,25 +195,25 @@ class Driving:
         self._do(self._coordinator.stop_early)
 
     def save(self) -> None:
-        """Write what there is, now."""
+        """Write the newest version as a checkpoint now."""
         self._do(self._coordinator.save)
 
-    def wish(self, world: int, intervals: Intervals | None) -> None:
-        """What the operator wishes."""
-        self._do(lambda now: self._coordinator.wish(now, world, intervals))
+    def configure(self, world: int, intervals: Intervals | None) -> None:
+        """The operator sent its configuration: the number of ranks, and the intervals of checkpoints."""
+        self._do(lambda now: self._coordinator.configure(now, world, intervals))
 
     def set_grace(self, grace: float | None) -> None:
         """See `Coordinator.set_grace`."""
         self._do(lambda now: self._coordinator.set_grace(now, grace))
 
     def state(self) -> CoordinatorState:
-        """A copy of what is decided."""
+        """A copy of the decided state."""
         with self._lock:
             return self._coordinator.state.copy()
 
     @property
     def start_of_term(self) -> Rollback:
-        """Where the current term began."""
+        """The point at which the current term began."""
         with self._lock:
             copy = Rollback()
             copy.CopyFrom(self._coordinator.start_of_term)
@@ -237,7 +241,7 @@ class Driving:
             return self._coordinator.schedule.in_flight(self._coordinator.state.version)
 
     def unstored_by_the_gone(self) -> list[int]:
-        """The shards that have not written that checkpoint, and have no server linked that would."""
+        """The shards that have not written that checkpoint, and have no linked server that would write it."""
         with self._lock:
             coordinator = self._coordinator
             flight = coordinator.state.version
@@ -255,11 +259,11 @@ class Driving:
             if self._wakes_at != (wakes_at := self._coordinator.wakes_at):
                 self._wakes_at = wakes_at
                 self._alarm.set()
-            # To those that are linked now: who links later is told by its own hello what it has missed.
+            # For the shards that are linked now. A shard that links later gets the missed messages after its hello.
             sinks = list(self._sinks.items())
             self._outbox.extend((now, decision, sinks) for decision in decisions)
             if self._draining:
-                return  # whoever drains carries these out too, after those before them
+                return  # the draining thread carries these out too, after the earlier ones
             self._draining = True
         while True:
             with self._lock:
@@ -270,7 +274,7 @@ class Driving:
             try:
                 self._carry_out(now, decision, sinks)
             except Exception:  # noqa: BLE001
-                # Nobody else is there to hear of it, and the decisions after it must go on.
+                # There is no caller to raise it to, and later decisions must be carried out.
                 _LOG.exception("a decision of the coordinator could not be carried out")
 
     def _carry_out(self, now: float, decision: Decision, sinks: list[tuple[int, ShardSink]]) -> None:
@@ -304,7 +308,7 @@ class Driving:
         uri, error = "", ""
         try:
             uri = self._storage.write_manifest(order)
-        except Exception as failure:  # noqa: BLE001  # whatever the store raises, training goes on and says so
+        except Exception as failure:  # noqa: BLE001  # training continues after any error, and reports it
             error = str(failure)
         else:
             self._observer.checkpoint_stored(self._clock(), uri, order.version, order.term)

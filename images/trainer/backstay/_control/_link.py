@@ -1,6 +1,6 @@
-"""A shard's end of its link to the coordinator: kept up while both live, and nothing is lost when it breaks.
+"""A shard's side of its link to the coordinator. The link is opened again after each break, and no report is lost.
 
-After a break the shard tells again what it holds; the coordinator tells again what the shard has missed.
+After a break, the shard reports again what it holds, and the coordinator sends again what the shard has missed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Link:
             address: of shard 0's control service.
             token: the job's.
             peer: this server.
-            agreement: what it must have in common with the coordinator.
-            sink: gets what the coordinator says, one call at a time.
+            agreement: the settings that it must share with the coordinator.
+            sink: receives the coordinator's messages, one call at a time.
             mode: the job's.
             timeouts: None for the usual ones.
         """
@@ -88,31 +88,31 @@ class Link:
         self._written: deque[Written] = deque(maxlen=_WRITTEN_KEPT)
         self._term = 0
         self._version = 0
-        # With standbys: what the next coordinator must know, if there is one.
+        # With standbys: the state for the next coordinator, if there is one.
         self._last: Commit | None = None
         self._requests: dict[int, NormRequest] = {}  # by round, not answered yet
         self._prepared: tuple[Contribution, ...] = ()
         self._coordinator = 0
         self._opened = 0  # how often the link was opened
-        self._begun = 0  # the newest term that it was told to begin
+        self._begun = 0  # the newest term that it received
         self._call: grpc.Call | None = None
         self._closed = threading.Event()
         self.refused: Refused | None = None
         self.up = False
-        """Whether the coordinator has taken up the link, and it has not broken since."""
+        """Whether the coordinator has accepted the link, and the link has not broken since."""
 
         self._thread = threading.Thread(target=self._run, name="backstay-link", daemon=True)
 
     def start(self) -> None:
-        """Connect, and stay connected."""
+        """Connect, and connect again after each break."""
         self._thread.start()
 
     def inherit(self, term: int, version: int, last: Commit | None, prepared: Sequence[Contribution]) -> None:
-        """This server was its shard's standby: where it stands. Before `start`."""
+        """Before `start`: set the position of this server, which was its shard's standby."""
         self._term, self._version, self._last, self._prepared = term, version, last, tuple(prepared)
 
     def expect(self, coordinator: int) -> None:
-        """Another incarnation leads: the link to the one before is over."""
+        """Another incarnation of the coordinator's server is active: the link to the previous one ends."""
         with self._lock:
             if coordinator <= self._coordinator:
                 return
@@ -132,7 +132,7 @@ class Link:
             call.cancel()
 
     def report(self, report: Report) -> None:
-        """See `Coordination`. What the coordinator may have to be told again is kept."""
+        """See `Coordination`. Reports that the coordinator may need again are kept."""
         with self._lock:
             match report:
                 case Staged():
@@ -159,7 +159,7 @@ class Link:
                 self._put(ShardMessage(spans=found))
 
     def started(self, term: int, version: int) -> None:
-        """The shard stands at the beginning of a term."""
+        """The shard is at the beginning of a term."""
         with self._lock:
             self._term, self._version = term, version
             self._put(wrap_report(Applied(version=version)))
@@ -173,11 +173,11 @@ class Link:
     def _run(self) -> None:
         attempt = 0
         while not self._closed.is_set():
-            heard = False
+            received = False
             channel = open_channel(self._address)
             try:
                 for envelope in self._open(channel):
-                    heard = True
+                    received = True
                     self._receive(envelope)
             except grpc.RpcError as error:
                 refusal = refusal_of(error)
@@ -194,7 +194,7 @@ class Link:
                 self.up = False
                 channel.close()
             pauses = self._timeouts.link_pauses
-            attempt = 0 if heard else min(attempt + 1, len(pauses) - 1)
+            attempt = 0 if received else min(attempt + 1, len(pauses) - 1)
             self._closed.wait(pauses[attempt])
 
     def _open(self, channel: grpc.Channel) -> Iterator[CoordinatorMessage]:
@@ -246,7 +246,7 @@ class Link:
                 case Commit():
                     if self._last is None or message.version > self._last.version:
                         self._last = message
-                    # What was asked before it was answered, or taken back.
+                    # A request from before it was answered or withdrawn.
                     for number, request in list(self._requests.items()):
                         if request.version <= message.version:
                             del self._requests[number]
@@ -261,7 +261,7 @@ class Link:
                     self._begun = max(self._begun, message.term)
                     self._held.clear()
                     self._written.clear()
-                    # Nothing stands until the shard has `started`: if the link breaks meanwhile, it is told again.
+                    # No term is recorded until the shard has `started`: after a break meanwhile, it comes again.
                     self._term = self._version = 0
                     self._last, self._requests, self._prepared = None, {}, ()
         self._sink.deliver(message)

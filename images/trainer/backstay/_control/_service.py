@@ -1,9 +1,9 @@
-"""The control service of a server: joining, heartbeats, the coordinator's links, and what the operator asks (O8).
+"""The control service of a server: joins, heartbeats, the coordinator's links, and calls of the operator (O8).
 
-It runs on the process's event loop for gRPC, so an open call holds no thread, whatever its peer does. A call is
-accepted or refused by its headers, before a message of it is read (O7). What the host does for a call may take a lock,
-so it runs in a few threads; only calls that are authenticated and complete get there. Messages on the coordinator's
-links are on the way of every update: the loop hands them over itself.
+The service runs on the process's event loop for gRPC, so an open call never holds a thread. A call is accepted or
+refused by its headers, before its messages are read (O7). The host's work for a call may take a lock, so it runs in a
+few threads. Only calls that are authenticated and complete get there. Messages on the coordinator's links are a part of
+every update, so the loop passes them on itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOG = logging.getLogger(__name__)
 
 _THREADS: Final = 8
 _MAX_WAITING: Final = 100_000
-"""Messages that wait to be sent on one link. A shard that is so far behind is cut off, and links again."""
+"""Messages that wait to be sent on one link. A shard that is so far behind is disconnected, and links again."""
 
 _SERVICE: Final = DESCRIPTOR.services_by_name["Control"].full_name
 _MARK: Final = ((REFUSAL, "1"),)
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 class Host(Protocol):
-    """The server that the service speaks for. Thread-safe."""
+    """The server for which the service answers. Thread-safe."""
 
     shard: int
     incarnation: int
@@ -75,37 +75,37 @@ class Host(Protocol):
         """The coordinator; None on other shards than 0."""
 
     def not_ready(self) -> str:
-        """Why nobody can join yet; empty when they can."""
+        """Why pods cannot join yet; empty when they can."""
 
     def joined(self, peer: Peer) -> JoinReply: ...
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
-        """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, as this server ends."""
+        """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
 
     def did(self, peer: Peer, spans: bytes) -> None:
-        """Another shard's server reports what it did lately: a serialized `Spans`."""
+        """Another shard's server sends its last spans: a serialized `Spans`."""
 
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
-    def asks(self) -> bool:
-        """Whether it waits for the operator's word on who serves: what was said long ago must not be taken for it."""
+    def awaits_operator(self) -> bool:
+        """Whether it waits for the operator's report of the active server; older reports must not count then."""
 
     def superseded(self, by: int) -> None:
-        """Another shard knows a newer incarnation of this server."""
+        """Another shard reported a newer incarnation of this server."""
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """Refuse older incarnations from now on, on every channel."""
 
 
 class Peers:
-    """The newest incarnation of every pod that this server heard of. Thread-safe."""
+    """The newest incarnation of every pod that this server has received. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
 
     def see(self, role: str, index: int, incarnation: int) -> tuple[int, bool]:
-        """The newest incarnation known, this one included; and whether it is news."""
+        """The newest incarnation known, this one included; and whether it is new."""
         name = f"{role}-{index}"
         with self._lock:
             before = self._newest.get(name, -1)
@@ -120,7 +120,7 @@ class Peers:
 
 
 class _Refused(Exception):  # noqa: N818  # it is what happened
-    """The answer to a call is an error. Backstay's own refusals are marked, so that a peer can trust them."""
+    """The answer to a call is an error. Backstay's own refusals are marked, so that a peer can recognize them."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -128,7 +128,7 @@ class _Refused(Exception):  # noqa: N818  # it is what happened
 
 
 class _RemoteSink:
-    """A shard at the other end of a `Coordinate` stream. It is told from any thread; the rest is on the loop."""
+    """A shard at the other end of a `Coordinate` stream. Any thread calls `deliver`; the rest runs on the loop."""
 
     def __init__(self) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -150,7 +150,7 @@ class _RemoteSink:
     def _wake(self) -> None:
         if self._some.is_set():
             return
-        if threading.get_ident() == self._thread:  # most messages answer one that has just come
+        if threading.get_ident() == self._thread:  # most messages answer one that the loop has received
             self._some.set()
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._some.set)
@@ -167,7 +167,7 @@ class _RemoteSink:
 
 
 class _Service(grpc.GenericRpcHandler):
-    """Decides from the headers of a call who serves it."""
+    """Chooses the handler of a call by its headers."""
 
     def __init__(
         self, host: Host, peers: Peers, credentials: Credentials, pool: ThreadPoolExecutor, timeouts: Timeouts
@@ -186,7 +186,7 @@ class _Service(grpc.GenericRpcHandler):
             "Leave": (LeaveRequest, self._leave),
             "Progress": (ProgressRequest, self._progress),
         }
-        # All are served as streams: only then the message is read by a handler, which can bound how long that takes.
+        # All are stream methods: only then a handler of ours reads the message, and can bound how long that takes.
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             f"/{_SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._one(kind, answer))
             for name, (kind, answer) in unary.items()
@@ -297,12 +297,12 @@ class _Service(grpc.GenericRpcHandler):
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, difference)
         why = host.not_ready()
         if why:
-            # Before the peer's incarnation is recorded: a standby has no say in who was replaced. While it is being
-            # promoted, its own Service may lead to it, and the next standby may call it first.
+            # Before the peer's incarnation is recorded: a standby does not decide which pods are replaced. During its
+            # promotion, its Service may already lead to it, and the next standby may call it first.
             raise _Refused(grpc.StatusCode.UNAVAILABLE, why)
         self._see(request.peer)
         if host.driving is not None and request.peer.role == "worker":
-            host.driving.told(request.term, request.version)
+            host.driving.worker_at(request.term, request.version)
         return host.joined(request.peer)
 
     async def _heartbeat(self, request: HeartbeatRequest, _: Any) -> HeartbeatReply:
@@ -335,13 +335,13 @@ class _Service(grpc.GenericRpcHandler):
 
     async def _progress(self, request: ProgressRequest, _: Any) -> ProgressReply:
         self._check(request.shard, request.expected_incarnation)
-        if self.host.asks():
-            # A server that was stopped or cut off finds old calls, and their cancellations, at the same time. The
+        if self.host.awaits_operator():
+            # A server that was paused or cut off finds old calls and their cancellations at the same time. The
             # cancellation ends this coroutine here.
             await asyncio.sleep(self._timeouts.second_look)
-        return await self._do(self._told, request)
+        return await self._do(self._reported_progress, request)
 
-    def _told(self, request: ProgressRequest) -> ProgressReply:
+    def _reported_progress(self, request: ProgressRequest) -> ProgressReply:
         news = {}
         for name, incarnation in request.incarnations.items():
             role, _, index = name.rpartition("-")
@@ -368,7 +368,7 @@ class _Service(grpc.GenericRpcHandler):
         if position.coordinator > self.host.incarnation:
             self.host.superseded(position.coordinator)
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
-        await context.send_initial_metadata(())  # the shard waits for it: there may be nothing to say yet
+        await context.send_initial_metadata(())  # the shard waits for it, and there may be no message yet
         sink = _RemoteSink()
         for older, shard in self.links.items():
             if shard == peer.index:
@@ -401,7 +401,7 @@ class _Service(grpc.GenericRpcHandler):
             if message.HasField("spans"):
                 self.host.did(peer, message.spans.SerializeToString())
             elif (report := report_in(message)) is not None:
-                driving.hear(peer.index, sink, report)
+                driving.receive(peer.index, sink, report)
 
 
 def _parsed(kind: type[_M], data: bytes) -> _M:
@@ -412,14 +412,14 @@ def _parsed(kind: type[_M], data: bytes) -> _M:
 
 
 class ControlServer:
-    """Listens at once, until `close`."""
+    """Serves from its creation until `close`."""
 
     def __init__(
         self, host: Host, peers: Peers, *, bind: str, port: int, token: str, timeouts: Timeouts | None = None
     ) -> None:
         """
         Args:
-            host: who answers.
+            host: answers the calls.
             peers: the incarnations known here.
             bind: an address.
             port: 0 for any.
@@ -443,7 +443,7 @@ class ControlServer:
         return server, bound
 
     def serve(self, host: Host) -> None:
-        """Speak for `host` from now on."""
+        """Answer calls with `host` from now on."""
         self._service.host = host
 
     def linked(self) -> int:

@@ -1,8 +1,7 @@
-"""Which gradients make an update, in what order, and what else happens at that version: decided purely, without I/O.
+"""Decides which gradients make an update, in what order, and what else happens at that version. Pure: without I/O.
 
-Everything here is plain data and arithmetic: messages come in, decisions go out, the time is an argument. So the
-promises T1, T2, T3 and T5 can be tested over every interleaving, and a standby can hold the same state (T6).
-The vocabulary is that of `backstay_rpc.control_pb2`.
+Messages come in, decisions go out, the time is an argument. So tests can check the promises T1, T2, T3 and T5 over
+every interleaving, and a standby can hold the same state (T6). The vocabulary is that of `backstay_rpc.control_pb2`.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Async:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
-        del wished_world, more  # each update has one contribution
+        del desired_world, more  # each update has one contribution
         if not complete:
             return None
         gradient = complete[0].id
@@ -61,7 +61,7 @@ class Async:
         return True
 
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
-        # Each rank is at a step of its own: begin above the highest number that the fastest rank can have drawn.
+        # Ranks are at different steps: begin above the highest number that the fastest rank can have drawn.
         before = state.worlds[-1]
         fastest = max(state.key_steps.get(rank, 0) for rank in range(before.world))
         slowest = min(state.key_steps.get(rank, 0) for rank in range(world))

@@ -1,9 +1,9 @@
 """Blame: which rank or shard each update waited for, and in which part of its step. Bookkeeping over reports.
 
-An update waits for the contribution that completes its set. Without it, the update would have been decided earlier, by
-the time between that contribution and the one before it: that time is charged to the rank. Where the contribution
-reached one shard much later than the others, it is charged to the shard. The part of the step is the one in which the
-rank takes the longest beyond the median of the other ranks, by the times that heartbeats report.
+An update waits for the contribution that completes its set. The rank of that contribution is charged with the time
+since the previous contribution: without it, the update would have been decided so much earlier. A contribution may
+reach one shard much later than the others. Then the shard is charged. The part of the step is where the rank
+takes the longest beyond the median of the other ranks, by the times that heartbeats report.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Final
 __all__ = ["SENDING", "Blame", "Blamed", "Charge", "Waiting"]
 
 SENDING: Final = "push"
-"""The part that no heartbeat reports: what is left of a step is sending its contribution."""
+"""The part that no heartbeat reports: the rest of a step is the time to send its contribution."""
 
 _WINDOW: Final = 300.0
-_SHARD_SHARE: Final = 0.5  # of the time that was waited: from here on the shard is charged
+_SHARD_SHARE: Final = 0.5  # the share of the wait from which the shard is charged
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What one update waited for.
+    """The reason why one update waited.
 
     Attributes:
         rank: the rank whose contribution completed the set.
         shard: the shard that received it much later than the others; None: there was no such shard.
-        part: of the rank's step.
-        seconds: that the update waited.
+        part: the part of the rank's step.
+        seconds: how long the update waited.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """The charges of the last minutes that are alike.
+    """The charges of the last minutes with the same rank, shard and part.
 
     Attributes:
         rank, shard, part: as in `Charge`.
@@ -61,7 +61,7 @@ class Blamed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What the next update waits for.
+    """The contributions that the next update waits for.
 
     Attributes:
         seconds: since the last update; since the first report where there was none.
@@ -88,7 +88,7 @@ class Blame:
     """Not thread-safe; `now` never goes back.
 
     Args:
-        shards: of the job.
+        shards: the number of the job's shards.
     """
 
     def __init__(self, shards: int, *, now: float) -> None:
@@ -102,11 +102,11 @@ class Blame:
         self._sums: dict[tuple[int, int | None, str], list[float]] = {}
 
     def parts(self, rank: int, seconds: Mapping[str, float]) -> None:
-        """What a heartbeat reports: how long each part of the rank's last steps took on average."""
+        """Record the times of a heartbeat: how long each part of the rank's last steps took on average."""
         self._parts.setdefault(rank, {}).update(seconds)
 
     def staged(self, now: float, shard: int, rank: int, at: tuple[int, int], incarnation: int, attempt: int) -> None:
-        """A shard holds all of a contribution to the update `at`, a (term, version)."""
+        """A shard holds a whole contribution to the update `at`, a (term, version)."""
         if self._at is None or at > self._at:
             self._at, self._arrivals = at, {}
         elif at < self._at:
@@ -119,7 +119,7 @@ class Blame:
             known.shards.setdefault(shard, now)
 
     def updated(self, now: float, term: int, version: int, ranks: Iterable[int]) -> Charge | None:
-        """An update was decided; returns what it waited for. None: the reports do not say."""
+        """An update was decided. Returns its charge; None when the reports do not show one."""
         found = None
         if self._at == (term, version):
             complete = {rank: self._arrivals[rank] for rank in ranks if rank in self._arrivals}
@@ -173,7 +173,7 @@ class Blame:
                 del self._sums[key]
 
     def worst(self, now: float, most: int = 3) -> list[Blamed]:
-        """Whom the updates of the last 5 minutes waited for, the longest first."""
+        """The charges of the last 5 minutes, the longest first."""
         self._forget(now)
         window = max(1e-9, min(_WINDOW, now - self._began))
         ordered = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0][0]))
@@ -183,7 +183,7 @@ class Blame:
         ]
 
     def waiting(self, now: float, term: int, version: int, world: int, quorum: int) -> Waiting:
-        """What the update `version` waits for."""
+        """The contributions that the update `version` waits for."""
         arrivals = self._arrivals if self._at == (term, version) else {}
         complete = {rank for rank, arrival in arrivals.items() if len(arrival.shards) == self._shards}
         missing = tuple(rank for rank in range(world) if rank not in complete)
@@ -195,5 +195,5 @@ class Blame:
         return Waiting(now - self._since, missing, partly, max(0, quorum - len(complete)))
 
     def restarted(self, now: float) -> None:
-        """The history went back: nothing that was reported counts for what comes."""
+        """The history went back: earlier reports do not count for later updates."""
         self._at, self._arrivals, self._since = None, {}, now

@@ -17,7 +17,7 @@ __all__ = ["Conclusion"]
 
 @dataclass
 class _Ending:
-    """The last version is decided: what the job still waits for."""
+    """The last version is decided. The attributes say what the job still waits for."""
 
     began: float
     stored: bool
@@ -54,15 +54,15 @@ class Conclusion:
         self.schedule.reset(now)
 
     def resume(self, now: float, checkpoint: str, version: int, since: float) -> None:
-        """Continue for a coordinator that is gone.
+        """Continue for a coordinator that ended.
 
         Args:
             checkpoint, version: the newest whole checkpoint.
-            since: seconds since the last one was begun.
+            since: seconds since its last checkpoint began.
         """
         self.checkpoint, self._checkpoint_version = checkpoint, version
         reached = self._history.state.version
-        self.schedule.go_on(now, since, version=reached, newest=max(self._history.start.version, version))
+        self.schedule.resume(now, since, version=reached, newest=max(self._history.start.version, version))
         if self._history.over:
             self._ending = self._end_of(now, self._rules.timeouts.succession)
 
@@ -80,13 +80,13 @@ class Conclusion:
         ):
             return []
         self._begin_checkpoint(now)
-        if self._history.pending:  # the commit that makes this version is not sent: it asks for the checkpoint
+        if self._history.pending:  # the commit of this version is not sent yet: it requests the checkpoint
             self._history.pending[-1].commit.checkpoint = True
             return []
         return [Send(None, Save(term=state.term, version=state.version))]
 
     def decided(self, now: float, commit: Commit) -> None:
-        """An update was decided; sets whether its commit asks for a checkpoint."""
+        """An update was decided; sets whether its commit requests a checkpoint."""
         version = self._history.state.version
         commit.checkpoint = self._rules.stores and (commit.final or self.schedule.due(now, version))
         self.adopted(now, commit)
@@ -98,7 +98,7 @@ class Conclusion:
         if commit.final:
             self._ending = self._end_of(now, self._rules.timeouts.evaluation)
 
-    def taken_back(self, commits: Sequence[Commit]) -> None:
+    def withdrawn(self, commits: Sequence[Commit]) -> None:
         """These decisions were taken back."""
         for commit in commits:
             if commit.checkpoint:
@@ -107,7 +107,7 @@ class Conclusion:
             self._ending = None
 
     def written(self, now: float, shard: int, written: Written) -> list[Decision]:
-        """A shard stored its files, or could not."""
+        """A shard stored its files, or failed to."""
         if written.error:
             if written.term != self._history.state.term or not self.schedule.in_flight(written.version):
                 return []
@@ -119,7 +119,7 @@ class Conclusion:
         return [WriteManifest(flight.term, written.version, flight.state, files)]
 
     def manifest(self, now: float, version: int, uri: str, error: str) -> list[Decision]:
-        """The manifest of `version` is stored at `uri`, or could not be."""
+        """The manifest of `version` is stored at `uri`, or could not be stored."""
         if not self.schedule.in_flight(version):
             return []
         if error:
@@ -130,7 +130,7 @@ class Conclusion:
         return self.end_if_over(now)
 
     def write_again(self, shard: int, version: int) -> list[Decision]:
-        """The checkpoints that a server which is gone was writing: its successor, at `version`, can write that one."""
+        """A server ended while it wrote checkpoints: its successor, at `version`, can write that version again."""
         out: list[Decision] = []
         for due in self.schedule.waited_for(shard):
             if due == version:
@@ -175,16 +175,16 @@ class Conclusion:
         return self.end_if_over(now)
 
     def evaluator_joined(self) -> None:
-        """A pod that evaluates is here: it has evaluated the last version and reports that again, or it will."""
+        """An evaluator connected. It reports the evaluation of the last version, at once or later."""
         if self._ending is not None:
             self._ending.patience = self._rules.timeouts.evaluation
 
     def end_if_over(self, now: float) -> list[Decision]:
-        """Whether the job is done: its last version is certain, stored and evaluated."""
+        """End the job if its last version is certain, stored and evaluated."""
         if self.finished is not None or not self._history.over or self._history.pending:
             return []
         if self._ending is None:
-            # Started at a checkpoint at or past the end: an earlier run evaluated it.
+            # The job started at a checkpoint at or past the end: an earlier run evaluated it.
             self._ending = _Ending(now, stored=True, evaluated=True, patience=self._rules.timeouts.evaluation)
         ending = self._ending
         out: list[Decision] = []
@@ -212,7 +212,7 @@ class Conclusion:
         return [Send(None, self._done()), self.finished]
 
     def farewell(self, shard: int) -> list[Decision]:
-        """What a shard that connects is sent if the job is over."""
+        """The messages for a shard that connects when the job is over."""
         return [] if self.finished is None else [Send(shard, self._done())]
 
     def _end_of(self, now: float, patience: float) -> _Ending:

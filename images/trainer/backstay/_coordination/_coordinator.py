@@ -6,11 +6,11 @@
 | `UpdateMode` | which of them make the next update? |
 | `Grace` | how long does an update wait for more of them than its quorum? |
 | `History` | what is decided, what is certain, what has each shard applied? |
-| `Succession` | whose account of the history counts after a server was replaced? |
+| `Succession` | which server's version of the history counts after a server was replaced? |
 | `Conclusion` | when is a checkpoint written, and when is the job done? |
 
-The order of a decision: a set is chosen, the version moves, and the commit is sent; with `clip_norm` or standbys the
-commit waits for an answer of every shard, and those after it wait for it. All shards get the same commits in order.
+The order of a decision: a set is chosen, the version grows, and the commit is sent. With `clip_norm` or standbys the
+commit waits for an answer of every shard, and later commits wait for it. All shards get the same commits in order.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Coordinator:
     """Decides every update of one job. Not thread-safe; `now` never goes back, in seconds of any monotonic clock.
 
     Args:
-        rules: what stays the same during the job.
-        state: where the history starts: a fresh one, or that of a checkpoint with its term raised.
-        checkpoint: the checkpoint that `state` is from; empty for the seed's initial parameters.
-        wished_world: `workers.replicas`.
+        rules: the settings that stay the same during the job.
+        state: the start of the history: a new state, or that of a checkpoint with its term raised.
+        checkpoint: the checkpoint that `state` is from; empty for the initial parameters.
+        desired_world: `workers.replicas`.
         intervals: when to write checkpoints.
     """
 
@@ -63,12 +63,12 @@ class Coordinator:
         state: CoordinatorState,
         *,
         checkpoint: str = "",
-        wished_world: int | None = None,
+        desired_world: int | None = None,
         intervals: Intervals | None = None,
         now: float = 0.0,
     ) -> None:
         self.rules = rules
-        self._wished_world = wished_world or state.world
+        self._desired_world = desired_world or state.world
         self._mode = MODES[rules.mode]
         change_batches(state, rules.batches, self._mode)
         self._history = History(rules, self._mode, state, start_of(state, checkpoint))
@@ -92,23 +92,23 @@ class Coordinator:
         checkpoint: str = "",
         checkpoint_at: tuple[int, int] = (0, -1),
         since_checkpoint: float = 0.0,
-        wished_world: int | None = None,
+        desired_world: int | None = None,
         intervals: Intervals | None = None,
         now: float = 0.0,
     ) -> Coordinator:
-        """Continue in the same term for a coordinator that is gone.
+        """Continue in the same term for a coordinator that ended.
 
         Args:
             state: as of the last commit that this shard's standby held.
             start: where the term began.
             last: the commit that made `state.version`, if one of this term did.
-            prepared: the gradients whose mean shard 0 holds for `state.version`: what the commit after it may name.
+            prepared: the gradients whose mean shard 0 holds for `state.version`: the next commit may name them.
             incarnation: of this coordinator's server.
             infos: of `prepared`, in that order.
-            checkpoint, checkpoint_at: the newest whole one that is known, and its (term, version).
-            since_checkpoint: seconds since one was begun.
+            checkpoint, checkpoint_at: the newest known whole checkpoint, and its (term, version).
+            since_checkpoint: seconds since the last one began.
         """
-        new = cls(rules, state, wished_world=wished_world, intervals=intervals, now=now)
+        new = cls(rules, state, desired_world=desired_world, intervals=intervals, now=now)
         new._history.start = start
         new._history.resume(last, incarnation)
         new._conclusion.resume(now, checkpoint, checkpoint_at[1], since_checkpoint)
@@ -162,7 +162,7 @@ class Coordinator:
         return self._history.state_at(term, version)
 
     def open_gradients(self) -> Iterable[Staged]:
-        """Gradients whose fate is open, for tests and reports."""
+        """Undecided gradients, for tests and reports."""
         return self._intake.ledger.open()
 
     # ---- Servers ----
@@ -183,7 +183,7 @@ class Coordinator:
         prepared: Iterable[Contribution] = (),
         begun: int = 0,
     ) -> list[Decision]:
-        """A shard's server connected and stands at (term, version); (0, 0) when it holds nothing yet.
+        """A shard's server connected and is at (term, version); (0, 0) when it holds nothing yet.
 
         After this, it reports again the gradients that it holds.
 
@@ -191,7 +191,7 @@ class Coordinator:
             incarnation: the server's.
             last: with standbys, the newest commit of the term that it received, applied or not.
             prepared: with standbys, the gradients whose mean it holds for `version`.
-            begun: the newest term that it was told to begin, though it may hold nothing of it yet.
+            begun: the newest term that it received, though it may hold nothing of it yet.
         """
         history, conclusion, succession = self._history, self._conclusion, self._succession
         replaces = succession.connected(shard, incarnation, max(term, begun))
@@ -200,7 +200,7 @@ class Coordinator:
         current = term == history.state.term
         if self.rules.replicates and current and not history.lost and self.finished is None:
             if replaces:
-                # The gradients that the previous server held died with it: what is pending is decided again.
+                # The gradients of the previous server died with it: pending updates are decided again.
                 out += self._take_back(now)
             reached = max(version, last.version + 1 if last is not None else 0)
             if reached > history.state.version:
@@ -214,7 +214,7 @@ class Coordinator:
             if replaces:
                 out += conclusion.write_again(shard, version)
             if conclusion.is_storing_the_end and succession.all_connected:
-                out += conclusion.save(now)  # taken over at the end: no commit asks for it
+                out += conclusion.save(now)  # taken over at the end: no commit requests it
         if current and history.replays_from(version):
             out += [Send(shard, message) for message in history.replay(shard, version)]
             return out + conclusion.farewell(shard)
@@ -223,12 +223,12 @@ class Coordinator:
         if history.lost:
             return []
         if history.state.version != history.start.version or succession.lives_on(term, version):
-            # Gradients are not kept: what this shard has lost can only come from a checkpoint, and then for all shards.
+            # Gradients are not stored: a lost shard can be read only from a checkpoint, and then all shards go back.
             return [*out, *succession.lose(shard)]
         return [*out, Send(shard, history.start)]
 
     def report(self, now: float, shard: int, report: Report) -> list[Decision]:
-        """What a shard's server reports."""
+        """A shard's server sent a report."""
         match report:
             case Staged():
                 return self.staged(now, shard, report)
@@ -257,7 +257,7 @@ class Coordinator:
         return [*out, Send(None, self._history.start), *self._conclusion.end_if_over(now)]
 
     def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
-        """A shard holds all of a gradient."""
+        """A shard holds a whole gradient."""
         out, complete = self._intake.staged(shard, staged)
         if complete:
             self._grace.arrived(now, staged.id)
@@ -267,7 +267,7 @@ class Coordinator:
         return out
 
     def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
-        """A gradient's stream to a shard ended before its end mark; or all of it came, too late to be used."""
+        """A gradient's stream to a shard ended before its end mark, or the whole gradient came too late to be used."""
         self._intake.ledger.lose(shard, gradient)
         if not self._came_late(shard, gradient):
             return []
@@ -293,11 +293,11 @@ class Coordinator:
         return []
 
     def written(self, now: float, shard: int, written: Written) -> list[Decision]:
-        """A shard stored its files, or could not."""
+        """A shard stored its files, or failed to."""
         return self._conclusion.written(now, shard, written)
 
     def manifest(self, now: float, version: int, uri: str, error: str = "") -> list[Decision]:
-        """The manifest that `WriteManifest` asked for is stored at `uri`, or could not be."""
+        """The manifest of `WriteManifest` is stored at `uri`, or could not be stored."""
         return self._conclusion.manifest(now, version, uri, error)
 
     def failed(self, now: float, shard: int, why: str) -> list[Decision]:
@@ -307,7 +307,7 @@ class Coordinator:
 
     # ---- Workers, the evaluator, the operator, the clock ----
 
-    def told(self, now: float, term: int, version: int) -> list[Decision]:
+    def worker_at(self, now: float, term: int, version: int) -> list[Decision]:
         """A worker that joins has parameters of (term, version). See `Succession.worker_at`."""
         del now
         return [] if self.finished is not None else self._succession.worker_at(term, version)
@@ -342,17 +342,17 @@ class Coordinator:
         return self._conclusion.evaluated(now, step)
 
     def set_grace(self, now: float, grace: float | None) -> list[Decision]:
-        """What the operator asks for; `grace` is as in `Rules`."""
+        """The operator set the grace; `grace` is as in `Rules`."""
         self._grace.change(grace)
         return self._end_wait(now)
 
-    def wish(self, now: float, world: int, intervals: Intervals | None = None) -> list[Decision]:
-        """What the operator asks for; a world of 0 and intervals of None change nothing."""
+    def configure(self, now: float, world: int, intervals: Intervals | None = None) -> list[Decision]:
+        """The operator sent its configuration; a world of 0 and intervals of None change nothing."""
         if intervals is not None:
             self.schedule.intervals = intervals
-        smaller = 0 < world < self._wished_world
-        self._wished_world = world or self._wished_world
-        # The ranks that stay may have contributed all that the update needs now.
+        smaller = 0 < world < self._desired_world
+        self._desired_world = world or self._desired_world
+        # The ranks that stay may already have sent all contributions that the update needs.
         return self._advance(now) if smaller else []
 
     def stop_early(self, now: float) -> list[Decision]:
@@ -371,7 +371,7 @@ class Coordinator:
         return self._conclusion.fail(reason, why)
 
     def tick(self, now: float) -> list[Decision]:
-        """Deadlines: call it once a second or so, and at `wakes_at` (T8)."""
+        """Deadlines: call it about once a second, and at `wakes_at` (T8)."""
         return [*self._end_wait(now), *self._conclusion.tick(now)]
 
     @property
@@ -386,11 +386,11 @@ class Coordinator:
         out: list[Decision] = []
         while not self._history.over and self.finished is None:
             complete = self._intake.ledger.complete
-            chosen = self._mode.choose(self.state, self.rules, complete, self._wished_world, more=self._grace.waits)
+            chosen = self._mode.choose(self.state, self.rules, complete, self._desired_world, more=self._grace.waits)
             if chosen is None:
                 self._grace.incomplete()
                 break
-            world = effective_world(self.state.world, self._wished_world)
+            world = effective_world(self.state.world, self._desired_world)
             if not self._grace.is_over(now, {contribution.id.rank for contribution in chosen}, world):
                 break
             by_rank = {staged.id.rank: staged.info for staged in complete}
@@ -402,7 +402,7 @@ class Coordinator:
         history = self._history
         self._succession.decided()
         counted = self._intake.use(chosen, infos, history.state.version)
-        world = next_world(history.state.world, self._wished_world, self._intake.joined_ranks)
+        world = next_world(history.state.world, self._desired_world, self._intake.joined_ranks)
         pending = history.decide(chosen, infos, world=world)
         commit = pending.commit
         self._conclusion.decided(now, commit)
@@ -412,7 +412,7 @@ class Coordinator:
             pending.counted = tuple(counted)  # when it is certain
         else:
             out += counted
-        if pending.asks:
+        if pending.needs_norms:
             out.append(Send(None, history.norm_request(pending)))
         out += self._release()
         out += self._intake.settle(final=commit.final)
@@ -447,9 +447,9 @@ class Coordinator:
         return [Send(None, commit), *([Updated(commit, infos, adopted=True, ended=ended)] if infos else [])]
 
     def _take_back(self, now: float) -> list[Decision]:
-        """Undo the decisions that no shard received as a commit; their workers send again."""
+        """Withdraw the decisions that no shard received as a commit; their workers send again."""
         taken = self._history.take_back()
-        self._conclusion.taken_back([pending.commit for pending in taken])
+        self._conclusion.withdrawn([pending.commit for pending in taken])
         return [*self._intake.take_back(taken), *self._judge_uncertain(now)]
 
     def _judge_uncertain(self, now: float) -> list[Decision]:

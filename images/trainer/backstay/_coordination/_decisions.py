@@ -1,4 +1,4 @@
-"""What the coordinator decides; whoever drives it carries these out in order."""
+"""The decisions of the coordinator; its caller carries them out in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Outcome(StrEnum):
-    """What became of a gradient; the values are those of a metric's label."""
+    """The outcome of a gradient; the values are those of a metric's label."""
 
     APPLIED = "applied"
     NON_FINITE = "non_finite"
@@ -67,7 +67,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The fate of one gradient, told once. `staleness` is in versions, of applied gradients."""
+    """The outcome of one gradient, counted once. `staleness` is in versions, of applied gradients."""
 
     id: GradientId
     outcome: Outcome
@@ -97,7 +97,7 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class WriteManifest:
-    """Every shard has written: store the manifest, then say so by `Coordinator.manifest`. `files` is by shard."""
+    """Every shard has written: store the manifest, then call `Coordinator.manifest`. `files` is by shard."""
 
     term: int
     version: int
@@ -107,7 +107,7 @@ class WriteManifest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; training goes on."""
+    """A checkpoint could not be written; training continues."""
 
     version: int
     error: str

@@ -22,7 +22,7 @@ _LEAST_SAMPLES: Final = 3
 _CANDIDATES: Final = 16
 _VERSIONS: Final = 256
 _UPDATES: Final = 8
-"""Auto chooses again after so many updates."""
+"""Auto chooses the wait again after so many updates."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ NO_WAIT: Final = Choice(0.0)
 
 
 class Grace:
-    """The grace of one job, and what `Auto` has to know: how long each rank takes from a version to its contribution.
+    """The grace of one job. For `Auto` it records how long each rank takes from a version to its contribution.
 
     Times are in seconds of any monotonic clock.
     """
@@ -50,7 +50,7 @@ class Grace:
         """
         Args:
             seconds: `update.grace`; None is `Auto`.
-            version: where the history begins.
+            version: the version at which the history begins.
         """
         self._seconds = seconds
         self._choice = Choice(seconds or 0.0)
@@ -90,7 +90,7 @@ class Grace:
             self._contributed.pop(rank, None)
 
     def absent(self, ranks: Iterable[int]) -> bool:
-        """These ranks, and no others, are silent or stalled. Returns whether that is news."""
+        """Record that these ranks, and no others, are silent or stalled. Returns whether that is new."""
         before, self._absent = self._absent, frozenset(ranks)
         return self._absent != before
 
@@ -100,7 +100,7 @@ class Grace:
         self._arrived.clear()
 
     def arrived(self, now: float, gradient: GradientId) -> None:
-        """A contribution is complete, or came too late to be used."""
+        """A contribution is complete, or arrived too late to be used."""
         rank = gradient.rank
         self.joined(rank, gradient.incarnation)
         self._contributed[rank] = max(gradient.incarnation, self._contributed.get(rank, -1))
@@ -117,8 +117,8 @@ class Grace:
         """An update was decided.
 
         Args:
-            version: which it makes.
-            quorum, world: of the next one.
+            version: the version that the update makes.
+            quorum, world: of the next update.
         """
         self._decided[version], self._complete_since = now, None
         self._decided.pop(version - _VERSIONS, None)
@@ -127,7 +127,7 @@ class Grace:
             durations = {rank: tuple(self._durations.get(rank, ())) for rank in self._expected(world)}
             self._choice = best_wait(durations, quorum)
 
-    # ---- What is asked ----
+    # ---- Queries ----
 
     def is_over(self, now: float, complete: AbstractSet[int], world: int) -> bool:
         """Whether an update whose quorum is complete is decided now.
@@ -171,14 +171,14 @@ def best_wait(durations: Mapping[int, Sequence[float]], quorum: int) -> Choice:
     best = Choice(0.0, replay(known, quorum, 0.0))
     for wait in _candidates(known, quorum, limit):
         per_second = replay(known, quorum, wait)
-        # A longer wait must be clearly better: estimates of waits that make no difference differ in the last digits.
+        # A longer wait must be clearly better: the estimates of equally good waits differ in the last digits.
         if best.per_second is None or per_second > best.per_second * 1.001:
             best = Choice(wait, per_second)
     return best
 
 
 def _candidates(durations: Mapping[int, Sequence[float]], quorum: int, limit: float) -> list[float]:
-    """The waits that would just have let one more contribution in, if all ranks had begun at the same time."""
+    """For each possible set of ranks, the shortest wait for it, if all ranks had begun at the same time."""
     rounds = min(len(seconds) for seconds in durations.values())
     found: set[float] = set()
     for k in range(1, rounds + 1):
@@ -191,7 +191,7 @@ def _candidates(durations: Mapping[int, Sequence[float]], quorum: int, limit: fl
 
 
 def replay(durations: Mapping[int, Sequence[float]], quorum: int, wait: float) -> float:
-    """Applied contributions per second, had the ranks taken these durations and each update waited so long.
+    """Applied contributions per second, if ranks took these durations and each update waited so long.
 
     A rank that is late finishes what it computes, and continues with the version that is newest then.
     """

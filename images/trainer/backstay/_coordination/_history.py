@@ -1,7 +1,7 @@
 """The decisions of one term: which are pending, which are certain, and which of them each shard has applied.
 
 A decision is *pending* until every shard has answered its `NormRequest`, then it is a commit. Without `clip_norm` and
-without standbys it is a commit at once. Pending decisions can be taken back; a commit never is.
+without standbys it is a commit at once. Pending decisions can be withdrawn, commits cannot.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Pending:
     Attributes:
         commit: complete but for the clip factor.
         infos: of the contributions, in their order.
-        round: number of the decision; a decision that was taken back is made again under another number.
+        round: number of the decision; a withdrawn decision is made again under another number.
         before: with standbys, the state before the decision.
-        asks: whether the shards must answer a `NormRequest` first.
+        needs_norms: whether the shards must answer a `NormRequest` first.
         norms: the sums of squares that shards have answered, by shard.
         norm: of the mean gradient, before it is clipped; None: it is not computed.
         counted: how the contributions are counted once the decision is certain.
@@ -56,7 +56,7 @@ class Pending:
     infos: tuple[GradientInfo, ...]
     round: int
     before: CoordinatorState | None
-    asks: bool
+    needs_norms: bool
     norms: dict[int, float] = field(default_factory=dict)
     norm: float | None = None
     counted: tuple[Counted, ...] = ()
@@ -102,7 +102,7 @@ class History:
             last: the commit that made the state's version.
             incarnation: of this coordinator's server.
         """
-        # Answers to decisions of a previous coordinator must not be taken for answers to decisions of this one.
+        # An answer to a decision of a previous coordinator must not count as an answer to one of this coordinator.
         self._round = incarnation << 32
         if last is not None:
             self._keep(last)
@@ -139,7 +139,7 @@ class History:
 
     @property
     def certain(self) -> CoordinatorState:
-        """The newest state that is never taken back."""
+        """The newest state that is never withdrawn."""
         before = self._pending[0].before if self._pending else None
         return self.state if before is None else before
 
@@ -152,14 +152,14 @@ class History:
         return self._applied[shard] > version
 
     def state_at(self, term: int, version: int) -> CoordinatorState | None:
-        """A copy of the state at `version`, where some shard stands; None: the history is past it, or is another."""
+        """A copy of the state at `version`, a version of some shard; None: the history is past it, or is another."""
         if term != self.state.term:
             return None
         state = self.state if version == self.state.version else self._before.get(version)
         return None if state is None else state.copy()
 
     def norm_request(self, pending: Pending) -> NormRequest:
-        """What the shards are asked before a decision becomes a commit."""
+        """The request that shards answer before a decision becomes a commit."""
         commit = pending.commit
         return NormRequest(
             term=commit.term,
@@ -209,8 +209,8 @@ class History:
             final=self.over,
         )
         self._round += 1
-        asks = rules.replicates or (rules.clip_norm is not None and not skip)
-        pending = Pending(commit, infos, self._round, before, asks, ended=ended)
+        needs_norms = rules.replicates or (rules.clip_norm is not None and not skip)
+        pending = Pending(commit, infos, self._round, before, needs_norms, ended=ended)
         self._pending.append(pending)
         return pending
 
@@ -226,7 +226,7 @@ class History:
         out: list[Pending] = []
         while self._pending:
             pending = self._pending[0]
-            if pending.asks and len(pending.norms) < self._rules.shards:
+            if pending.needs_norms and len(pending.norms) < self._rules.shards:
                 break
             self._clip(pending)
             self._pending.popleft()
@@ -236,20 +236,20 @@ class History:
 
     def _clip(self, pending: Pending) -> None:
         limit = self._rules.clip_norm
-        if limit is None or not pending.asks or pending.commit.skip:
+        if limit is None or not pending.needs_norms or pending.commit.skip:
             return
         # In order of shard, so that the sum is the same run after run.
         norm = pending.norm = math.sqrt(sum(pending.norms[shard] for shard in range(self._rules.shards)))
         pending.commit.clip_factor = 1.0 if norm <= limit else limit / norm
 
     def take_back(self) -> list[Pending]:
-        """Undo the pending decisions; returns them, oldest first."""
+        """Withdraw the pending decisions; returns them, oldest first."""
         taken = list(self._pending)
         self._pending.clear()
         if taken:
             before = taken[0].before
             assert before is not None, "only with standbys"
-            # A wish to stop early stays; the end that a decision made is taken back with it.
+            # A request to stop early stays; the end that a decision made is withdrawn with it.
             before.last = 0 if any(pending.commit.final for pending in taken) else self.state.last
             self.state = before
         for pending in taken:
@@ -288,10 +288,10 @@ class History:
         return first <= version <= self.state.version
 
     def replay(self, shard: int, version: int) -> list[Commit | NormRequest]:
-        """What a shard at `version`, from which `replays_from` is true, has missed."""
+        """The messages that a shard at `version`, from which `replays_from` is true, has missed."""
         self._applied[shard] = max(self._applied[shard], version)
         commits = [commit for commit in self._commits if commit.version >= version]
-        return [*commits, *(self.norm_request(pending) for pending in self._pending if pending.asks)]
+        return [*commits, *(self.norm_request(pending) for pending in self._pending if pending.needs_norms)]
 
     def holds_next(self, version: int, prepared: Sequence[Contribution]) -> bool:
         """Whether a shard at `version` that holds the mean of `prepared` can apply the next commit, if there is one."""

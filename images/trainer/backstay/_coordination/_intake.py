@@ -1,4 +1,4 @@
-"""The gradients that shards report: which are accepted, which are refused and who is told, and which are complete."""
+"""The gradients that shards report: which are accepted, refused or complete, and which shards get a refusal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONLY_ITS_SHARD: Final = frozenset({RejectReason.OLD_TERM, RejectReason.NOT_IN_W
 
 
 class Intake:
-    """The gradients whose fate is open.
+    """The undecided gradients.
 
     Attributes:
         ledger: which shards hold which of them.
@@ -37,7 +37,7 @@ class Intake:
         self._uncertain: list[tuple[int, Staged]] = []
 
     def begin(self) -> list[Decision]:
-        """A new term begins: all that is open is of the old one."""
+        """A new term begins: all undecided gradients are of the old one."""
         out: list[Decision] = [
             self._count(staged.id, Outcome.OLD_TERM, staged.info)
             for staged in self.ledger.open()
@@ -55,7 +55,7 @@ class Intake:
         return self._joined
 
     def joined(self, rank: int, incarnation: int) -> list[Decision]:
-        """A worker joined: what older incarnations of it left incomplete is refused."""
+        """A worker joined: incomplete gradients of its older incarnations are refused."""
         self._joined.add(rank)
         if incarnation <= self._incarnations.get(rank, -1):
             return []
@@ -75,12 +75,12 @@ class Intake:
     # ---- Shards ----
 
     def connected(self, shard: int) -> None:
-        """A shard's server connected: it reports again what it holds."""
+        """A shard's server connected: it reports its gradients again."""
         self.ledger.lose_all(shard)
         self._uncertain = [(other, staged) for other, staged in self._uncertain if other != shard]
 
     def staged(self, shard: int, staged: Staged) -> tuple[list[Decision], bool]:
-        """A shard holds all of a gradient. Returns the refusals, and whether the gradient is complete by it."""
+        """A shard holds a whole gradient. Returns the refusals, and whether this completes the gradient."""
         gradient = staged.id
         used = self._history.used_by(gradient)
         if used is not None:
@@ -91,7 +91,7 @@ class Intake:
         if reason == _ACCEPTED:
             reason = self._judge(self._history.state, gradient)
             if (reason == _ACCEPTED) != (self._judge(self._history.certain, gradient) == _ACCEPTED):
-                # It depends on decisions that may be taken back.
+                # It depends on decisions that may be withdrawn.
                 self._uncertain.append((shard, staged))
                 return [], False
         if reason != _ACCEPTED:
@@ -103,7 +103,7 @@ class Intake:
         return out, self.ledger.hold(shard, staged)
 
     def uncertain(self) -> list[tuple[int, Staged]]:
-        """The reports that `staged` could not judge, with their shards; call `staged` again with each."""
+        """The reports that `staged` could not decide about, with their shards; call `staged` again with each."""
         found, self._uncertain = self._uncertain, []
         return found
 
@@ -138,7 +138,7 @@ class Intake:
         return out
 
     def take_back(self, decisions: list[Pending]) -> list[Decision]:
-        """These decisions were taken back: their workers send again."""
+        """These decisions were withdrawn: their workers send again."""
         out: list[Decision] = []
         for pending in decisions:
             for contribution in pending.commit.contributions:
@@ -169,8 +169,8 @@ class Intake:
         return _ACCEPTED
 
     def _replaces(self, complete: GradientId, gradient: GradientId) -> bool:
-        """With standbys, a worker may know of a server's death before the coordinator. Then it sends again what is in
-        truth no longer complete."""
+        """With standbys, a worker may detect a server's death before the coordinator does. Then it sends again a
+        gradient that is no longer complete."""
         return self._rules.replicates and sent(complete) < sent(gradient)
 
     def _reject(self, gradient: GradientId, reason: RejectReason) -> Reject:
@@ -178,7 +178,7 @@ class Intake:
         return Reject(id=gradient, reason=reason, next_key_step=due)
 
     def _refuse(self, staged: Staged, reason: RejectReason, shard: int | None) -> list[Decision]:
-        """Refuse a gradient for good: count it, and tell the shards that hold it unless a commit does."""
+        """Refuse a gradient permanently: count it, and notify the shards that hold it unless a commit does."""
         self.ledger.forget([staged.id])
         if reason != RejectReason.OLD_TERM:
             self.ledger.refuse(staged.id, reason)

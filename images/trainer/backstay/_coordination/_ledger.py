@@ -11,7 +11,7 @@ __all__ = ["Held", "Ledger", "identity", "sent"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
-    """All of it as a key: messages have no hash."""
+    """All fields as a key, because messages have no hash."""
     return (
         gradient.term,
         gradient.version,
@@ -23,7 +23,7 @@ def identity(gradient: GradientId) -> tuple[int, ...]:
 
 
 def sent(gradient: GradientId) -> tuple[int, int]:
-    """Orders what one rank sent: a later one takes the place of an earlier."""
+    """Orders the gradients of one rank: a later one replaces an earlier one."""
     return gradient.incarnation, gradient.attempt
 
 
@@ -36,16 +36,16 @@ class Held:
 
 
 class Ledger:
-    """The gradients whose fate is open, by rank; complete ones in the order in which they became so."""
+    """The undecided gradients, by rank; complete ones in the order in which they became complete."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
         self._by_rank: dict[int, dict[tuple[int, ...], Held]] = {}
         self._complete: dict[int, Staged] = {}
-        # Newest (incarnation, attempt) seen of each rank: what is older was given up by its worker.
+        # Newest (incarnation, attempt) of each rank: its worker has abandoned older ones.
         self._newest: dict[int, tuple[int, int]] = {}
-        # Newest gradient of each rank that was refused. A shard whose link was broken then did not get the rejection:
-        # when it reports the gradient again, the answer must be the same.
+        # Newest refused gradient of each rank. A shard with a broken link did not receive the rejection. When it
+        # reports the gradient again, the answer must be the same.
         self._refused: dict[int, tuple[GradientId, RejectReason]] = {}
 
     def newest(self, rank: int) -> tuple[int, int]:
@@ -58,19 +58,19 @@ class Ledger:
 
     @property
     def complete(self) -> list[Staged]:
-        """Complete gradients, first come first."""
+        """Complete gradients, in the order of their completion."""
         return list(self._complete.values())
 
     def open(self) -> list[Staged]:
-        """Everything whose fate is open."""
+        """All undecided gradients."""
         return [held.staged for of_rank in self._by_rank.values() for held in of_rank.values()]
 
     def of_rank(self, rank: int) -> list[Staged]:
-        """What is open of `rank`."""
+        """The undecided gradients of `rank`."""
         return [held.staged for held in self._by_rank.get(rank, {}).values()]
 
     def hold(self, shard: int, staged: Staged) -> bool:
-        """Note that `shard` holds it; True when that makes it complete."""
+        """Record that `shard` holds it; True when that completes it."""
         gradient = staged.id
         held = self._by_rank.setdefault(gradient.rank, {}).setdefault(identity(gradient), Held(staged))
         self._newest[gradient.rank] = max(self.newest(gradient.rank), (gradient.incarnation, gradient.attempt))
@@ -83,20 +83,20 @@ class Ledger:
         return True
 
     def lose(self, shard: int, gradient: GradientId) -> None:
-        """Note that `shard` holds nothing of it; what is complete stays so."""
+        """Record that `shard` holds nothing of it; a complete gradient stays complete."""
         held = self._by_rank.get(gradient.rank, {}).get(identity(gradient))
         if held is not None and len(held.shards) < self._shards:
             held.shards.discard(shard)
 
     def lose_all(self, shard: int) -> None:
-        """Note that `shard` holds nothing at all, not even of complete ones, until it says so again."""
+        """Record that `shard` holds nothing, not even of complete gradients, until it reports them again."""
         for of_rank in self._by_rank.values():
             for held in of_rank.values():
                 held.shards.discard(shard)
         self._complete.clear()
 
     def forget(self, gradients: Iterable[GradientId]) -> None:
-        """Their fate is settled."""
+        """These gradients are decided."""
         for gradient in gradients:
             of_rank = self._by_rank.get(gradient.rank, {})
             of_rank.pop(identity(gradient), None)
@@ -115,7 +115,7 @@ class Ledger:
     def refusal_of(self, gradient: GradientId) -> RejectReason:
         """Why a gradient that a shard reports was refused before; unspecified: it was not.
 
-        A gradient that its worker sent before the newest refused one counts as abandoned, unless its fate is open.
+        A gradient that its worker sent before the newest refused one counts as abandoned, unless it is undecided.
         """
         refused, reason = self._refused.get(gradient.rank, (None, RejectReason.REJECT_UNSPECIFIED))
         if (

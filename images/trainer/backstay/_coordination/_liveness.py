@@ -1,6 +1,6 @@
-"""Who lives, who has stopped giving gradients, who is slow: bookkeeping over heartbeats, with the time passed in.
+"""Which pods are alive, stalled or slow: bookkeeping over heartbeats, with the time passed in.
 
-It reports; replacing is the operator's work (O5). A worker that waits for others owes nothing and is not stalled.
+This module reports. The operator replaces (O5). A worker that waits for others owes no gradient and is not stalled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Liveness:
         self._ticked: float | None = None
 
     def tick(self, now: float) -> None:
-        """Call it once a second or so, if at all: it tells a process that was stopped that the silence was its own."""
+        """Call it about once a second. After a pause of this process, it does not count the pause as silence."""
         self._wake(now)
         self._ticked = now
 
@@ -78,7 +78,7 @@ class Liveness:
         return True
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
-        """A heartbeat. One of a peer that did not join counts for nothing."""
+        """A heartbeat arrived. One of a peer that did not join is ignored."""
         self._wake(now)
         member = self._member(peer)
         if member is None:
@@ -97,12 +97,12 @@ class Liveness:
             del self._members[peer.role, peer.index]
 
     def moved(self, now: float, version: int) -> None:
-        """An update was decided: from now on workers of a Sync job owe the next gradient."""
+        """An update was decided: from now on, workers of a Sync job owe the next gradient."""
         self._wake(now)
         self._version, self._version_since = version, now
 
     def handed_in(self, now: float, rank: int, incarnation: int, version: int) -> None:
-        """A gradient came in."""
+        """A gradient arrived."""
         self._wake(now)
         member = self._members.get(("worker", rank))
         if member is None or member.peer.incarnation != incarnation:
@@ -125,7 +125,7 @@ class Liveness:
         return found
 
     def stragglers(self, now: float, world: int) -> list[Straggler]:
-        """Living workers of the world whose gradient takes half again as long as the median of the others'."""
+        """Living workers of the world whose gradient takes 1.5 times the median of the others'."""
         self._wake(now)
         times = {
             index: median(member.step_seconds)
@@ -143,12 +143,12 @@ class Liveness:
         return found
 
     def lost(self, now: float) -> list[Peer]:
-        """Peers that did not leave and have been silent."""
+        """Peers that are silent and did not leave."""
         self._wake(now)
         return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= self._times.silent]
 
     def live(self, now: float, role: str) -> dict[int, int]:
-        """Those of a role that live: their indices, with their incarnations."""
+        """The living peers of a role: their indices, with their incarnations."""
         self._wake(now)
         return {
             index: member.peer.incarnation
@@ -175,6 +175,6 @@ class Liveness:
             owing = self._owing_since(member)
             if owing is None:
                 return ""
-            # Compiling has its own limit, so what it took is not held against the gradient that comes after it.
+            # Compiling has its own limit, so its time does not count for the gradient after it.
             limit, since, what = max(stall_seconds, _MEDIANS * own), max(owing, member.ready_since), "no gradient"
         return f"{what} for {now - since:.0f} s" if now - since >= limit else ""

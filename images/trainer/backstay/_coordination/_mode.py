@@ -1,6 +1,6 @@
 """`UpdateMode`: everything in which synchronous and asynchronous updates differ, as one object per mode.
 
-The coordinator, the shards and their links ask this object. No other module compares the name of a mode.
+The coordinator, the shards and their links call this object. No other module compares the name of a mode.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["UpdateMode"]
 
 
 class UpdateMode(Protocol):
-    """One mode. Stateless: what it decides on are its arguments."""
+    """One mode. Stateless: its decisions depend on its arguments only."""
 
     name: Mode
 
-    # ---- What the coordinator asks ----
+    # ---- Queries of the coordinator ----
 
     def accept(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
         """Whether a gradient of this term, from a rank of the world, can become part of an update.
@@ -30,14 +30,14 @@ class UpdateMode(Protocol):
         """
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
         """The contributions of the next update in order of rank; None while there are too few.
 
         Args:
             complete: the complete gradients of distinct ranks of the world, in order of completion. `accept` accepts
                 each of them.
-            wished_world: the number of ranks that the operator asks for. If it is below the world in force, only the
+            desired_world: the number of ranks that the operator requests. If it is below the world in force, only the
                 ranks that stay contribute.
             more: whether all that are complete contribute, and not only the first that are enough.
         """
@@ -46,14 +46,14 @@ class UpdateMode(Protocol):
         """The fewest contributions of an update, with `world` ranks in force and `update.backups`."""
 
     def settle(self, state: CoordinatorState, rules: Rules, gradient: GradientId) -> RejectReason:
-        """What a decision makes of an accepted gradient that it did not use; `state` is the state after the decision.
+        """Decide about an accepted gradient that a decision did not use; `state` is the state after the decision.
 
         Returns:
             Why the gradient is refused now; `REJECT_UNSPECIFIED`: it is still accepted.
         """
 
     def commit_rejects(self, state: CoordinatorState, gradient: GradientId, reason: RejectReason) -> bool:
-        """Whether a commit tells the shards that this gradient is refused, so that they need no `Reject`."""
+        """Whether a commit shows the shards that this gradient is refused, so that they need no `Reject`."""
 
     def rejects_applied(self) -> bool:
         """Whether a shard that reports a gradient again, after it applied its commit, needs a `Reject`."""
@@ -61,7 +61,7 @@ class UpdateMode(Protocol):
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         """`BatchKey.offset` from the version of `state` on, if `world` ranks are in force from there on.
 
-        `BatchKey.number` is ``offset + step * world + rank``. It must exceed every number that the world before gave.
+        `BatchKey.number` is ``offset + step * world + rank``. It must exceed every number of the previous world.
 
         Args:
             batches: how many batches, and so steps, each contribution takes from there on.
@@ -79,7 +79,7 @@ class UpdateMode(Protocol):
             version: the newest version, decided at `version_since`.
         """
 
-    # ---- What a shard, its link and a worker ask ----
+    # ---- Queries of a shard, its link and a worker ----
 
     def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
         """The numbers (`GradientId.key_step`) of contributions whose fragments `version`, the answer to a push, brings.

@@ -7,7 +7,7 @@ from collections import deque
 __all__ = ["Rate"]
 
 _LEAST_SECONDS = 1.0
-"""Over a shorter time the rate is that of a burst: gradients that wait when training begins are applied at once."""
+"""A shorter time gives the rate of a burst: gradients that wait when training begins are applied at once."""
 
 
 class Rate:

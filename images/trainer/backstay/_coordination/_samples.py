@@ -1,8 +1,8 @@
-"""What became of the samples of each epoch (T9): used, dropped, and used again after a rollback.
+"""The account of the samples of each epoch (T9): used, dropped, and used again after a rollback.
 
-It is a part of the coordinator's state, so that checkpoints and standbys carry it, and counts from what each commit
-says. A batch has a number (`BatchKey.number`) and holds the samples ``number * batch`` to ``(number + 1) * batch - 1``
-of an endless sequence of epochs.
+The account is a part of the coordinator's state, so that checkpoints and standbys contain it. It counts each commit. A
+batch has a number (`BatchKey.number`). It holds the samples ``number * batch`` to ``(number + 1) * batch - 1`` of an
+endless sequence of epochs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Samples:
         return dropped.add(number, uses, redone)
 
     def at(self, number: int, redone: int) -> Samples:
-        """A new account that begins with the batch of this number; what lies before it in its epoch counts as used."""
+        """A new account that begins with the batch of this number; earlier samples of its epoch count as used."""
         epoch, place = divmod(number * self.batch, self.size)
         return replace(self, epoch=epoch, used=place, dropped=0, redone=redone)
 
@@ -106,7 +106,7 @@ class Samples:
             redone: `CoordinatorState.redone` now.
 
         Returns:
-            The account of the epoch that goes on, and those of the epochs that ended.
+            The account of the current epoch, and those of the epochs that ended.
         """
         epoch, counts = max(self.epoch, number * self.batch // self.size), [self.dropped, self.used]
         since, ended = self.redone, list[EpochEnded]()
@@ -128,7 +128,7 @@ class Samples:
 
     @classmethod
     def from_json(cls, data: Any) -> Samples | None:
-        """The inverse of `to_json`; None where an earlier version wrote none, or what is there makes no sense."""
+        """The inverse of `to_json`; None where an earlier version wrote none, or `data` is invalid."""
         if not isinstance(data, Mapping):
             return None
         try:

@@ -13,7 +13,7 @@ __all__ = ["InFlight", "Intervals", "Schedule"]
 
 @dataclass(frozen=True)
 class Intervals:
-    """At least one of them ends: `every_steps` updates, or `every_seconds` since the last one began; None is never."""
+    """A checkpoint is due after `every_steps` updates, or `every_seconds` since the last one began; None: never."""
 
     every_steps: int | None = None
     every_seconds: float | None = None
@@ -44,7 +44,7 @@ class Schedule:
         return version in self._in_flight
 
     def due(self, now: float, version: int) -> bool:
-        """Whether the update that makes `version` is to be written."""
+        """Whether the update that makes `version` is to be stored."""
         if self._in_flight:
             return False
         if self._owed:
@@ -55,13 +55,13 @@ class Schedule:
         return seconds is not None and now - self._began >= seconds
 
     def begin(self, now: float, term: int, version: int, state: Mapping[str, Any]) -> None:
-        """Shards were told to write `version`."""
+        """Shards received the order to write `version`."""
         self._began = now
         self._owed = False
         self._in_flight[version] = InFlight(now, term, state)
 
     def written(self, shard: int, written: Written) -> InFlight | None:
-        """A shard's files are stored; returns the checkpoint when it was the last shard. Twice changes nothing."""
+        """A shard's files are stored. Returns the checkpoint after the last shard. A second call changes nothing."""
         flight = self._in_flight.get(written.version)
         if flight is None or flight.term != written.term or shard in flight.files:
             return None
@@ -77,11 +77,11 @@ class Schedule:
         return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]
 
     def end(self, version: int) -> None:
-        """The manifest of `version` is stored, or that checkpoint was given up."""
+        """The manifest of `version` is stored, or the checkpoint was abandoned."""
         self._in_flight.pop(version, None)
 
     def give_up(self, version: int) -> None:
-        """Whoever was writing `version` is gone, and nothing is wrong with the storage: the next update is due."""
+        """The server that was writing `version` ended, and the storage works: the next update is due."""
         self.end(version)
         self._owed = True
 
@@ -89,11 +89,11 @@ class Schedule:
         """Seconds since a checkpoint was begun."""
         return now - self._began
 
-    def go_on(self, now: float, since: float, *, version: int, newest: int) -> None:
-        """In the place of another schedule, at `version`: what it had begun and is not stored is due at once.
+    def resume(self, now: float, since: float, *, version: int, newest: int) -> None:
+        """Continue another schedule at `version`: a checkpoint that it began and did not store is due at once.
 
         Args:
-            since: as the other one's `since`.
+            since: the other schedule's `since`.
             newest: the version that is stored.
         """
         self._began = now - since

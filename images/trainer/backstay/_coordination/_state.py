@@ -1,4 +1,4 @@
-"""What the coordinator knows, as plain data: it goes into checkpoints, and later to a standby."""
+"""The coordinator's state, as plain data for checkpoints and standbys."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["CoordinatorState", "Rules", "World", "after", "apply", "count_sample
 
 @dataclass(frozen=True)
 class Rules:
-    """What stays the same during a job, besides the checkpoint's intervals (`Schedule`).
+    """The settings that stay the same during a job, besides the checkpoint's intervals (`Schedule`).
 
     Attributes:
         steps: the job ends when this many updates were made.
         backups: as in `backstay_spec.quorum.quorum_of`.
         grace: Sync; how long an update waits for more contributions after its quorum is complete, in seconds; None is
-            `Auto`. `Coordinator.wish` changes it.
+            `Auto`. `Coordinator.set_grace` changes it.
         weighting: Sync; how the contributions of an update are weighted.
         max_non_finite: this many updates in a row with a gradient that is not finite fail the job.
-        max_staleness: Async; None is no bound.
+        max_staleness: Async; None: unlimited.
         clip_norm: upper bound of the mean gradient's norm; None clips nothing.
         stores: the last version is written as a checkpoint before the job is done.
         evaluates: the job waits for an evaluation of the last version.
@@ -58,7 +58,7 @@ class Rules:
 class World:
     """From `version` on, `world` ranks are in force, and `BatchKey.offset` is `offset`.
 
-    The update that made `version` is the mean over ranks of the smaller of this world and the one before it.
+    The update that made `version` is the mean over the ranks of the smaller of this world and the previous one.
     """
 
     version: int
@@ -108,7 +108,7 @@ class CoordinatorState:
         return self.worlds[-1].offset
 
     def copy(self) -> CoordinatorState:
-        """A copy that shares nothing."""
+        """A copy that shares no data with this object."""
         return replace(self, key_steps=dict(self.key_steps))
 
     def to_json(self) -> dict[str, Any]:
@@ -189,12 +189,12 @@ def left_out_of(state: CoordinatorState, world: int) -> int:
 
 
 def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
-    """The state that `commit`, the next one, makes of `state`: how a standby follows, and a successor catches up."""
+    """The state after the next commit: a standby follows with it, and a successor catches up."""
     return apply(state, commit)[0]
 
 
 def apply(state: CoordinatorState, commit: Commit) -> tuple[CoordinatorState, tuple[EpochEnded, ...]]:
-    """The same, and the accounts of the epochs that ended with it."""
+    """As `after`, with the accounts of the epochs that ended with it."""
     if (commit.term, commit.version) != (state.term, state.version):
         raise ValueError(
             f"the commit of version {commit.version} in term {commit.term} does not follow version {state.version} "

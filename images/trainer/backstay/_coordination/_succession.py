@@ -1,8 +1,8 @@
-"""Which server's account of the history counts, after servers were replaced, and when only a new term helps.
+"""Which server's version of the history counts after servers were replaced, and when a new term must begin.
 
-With standbys, a decision takes two steps: first every shard's standby holds the mean that the decision names, then the
-commit is sent. So any successor can finish what a shard received as a commit, and what no shard received can be taken
-back. docs/internals/standby.md has the argument.
+With standbys, a decision takes two steps. First every shard's standby holds the mean that the decision names. Then the
+commit is sent. So any successor can finish a commit that a shard received. A decision that no shard received as a
+commit can be withdrawn. docs/internals/standby.md has the argument.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["Succession"]
 
 
 class Succession:
-    """The servers of all shards as the coordinator has seen them, and what it took over from its predecessor."""
+    """The servers of all shards that connected to the coordinator, and the state that it took over."""
 
     def __init__(self, rules: Rules, history: History) -> None:
         self._rules, self._history = rules, history
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] = ()
         self._infos: tuple[GradientInfo, ...] = ()
-        self._ahead = 0  # the newest version of this term that a worker has, if a new term begins for that reason
-        self._above = 0  # the newest term that any shard was told to begin
-        self._accounted = history.state.version  # updates up to this version were lost before, or are in `redone`
+        self._ahead = 0  # the newest version of this term at a worker, if a new term begins for that reason
+        self._above = 0  # the newest term that any shard received
+        self._accounted = history.state.version  # updates up to this version were lost earlier, or are in `redone`
         self._outrun = False
 
     def resume(
         self, prepared: tuple[Contribution, ...], infos: tuple[GradientInfo, ...], checkpoint_at: tuple[int, int]
     ) -> None:
-        """Continue for a coordinator that is gone.
+        """Continue for a coordinator that ended.
 
         Args:
             prepared: the gradients whose mean shard 0 holds for the next version.
@@ -40,7 +40,7 @@ class Succession:
             checkpoint_at: (term, version) of the newest whole checkpoint.
         """
         self._prepared, self._infos = prepared, infos
-        # The history went further than what this server held as a standby.
+        # The history is longer than the part that this server held as a standby.
         self._outrun = checkpoint_at > (self._history.state.term, self._history.state.version)
 
     @property
@@ -54,7 +54,7 @@ class Succession:
         return len(self._servers) == self._rules.shards
 
     def connected(self, shard: int, incarnation: int, term: int) -> bool:
-        """A server connected, which was told of `term`. Returns whether it replaces one that was connected before."""
+        """A server connected, which had received `term`. Returns whether it replaces one that was connected before."""
         before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
         self._above = max(self._above, term)
         return incarnation > before
@@ -64,7 +64,7 @@ class Succession:
         return self.lose(0) if self._outrun else []
 
     def decided(self) -> None:
-        """A decision of this coordinator follows: what its predecessor had prepared is over."""
+        """This coordinator decided an update: the decision that its predecessor had prepared is void."""
         self._prepared = ()
 
     def begin(self, state: CoordinatorState) -> bool:
@@ -78,13 +78,15 @@ class Succession:
         return True
 
     def lose(self, shard: int) -> list[Decision]:
-        """A shard has lost its part of the history."""
+        """A shard lost its part of the history."""
         self._history.lost = True
         return [Restart(shard)]
 
     def adopts(self, last: Commit | None) -> tuple[GradientInfo, ...] | None:
-        """Whether the newest commit that a shard received becomes the next of this history: the infos of its
-        contributions, as far as they are known; None: it does not."""
+        """The infos of the contributions of `last`, as far as they are known.
+
+        `last` is the newest commit that a shard received. None: it does not become the next commit of this history.
+        """
         state = self._history.state
         if (
             last is None
@@ -97,19 +99,20 @@ class Succession:
         return self._infos
 
     def lives_on(self, term: int, version: int) -> bool:
-        """Whether a shard at (term, version) is past where this term began, or was told of a newer one.
+        """Whether a shard at (term, version) is past where this term began, or has received a newer term.
 
-        It continued under a coordinator that stored nothing, or whose successor was not told of the term that it
-        began: only a term above that can follow (T6).
+        The shard continued under a coordinator that stored nothing, or whose successor does not have the term that
+        this coordinator began. Only a higher term can follow (T6).
         """
         start = self._history.start
         return self._above > self._history.state.term or (term, version) > (start.term, start.version)
 
     def worker_at(self, term: int, version: int) -> list[Decision]:
-        """A worker that joins has parameters of (term, version), with which it lost its servers.
+        """A worker that joins has parameters of (term, version), from before it lost its servers.
 
-        What it has beyond the history here was lost with an earlier coordinator, and is made again. With standbys, a
-        coordinator that is behind a worker in its own term has missed a part of the history: a new term begins.
+        Updates that the worker has and this history lacks were lost with an earlier coordinator, and are made again.
+        With standbys, a worker that is ahead in the same term shows that the coordinator lacks a part of the history.
+        Then a new term begins.
         """
         state = self._history.state
         ahead = term == state.term and version > state.version
@@ -118,12 +121,12 @@ class Succession:
         if not self._rules.replicates or not ahead:
             return self._redo(version)
         if self._prepared and version == state.version + 1:
-            return []  # a shard sent it that much, and will report the commit
+            return []  # a shard sent that version, and will report its commit
         self._ahead = max(self._ahead, version)
         return [] if self._history.lost else self.lose(0)
 
     def _redo(self, version: int) -> list[Decision]:
-        """Count the updates up to `version` as lost; those that were counted already are not counted again."""
+        """Count the updates up to `version` as lost, unless they are counted already."""
         lost = version - max(self._accounted, self._history.start.version)
         if lost <= 0:
             return []

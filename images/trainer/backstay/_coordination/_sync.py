@@ -33,9 +33,9 @@ class Sync:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], wished_world: int, *, more: bool
+        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
     ) -> tuple[Contribution, ...] | None:
-        world = effective_world(state.world, wished_world)
+        world = effective_world(state.world, desired_world)
         staying = [staged for staged in complete if staged.id.rank < world]
         quorum = self.quorum(rules.backups, world)
         if len(staying) < quorum:
@@ -58,9 +58,9 @@ class Sync:
         return False
 
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
-        # Numbers continue after those of the ranks that made the update before. Ranks that leave have drawn later
-        # numbers in vain, and the ranks that stay draw these again (T9). With local steps, numbers of ranks that leave
-        # lie between those of ranks that stay: these are left out.
+        # Numbers continue after those of the ranks that made the last update. The ranks that stay draw the unused
+        # later numbers of ranks that leave again (T9). With local steps, numbers of ranks that leave lie between those
+        # of ranks that stay: these are left out.
         before = state.worlds[-1]
         made = before.offset + (state.version * state.batches - 1) * before.world + min(before.world, world)
         return made - state.version * batches * world

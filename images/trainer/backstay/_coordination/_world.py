@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 __all__ = ["change_batches", "change_world", "effective_world", "next_world"]
 
 
-def effective_world(world: int, wished: int) -> int:
+def effective_world(world: int, desired: int) -> int:
     """How many ranks make the update of this version: the update does not wait for ranks that are to leave.
 
     So a job that is scaled down to its living ranks continues, even if all ranks that leave are dead. Their batches are
     still those of the world in force, which changes with the commit.
     """
-    return min(world, wished)
+    return min(world, desired)
 
 
-def next_world(world: int, wished: int, joined: AbstractSet[int]) -> int:
+def next_world(world: int, desired: int, joined: AbstractSet[int]) -> int:
     """The world in force after the next commit.
 
-    It shrinks at once: the highest ranks leave first. It grows only to the longest run of joined ranks from 0, so that
-    an update never waits for a rank whose pod does not run yet.
+    It shrinks at once: the highest ranks leave first. It grows only to the longest run of joined ranks from 0. So an
+    update never waits for a rank whose pod does not run yet.
     """
-    if wished <= world:
-        return wished
+    if desired <= world:
+        return desired
     run = 0
-    while run < wished and run in joined:
+    while run < desired and run in joined:
         run += 1
     return max(world, run)
 

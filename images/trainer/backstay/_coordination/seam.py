@@ -1,7 +1,7 @@
-"""What a shard and the coordinator send to each other; the same whether they share a process or a stream.
+"""The messages between a shard and the coordinator; the same in one process and over a stream.
 
 Each message is a value of `backstay_rpc.control_pb2`, and has one type. A `Message` goes to a shard, a `Report` comes
-from one. Messages are never changed once they were handed over.
+from one. No process changes a message after it has handed it over.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Report: TypeAlias = Staged | Lost | Norm | Written | Applied | ShardFailed
 
 
 class Coordination(Protocol):
-    """The coordinator, as one shard sees it. Thread-safe."""
+    """The coordinator, as an interface for one shard. Thread-safe."""
 
     def report(self, report: Report) -> None:
-        """Returns at once. It may call the shard's own `ShardSink` on the same thread before it returns: call it while
+        """Returns at once. It may call the shard's `ShardSink` on the same thread before it returns. Call it while
         holding no lock that the sink takes."""
 
 
 class ShardSink(Protocol):
-    """A shard, as the coordinator sees it."""
+    """A shard, as an interface for the coordinator."""
 
     def deliver(self, message: Message) -> None:
         """Only queues: neither blocks nor raises. Called for one message at a time, in the order of the coordinator's

@@ -1,4 +1,4 @@
-"""What a batch is a function of, so that a replaced worker computes exactly what the dead one was computing (T4)."""
+"""The arguments of a batch. With them, a replaced worker computes exactly the batch of its predecessor (T4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BatchKey:
         rank: this worker's index, ``0 <= rank < world``.
         world: the number of ranks in force.
         seed: the job's seed.
-        offset: 0 until the world changes; then what keeps `number` from being given twice. It may be negative.
+        offset: 0 until the world changes; then a value that keeps `number` unique. It may be negative.
     """
 
     step: int
@@ -35,7 +35,7 @@ class BatchKey:
 
     @property
     def number(self) -> int:
-        """Which batch of all that ranks draw: ``offset + step * world + rank``, 0 or more.
+        """The number of this batch among all that ranks draw: ``offset + step * world + rank``, 0 or more.
 
         No two batches of a job have the same number, even when the world changes. In Sync mode no number is left out,
         except with local steps when the world shrinks.
@@ -44,12 +44,12 @@ class BatchKey:
 
     @cached_property
     def rng(self) -> np.random.Generator:
-        """A generator of random numbers of this (seed, step, rank) alone; it starts anew with each key."""
+        """A generator of random numbers that depends on (seed, step, rank) only; it starts again with each key."""
         return np.random.default_rng(np.random.SeedSequence(entropy=self.seed, spawn_key=(self.step, self.rank)))
 
     @cached_property
     def key(self) -> jax.Array:
-        """A JAX PRNG key of this (seed, step, rank) alone."""
+        """A JAX PRNG key that depends on (seed, step, rank) only."""
         import jax
 
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), self.step), self.rank)

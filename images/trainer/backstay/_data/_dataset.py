@@ -1,7 +1,7 @@
 """`from_dataset`: samples that can be reached by number, as a pure function of `BatchKey`.
 
-A replaced worker therefore computes exactly the batch that the dead one was computing (T4), and every sample of an
-epoch is used once over all ranks, also when their number changes (T9).
+A replaced worker therefore computes exactly the batch of its predecessor (T4). Every sample of an epoch is used once
+over all ranks, also when their number changes (T9).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Batches:
         return np.concatenate(parts), epochs
 
     def indices(self, key: BatchKey) -> NDArray[np.int64]:
-        """Which samples make this batch: int64, of shape ``(batch_size,)``."""
+        """The samples of this batch: int64, of shape ``(batch_size,)``."""
         return self.places(key)[0]
 
     def __call__(self, key: BatchKey) -> Any:
@@ -112,12 +112,12 @@ def from_dataset(
     ahead: int | None = None,
     ahead_bytes: int = 1 << 30,
 ) -> Batches:
-    """Make `batches` of a data set, shuffled anew each epoch by (seed, epoch).
+    """Make `batches` of a data set, shuffled again in each epoch by (seed, epoch).
 
-    In Sync mode without backups each sample is used exactly once an epoch over all ranks, also when the number of ranks
-    changes or pods die. Epochs follow one another without a gap, so every batch has the same shape, and one batch may
-    hold the end of an epoch and the beginning of the next. With backups the samples of late gradients are not used;
-    the job's log states at the end of each epoch how many were used, dropped and repeated.
+    In Sync mode without backups, each sample is used exactly once in an epoch over all ranks. This stays so when the
+    number of ranks changes or pods die. Epochs follow one another without a gap, so every batch has the same shape. One
+    batch may hold the end of an epoch and the beginning of the next. With backups, the samples of late gradients are
+    not used. The job's log states at the end of each epoch how many were used, dropped and repeated.
 
     Args:
         source: an array, or a dict or tuple of arrays of one length (also memory-mapped ones), of which a batch holds
@@ -139,7 +139,7 @@ def from_dataset(
         A `Batches` to hand to `train`.
 
     Raises:
-        ConfigurationError: an argument is wrong, columns have different lengths, or there are fewer samples than a
+        ConfigurationError: an argument is invalid, columns have different lengths, or there are fewer samples than a
             batch has.
     """
     for name, value in (("batch_size", batch_size), ("workers", workers), ("ahead", 1 if ahead is None else ahead)):

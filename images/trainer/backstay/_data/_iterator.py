@@ -36,8 +36,8 @@ class Streamed:
                 return self._last
             if not self._shared and self._world not in (None, key.world):
                 _LOG.warning(
-                    "from_iterator: the number of ranks changed from %s to %d at step %d: make(rank, world) returns "
-                    "other streams now, and this rank continues at batch %d of its new one. Samples may be used twice "
+                    "from_iterator: the number of ranks changed from %s to %d at step %d. make(rank, world) returns "
+                    "other streams now. This rank continues at batch %d of its new stream. Samples may be used twice "
                     "or not at all. from_iterator(make, shared=True) and from_dataset keep their place.",
                     self._world,
                     key.world,
@@ -68,18 +68,18 @@ class Streamed:
 def from_iterator(make: Callable[..., Iterator[Any]], *, shared: bool = False) -> Callable[[BatchKey], Any]:
     """Make `batches` of a stream that can only be read on, such as a ``grain.IterDataset``.
 
-    An iterator that ends is made again (another epoch). Two limits: `make` must give the same batches in the same order
-    every time, or a replaced worker computes another batch than the dead one did; and a replacement reads from the
-    start and throws away what was used, which takes as long as reading it. Where samples can be reached by number,
-    `from_dataset` has neither limit.
+    An iterator that ends is made again, for another epoch. There are two limits. `make` must give the same batches in
+    the same order every time, or a replaced worker computes another batch than its predecessor. A replacement reads
+    from the start and discards the used batches, which takes as long as reading them. Where samples can be reached by
+    number, `from_dataset` has neither limit.
 
     Args:
         make: ``make(rank, world)`` returns an iterator of that rank's batches; with `shared`, ``make()`` returns an
             iterator of the batches of all ranks together.
-        shared: each rank reads the whole stream and takes its own batches of it. That costs the time to read it
-            ``world`` times, and keeps its place when the number of ranks changes: no batch is used twice or left out.
-            Without it, a change of the number of ranks begins other streams, in which some batches are used again and
-            others never; the log says so when it happens.
+        shared: each rank reads the whole stream and takes its own batches of it. The stream is then read ``world``
+            times, and keeps its place when the number of ranks changes: no batch is used twice or left out. Without
+            it, a change of the number of ranks begins other streams. Some batches are used again then and others
+            never, and the log states when this happens.
 
     Raises:
         ConfigurationError: (when called) the iterator is empty.

@@ -19,7 +19,7 @@ _ROUNDS: Final = 6
 
 
 class Order:
-    """Which sample stands at which place of an epoch."""
+    """The sample at each place of an epoch."""
 
     def __init__(self, size: int, *, shuffle: bool) -> None:
         self._size, self._shuffle = size, shuffle

@@ -15,10 +15,10 @@ _Outcome = tuple[Any, BaseException | None]
 
 
 class Prefetcher:
-    """`batches`, computed ahead of need. Because `batches` is pure, a batch that nobody asks for is only lost work.
+    """`batches`, computed before they are needed. `batches` is pure, so an unused batch costs only the work for it.
 
-    A `batches` with the attributes `workers`, `ahead` and `ahead_bytes` says how (see `from_dataset`); any other is
-    called in one thread, one call at a time, up to two batches ahead.
+    A `batches` with the attributes `workers`, `ahead` and `ahead_bytes` sets the limits (see `from_dataset`). Any other
+    is called in one thread, one call at a time, up to two batches ahead.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class Prefetcher:
     ) -> None:
         """
         Args:
-            ahead: how many batches are ready or in preparation at most, instead of what `batches` says.
-            workers: how many threads call `batches`, likewise.
+            ahead: how many batches are ready or in preparation at most, instead of the attribute of `batches`.
+            workers: how many threads call `batches`, instead of the attribute of `batches`.
         """
         self._batches = batches
         workers = int(getattr(batches, "workers", 1)) if workers is None else workers
@@ -36,7 +36,7 @@ class Prefetcher:
         self._changed = threading.Condition()
         self._ready: dict[BatchKey, _Outcome] = {}
         self._begun: set[BatchKey] = set()
-        self._due: BatchKey | None = None  # what is asked for now, or will be asked for next
+        self._due: BatchKey | None = None  # the key of the present request, or else of the next one
         self._last: int | None = None
         self._closed = False
         # More threads than batches in preparation would have nothing to do.
@@ -44,14 +44,14 @@ class Prefetcher:
             threading.Thread(target=self._run, name=f"backstay-batches-{number}", daemon=True).start()
 
     def get(self, key: BatchKey, last: int | None = None) -> Any:
-        """The batch of `key`; then those of the steps after it are prepared, up to step `last`.
+        """The batch of `key`. Threads then prepare those of the steps after it, up to step `last`.
 
         Raises:
-            Whatever `batches` raises for this key.
+            Exception: any that `batches` raises for this key.
         """
         with self._changed:
             self._due, self._last = key, last
-            # What does not follow is of a world or a time that is gone.
+            # Batches that do not follow belong to an earlier world or an earlier step.
             self._ready = {k: outcome for k, outcome in self._ready.items() if self._follows(k)}
             self._changed.notify_all()
             self._changed.wait_for(lambda: key in self._ready or self._closed)
@@ -76,7 +76,7 @@ class Prefetcher:
         return due is not None and replace(key, step=due.step) == due and 0 <= key.step - due.step < self._ahead
 
     def _next(self) -> BatchKey | None:
-        """The first batch that nobody prepares yet, if there is room for it."""
+        """The first batch that is not prepared yet, if there is room for it."""
         if self._due is None:
             return None
         for step in range(self._due.step, self._due.step + self._ahead):
@@ -99,7 +99,7 @@ class Prefetcher:
             outcome: _Outcome
             try:
                 outcome = self._batches(key), None
-            except BaseException as error:  # noqa: BLE001  # raised to whoever asks for this batch
+            except BaseException as error:  # noqa: BLE001  # `get` raises it to the caller
                 outcome = None, error
             size = _nbytes(outcome[0])
             with self._changed:
@@ -113,7 +113,7 @@ class Prefetcher:
 
 
 def _nbytes(batch: Any) -> int:
-    """Of the arrays in a batch, as far as they are in the usual containers."""
+    """The bytes of the arrays in a batch, as far as they are in the usual containers."""
     if isinstance(batch, Mapping):
         return sum(_nbytes(value) for value in batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):

@@ -1,4 +1,4 @@
-"""What `from_dataset` accepts, as one kind of thing: so many samples, some of which are read at a time."""
+"""The kinds of data that `from_dataset` accepts, behind one interface: samples that are read by their numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Source", "TokenFile", "source_of"]
 _Numbers = NDArray[np.int64]
 
 _ENDLESS: Final = 1 << 48
-"""A Grain data set that repeats itself says a length like this one."""
+"""A Grain data set that repeats itself has a length of this size."""
 
 
 class Source(Protocol):
     """Samples by number.
 
     Attributes:
-        size: how many.
+        size: the number of samples.
     """
 
     size: int
@@ -66,8 +66,7 @@ class _Columns:
 
 
 def _column(column: Any) -> Any:
-    """As a NumPy array, unless it may be larger than the memory: an array of h5py or zarr, for example, is read row by
-    row."""
+    """As a NumPy array, unless it may be larger than the memory: an array of h5py or zarr is read row by row."""
     on_disk = hasattr(column, "shape") and hasattr(column, "chunks")
     return column if on_disk else np.asarray(column)
 
@@ -133,8 +132,8 @@ class _HuggingFace(_Items):
 class TokenFile:
     """Windows of a long sequence of tokens in files, for `from_dataset`. Files are mapped, and never read as a whole.
 
-    In each epoch the windows of a file follow one another without a gap, and begin at a random place: no token is used
-    twice in an epoch, and windows begin anywhere. At the ends of a file up to two windows are left out.
+    In each epoch the windows of a file follow one another without a gap, and begin at a random place. So no token is
+    used twice in an epoch, and windows begin anywhere. At the ends of a file up to two windows are left out.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], window: int) -> NDArray[Any]:
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         elif (size := path.stat().st_size) % dtype.itemsize:
-            raise ConfigurationError(f"TokenFile: {path} has {size} bytes, which are no whole tokens of {dtype.name}")
+            raise ConfigurationError(f"TokenFile: {path} has {size} bytes: must be whole tokens of {dtype.name}")
         else:
             tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
     except (OSError, ValueError) as error:
@@ -209,10 +208,10 @@ def _mapped(path: Path, dtype: np.dtype[Any], window: int) -> NDArray[Any]:
 
 
 def source_of(data: Any) -> Source:
-    """What was given to `from_dataset`, as a `Source`.
+    """The argument of `from_dataset`, as a `Source`.
 
     Raises:
-        ConfigurationError: it is nothing of which samples can be reached by number.
+        ConfigurationError: its samples cannot be reached by number.
     """
     if isinstance(data, TokenFile | _Items | _Columns):
         return data

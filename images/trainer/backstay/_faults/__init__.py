@@ -1,6 +1,6 @@
 """Fault scripts: a test, the chaos run or a user chooses what happens at which step.
 
-A fault strikes at a point of `_instrument`. docs/faults.md describes the language and what each fault does.
+A fault is injected at a point of `_instrument`. docs/faults.md describes the language and each fault.
 """
 
 from ._injector import Injector, install

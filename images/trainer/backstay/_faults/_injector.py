@@ -1,4 +1,4 @@
-"""Carries out a fault script in a pod's process. Everything it does is done to this process alone."""
+"""Carries out a fault script in a pod's process. It changes this process only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Injector", "install"]
 
 _LOG = logging.getLogger(__name__)
 
-# The helper's parent is the stopped process, as long as that lives: a number that was given anew is never signalled.
+# The stopped process is the helper's parent as long as it lives: a number that was used again is never signalled.
 _CONTINUE: Final = (
     "import os,signal,sys,time; time.sleep(float(sys.argv[2])); pid = int(sys.argv[1]); "
     "os.getppid() == pid and os.kill(pid, signal.SIGCONT)"
@@ -38,7 +38,7 @@ class Injector:
 
     def __init__(self, faults: tuple[Fault, ...], role: str, index: int, incarnation: int) -> None:
         self._lock = threading.Lock()
-        self._waiting = [fault for fault in faults if fault.strikes(role, index, incarnation)]
+        self._waiting = [fault for fault in faults if fault.matches(role, index, incarnation)]
         self._step = -1
         self._full_until = 0.0
         self._corrupt = 0
@@ -57,13 +57,12 @@ class Injector:
             due = [fault for fault in self._waiting if fault.point == point and fault.step <= at]
             self._waiting = [fault for fault in self._waiting if fault not in due]
         for fault in due:
-            # Words first: after some of these there are none.
+            # First the message: some of these end the process.
             print(f"fault injected at step {at}: {fault}", file=sys.stderr, flush=True)
-            self._strike(fault)
+            self._inject(fault)
 
     def alter(self, point: str, value: Frame) -> Frame:
-        """What arrives when a frame is sent, at the point ``frame``: its announced size with one bit flipped, when that
-        is due."""
+        """The frame to send, at the point ``frame``: a fault that is due flips one bit of its announced size."""
         frame = value
         if point != "frame":
             return frame
@@ -79,7 +78,7 @@ class Injector:
         getattr(damaged, kind).bytes ^= 1 << 4
         return damaged
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -90,9 +89,9 @@ class Injector:
             case "hang":
                 threading.Event().wait()
             case "cut":
-                from .._process._sockets import shut_down
+                from .._process._sockets import reset_peers
 
-                _LOG.info("%d connections were cut", shut_down(None, lambda _: True))
+                _LOG.info("%d connections were cut", reset_peers(None, lambda _: True))
             case "corrupt":
                 with self._lock:
                     self._corrupt += 1
@@ -103,11 +102,11 @@ class Injector:
 
 
 def _stop(seconds: float | None) -> None:
-    """Stop all threads of this process; a helper lets it go on."""
+    """Stop all threads of this process; a helper process resumes them."""
     if seconds is None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    # It inherits nothing that a dead parent's peers wait for, and does not outlive the pause.
+    # It inherits nothing that the peers of a dead parent wait for, and does not outlive the pause.
     with subprocess.Popen(
         [sys.executable, "-S", "-E", "-c", _CONTINUE, str(os.getpid()), str(seconds)], stdin=subprocess.DEVNULL
     ):
@@ -115,7 +114,7 @@ def _stop(seconds: float | None) -> None:
 
 
 def install(environment: Environment, variables: Mapping[str, str]) -> None:
-    """Take the script that the pod's environment has, if any: it strikes at the instrumentation points.
+    """Read the script in the pod's environment, if there is one, and inject its faults at instrumentation points.
 
     Raises:
         ConfigurationError: the script is invalid.

@@ -1,7 +1,7 @@
 """The language of fault scripts, such as ``kill worker/1 @12; stop server/0 @30 5s``. Pure.
 
 One fault is ``ACTION ROLE/INDEX[#INCARNATION] @STEP [POINT] [DURATION | CODE]``; faults are separated by ``;`` or line
-ends. A fault that is misspelt must never be one that silently does not happen, so everything unknown is an error.
+ends. A misspelt fault must not be skipped silently, so all unknown words are errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from backstay_spec import contract
 __all__ = ["ENV_FAULTS", "POINTS", "Fault", "parse"]
 
 ENV_FAULTS: Final = "FAULT_INJECTION"
-"""Set by the user in the job's `env`; the prefix of our own variables is refused there."""
+"""Set by the user in the job's `env`; variables with Backstay's prefix are refused there."""
 
 _ROLES: Final = {
     "worker": contract.ROLE_WORKER,
@@ -29,9 +29,9 @@ POINTS: Final = {
     contract.ROLE_SERVER: ("applied", "commit", "norm", "rename", "manifest", "done", "state", "follow"),
     contract.ROLE_EVALUATOR: ("evaluate",),
 }
-"""Where a fault can strike, by role; the first is the default."""
+"""The points where a fault can be injected, by role; the first is the default."""
 
-# Whether an action takes a duration: never, always, or as it likes.
+# Whether an action takes a duration: never, always, or optionally.
 _DURATION: Final = {
     "kill": "no",
     "stop": "may",
@@ -48,7 +48,7 @@ _LONGEST: Final = 86_400.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, once in each process that it names.
+    """One fault, injected once in each process that it names.
 
     Attributes:
         action: see docs/faults.md.
@@ -70,12 +70,12 @@ class Fault:
     seconds: float | None = None
     code: int | None = None
 
-    def strikes(self, role: str, index: int, incarnation: int) -> bool:
+    def matches(self, role: str, index: int, incarnation: int) -> bool:
         """Whether it is for that pod."""
         return (
             self.role == role
             and self.index in (None, index)
-            # Pods of our own count from 1; what runs without an operator has no incarnation, which is 0.
+            # Pods of the operator count from 1; a process without an operator has no incarnation, which is 0.
             and (self.incarnation is None or self.incarnation == max(1, incarnation))
         )
 
@@ -97,7 +97,7 @@ def parse(text: str) -> tuple[Fault, ...]:
     """The faults of a script, in its order.
 
     Raises:
-        ValueError: one of them cannot be understood; the message quotes it, and says what would be right.
+        ValueError: a fault cannot be parsed; the message quotes it, and states what would be valid.
     """
     return tuple(_one(clause) for line in text.splitlines() for clause in line.split(";") if clause.strip())
 
@@ -106,11 +106,11 @@ def _one(clause: str) -> Fault:
     words = iter(clause.split())
     action = next(words)
     if action not in _DURATION:
-        raise _wrong(clause, f"{action!r} is no action: must be one of {', '.join(_DURATION)}")
+        raise _wrong(clause, f"{action!r} is not an action: must be one of {', '.join(_DURATION)}")
     role, index, incarnation = _target(clause, next(words, ""))
     step = next(words, "")
     if not step.startswith("@") or (at := _whole(step[1:])) is None:
-        raise _wrong(clause, f"{step!r} is no step: must be such as @12")
+        raise _wrong(clause, f"{step!r} is not a step: must be such as @12")
     point, seconds, code = _rest(clause, action, role, words)
     if action == "fill" and role != contract.ROLE_SERVER:
         raise _wrong(clause, "only servers write checkpoints: must be such as fill server/0 @25 10s")
@@ -122,13 +122,13 @@ def _one(clause: str) -> Fault:
 def _target(clause: str, text: str) -> tuple[str, int | None, int | None]:
     name, slash, rest = text.partition("/")
     if name not in _ROLES or not slash:
-        raise _wrong(clause, f"{text!r} is no pod: must be such as worker/1, server/0 or evaluator/0")
+        raise _wrong(clause, f"{text!r} is not a pod: must be such as worker/1, server/0 or evaluator/0")
     number, hash_, life = rest.partition("#")
     index, incarnation = _whole(number), _whole(life) if hash_ else 1
     if index is None and number != "*":
-        raise _wrong(clause, f"{number!r} is no index: must be 0 or more, or * for every one")
+        raise _wrong(clause, f"{number!r} is not an index: must be 0 or more, or * for every one")
     if (incarnation is None and life != "*") or incarnation == 0:
-        raise _wrong(clause, f"{life!r} is no incarnation: must be 1 or more, or * for every one")
+        raise _wrong(clause, f"{life!r} is not an incarnation: must be 1 or more, or * for every one")
     return _ROLES[name], index, incarnation
 
 
@@ -140,11 +140,11 @@ def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[st
         elif (found := _SECONDS.fullmatch(word)) and seconds is None and _DURATION[action] != "no":
             seconds = float(found[1])
             if not (math.isfinite(seconds) and 0 < seconds <= _LONGEST):
-                raise _wrong(clause, f"{word!r} is no duration: must be more than 0 s and at most a day")
+                raise _wrong(clause, f"{word!r} is not a duration: must be more than 0 s and at most a day")
         elif action == "exit" and code is None and (code := _whole(word)) is not None and code <= 255:
             continue
         else:
-            raise _wrong(clause, f"{word!r} cannot stand here: {_allowed(action, role)}")
+            raise _wrong(clause, f"{word!r} is not valid here: {_allowed(action, role)}")
     if _DURATION[action] == "must" and seconds is None:
         raise _wrong(clause, f"for how long? {_allowed(action, role)}")
     if action == "exit" and code is None:

@@ -1,1 +1,1 @@
-"""A pod's process: its environment, its log lines, how it ends, and its sockets as the operating system sees them."""
+"""A pod's process: its environment, log lines, exit, and its sockets at the level of the operating system."""

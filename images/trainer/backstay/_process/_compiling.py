@@ -24,21 +24,21 @@ def one_compiles(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[None]:
-    """Wait until no other process is inside for the same program; what it compiled is in the cache then.
+    """Wait until no other process compiles the same program; its result is in the cache then.
 
-    Without a cache in a local folder, nobody waits. The lock ends with the process that holds it.
+    Without a cache in a local folder, no process waits. The lock ends with the process that holds it.
 
     Args:
         program: what is compiled, as a file name.
         digest: of everything that the program depends on.
-        seconds: the longest wait; a holder that was stopped does not hold up the others for longer.
+        seconds: the longest wait; a paused holder does not delay the others for longer.
         environ: where the cache's folder is named.
         clock, sleep: of the wait, in seconds.
     """
     folder = environ.get("JAX_COMPILATION_CACHE_DIR", "")
     descriptor = -1
     if folder and "://" not in folder:
-        # A folder that cannot be written shares nothing: then each process compiles for itself.
+        # A folder that cannot be written has no cache to share: then each process compiles for itself.
         with contextlib.suppress(OSError):
             Path(folder).mkdir(parents=True, exist_ok=True)
             lock = Path(folder, f"{program}-{digest.hex()[:32]}.lock")

@@ -1,4 +1,4 @@
-"""Reads what a pod's environment says about it: the names are those of `backstay_spec.contract`."""
+"""Reads a pod's environment variables; their names are those of `backstay_spec.contract`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Environment:
         index: shard, rank, or 0.
         servers: ``host:port`` of each shard's control service.
         bind: the address to listen on.
-        active: the incarnation of its shard's active server when the pod was made; 0: not said.
+        active: the incarnation of its shard's active server when the pod was created; 0: unknown.
         pod_ip: what other pods connect to.
         checkpoint_uri: where checkpoints are; None when none are stored.
         trained: how training ended, in a worker that was created afterwards; None in every other pod.
@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def standby(self) -> bool:
-        """Whether this pod was made as the standby of its shard."""
+        """Whether this pod was created as the standby of its shard."""
         return self.role == contract.ROLE_SERVER and self.config.standbys > 0 and 0 < self.active < self.incarnation
 
     @property
@@ -98,7 +98,7 @@ class Environment:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             at = ".".join(str(part) for part in first["loc"]) or "the whole"
-            why = f"{contract.ENV_CONFIG} is no runtime configuration: {at}: {first['msg']}"
+            why = f"{contract.ENV_CONFIG} is not a runtime configuration: {at}: {first['msg']}"
             raise ConfigurationError(why) from None
         trained: Trained | None = None
         if ended := variables.get(contract.ENV_TRAINED):
@@ -117,7 +117,7 @@ class Environment:
             raise ConfigurationError(f"{contract.ENV_INDEX} is {index}: the job has shards 0 to {config.shards - 1}")
         token = text(contract.ENV_TOKEN)
         if not token:
-            raise ConfigurationError(f"{contract.ENV_TOKEN} is empty: a job without a token would trust anybody")
+            raise ConfigurationError(f"{contract.ENV_TOKEN} is empty: a job without a token would accept any caller")
         log = variables.get(contract.ENV_TERMINATION_LOG)
         bind = variables.get(contract.ENV_BIND)
         return cls(

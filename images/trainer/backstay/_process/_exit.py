@@ -1,4 +1,4 @@
-"""How a pod's process ends: its termination message, SIGTERM, and an end that nothing can hold up (T8)."""
+"""How a pod's process ends: its termination message, SIGTERM, and an exit that nothing can delay (T8)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LIMIT: Final = 4096
 
 
 class Stop:
-    """Set by SIGTERM; everything that waits looks at it.
+    """Set by SIGTERM; every wait of the process checks it.
 
-    A thread hears of the signal, because the main thread may be inside a call that no signal handler can interrupt.
+    A thread receives the signal, because the main thread may be inside a call that a signal handler cannot interrupt.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Stop:
         self._then: list[Callable[[], None]] = []
 
     def then(self, what: Callable[[], None]) -> None:
-        """Call this, from another thread, when the signal has come; now if it has already."""
+        """Call `what` in another thread when the signal arrives; now if it has arrived already."""
         with self._lock:
             self._then.append(what)
             late = self.asked.is_set()
@@ -47,7 +47,7 @@ class Stop:
             what()
 
     def install(self) -> None:
-        """Take SIGTERM. Only the main thread can; elsewhere the process dies of it as usual."""
+        """Handle SIGTERM. Only the main thread can; in another thread SIGTERM ends the process as usual."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         try:
@@ -60,7 +60,7 @@ class Stop:
         threading.Thread(target=self._listen, args=(ours, theirs), name="backstay-signals", daemon=True).start()
 
     def release(self) -> None:
-        """Handle SIGTERM no more: what did before `install` does again. One that has come already is sent again."""
+        """Restore the handler of SIGTERM from before `install`. A signal that has arrived already is sent again."""
         with self._lock:
             self._then.clear()
         if self._before is None or threading.current_thread() is not threading.main_thread():
@@ -72,7 +72,7 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def ask(self) -> None:
-        """What SIGTERM does."""
+        """Do what SIGTERM does."""
         with self._lock:
             if self.asked.is_set():
                 return
@@ -88,7 +88,7 @@ class Stop:
                     self.ask()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Only so that the process does not die; `_listen` does the rest."""
+        """Only prevents that the process ends; `_listen` does the rest."""
         self._came = True
 
 
@@ -119,7 +119,7 @@ def _cut(name: str, value: str, limit: int) -> str:
 
 
 def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
-    """Leave the message where the kubelet reads it."""
+    """Write the message to the file that the kubelet reads."""
     if path is None:
         return
     try:
@@ -129,7 +129,7 @@ def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End now, whatever threads there are: a server's process has nothing after this."""
+    """End now, without waiting for threads: a server's process has nothing to do after this."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

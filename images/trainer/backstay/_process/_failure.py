@@ -29,7 +29,7 @@ _LASTING: Final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADi
 
 @dataclass(frozen=True)
 class Failure:
-    """What a termination message says about an exception.
+    """An exception, as a termination message describes it.
 
     Attributes:
         reason: the exception's type, such as ``KeyError``.
@@ -37,8 +37,8 @@ class Failure:
         at: ``file:line`` of the innermost frame that belongs to the script; empty where there is none.
         traceback: Python's traceback without the frames of libraries, at most 1,800 characters, its end kept. The
             text of the exception is cut after 500.
-        transient: whether the same call may succeed later: the exception, or one that caused it, is an error of I/O,
-            of the network or of memory.
+        transient: whether the same call may succeed later. This is so if the exception, or one that caused it, is an
+            error of I/O, of the network or of memory.
     """
 
     reason: str
@@ -58,7 +58,7 @@ class Failure:
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure that an exception is, with its traceback in the words of Python and the paths of the script."""
+    """The failure for an exception, with Python's traceback and the paths of the script."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_script(frame.filename)]
     innermost = own[-1] if own else None
@@ -74,7 +74,7 @@ def describe(error: BaseException) -> Failure:
 def printed(error: BaseException) -> str:
     """The traceback as Python prints it, without the frames of Backstay and JAX between those of the script.
 
-    An exception that no line of the script was running for keeps all its frames: the fault may be Backstay's.
+    An exception that was raised while no line of the script ran keeps all its frames: it may be a defect of Backstay.
     """
     found = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
@@ -95,7 +95,7 @@ def printed(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """As `traceback.format_exception`, without the frames of libraries, notes, and the exceptions before this one."""
+    """Like `traceback.format_exception`, without the frames of libraries, notes, and earlier exceptions."""
     shown = [
         traceback.FrameSummary(_short(frame.filename), frame.lineno, frame.name, line=frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -128,7 +128,7 @@ def _is_machinery(filename: str) -> bool:
 
 
 def _short(filename: str) -> str:
-    """Relative to the working directory, where a job's files are; the same in every pod, wherever that is mounted."""
+    """Relative to the working directory, which has a job's files; so it is the same in every pod."""
     path = str(Path(filename).absolute())
     folder = str(Path.cwd()) + os.sep
     return path[len(folder) :] if path.startswith(folder) else filename

@@ -1,8 +1,8 @@
 """Closes the connections to a port whose peer does not prove that it belongs to the job (O7, T8).
 
-gRPC accepts a connection from anybody, and cannot bound how many there are, how slowly they speak, or how much they
-send before a call is looked at. This watches the sockets from outside: a connection is proven by the first call with
-the job's token, and closed when that does not come.
+gRPC accepts connections from any host. It cannot bound their number, their slowness, or the bytes that they send before
+a handler gets the call. The guard watches the sockets from outside gRPC. A connection is proven by its first call with
+the job's token. Without such a call, the guard closes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._sockets import (
     received_bytes,
     reserve_descriptors,
     reset_one,
-    shut_down,
+    reset_peers,
     socket_descriptors,
 )
 
@@ -33,31 +33,31 @@ __all__ = ["ConnectionGuard", "Warnings"]
 _LOG = logging.getLogger(__name__)
 
 SCAN_SECONDS: Final = 0.1
-"""Between two looks at the sockets. What a stranger sends to the data port meanwhile, gRPC keeps in memory."""
+"""Between two scans of the sockets. gRPC keeps in memory the bytes that a stranger sends to the data port meanwhile."""
 
 LATE_SECONDS: Final = 3 * SCAN_SECONDS
-"""Between two looks that show that this process gets no processor: it may not have seen a call that has come."""
+"""A longer time between two scans shows that this process got no processor: it may not have handled a call yet."""
 
 MAX_LATE_LOOKS: Final = 3
-"""So many late looks excuse a connection that has sent too much."""
+"""So many late scans excuse a connection that has sent too much."""
 
 MAX_UNPROVEN: Final = 64
-"""Connections of one host without a valid call. Above that, each one is closed that is older than `CROWDED_SECONDS`."""
+"""Connections of one host without a valid call. Above that, the guard closes each one older than `CROWDED_SECONDS`."""
 
 CROWDED_SECONDS: Final = 3.0
 
 MAX_UNPROVEN_BYTES: Final = 256 << 10
-"""What a connection may send before its first call with the token. A call with the token comes within the first kB."""
+"""A connection may send so many bytes before its first call with the token, which comes within the first kB."""
 
 MAX_REFUSED: Final = 16
-"""Calls without the token on one connection, which is closed then."""
+"""Calls without the token on one connection, which is then closed."""
 
 WARN_SECONDS: Final = 60.0
 _MAX_HOSTS: Final = 1024
 
 
 class Warnings:
-    """Says what a host did: at once, and then at most every `WARN_SECONDS`, with how often it happened. Thread-safe."""
+    """Logs what a host did: at once, then at most every `WARN_SECONDS`, with the number of times. Thread-safe."""
 
     def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -66,37 +66,37 @@ class Warnings:
         """
         self._what, self._clock = what, clock
         self._lock = threading.Lock()
-        self._said: dict[tuple[str, str], float] = {}
+        self._warned_at: dict[tuple[str, str], float] = {}
         self._since: Counter[tuple[str, str]] = Counter()
 
     def add(self, host: str, deed: str, count: int = 1) -> None:
         """`host` did `deed`, such as ``a call without the token was refused``."""
         key, now = (host, deed), self._clock()
         with self._lock:
-            if len(self._said) >= _MAX_HOSTS and key not in self._said:
+            if len(self._warned_at) >= _MAX_HOSTS and key not in self._warned_at:
                 key = ("many hosts", deed)
             self._since[key] += count
-            if now - self._said.get(key, -WARN_SECONDS) < WARN_SECONDS:
+            if now - self._warned_at.get(key, -WARN_SECONDS) < WARN_SECONDS:
                 return
-            self._said[key] = now
+            self._warned_at[key] = now
             times = self._since.pop(key)
-            for old in [other for other, at in self._said.items() if now - at >= 2 * WARN_SECONDS]:
-                del self._said[old]
+            for old in [other for other, at in self._warned_at.items() if now - at >= 2 * WARN_SECONDS]:
+                del self._warned_at[old]
         _LOG.warning("%s: %s, from %s (%d times)", self._what, deed, key[0], times)
 
 
 @dataclass
 class _Unproven:
-    """An accepted connection on which no call with the token came yet."""
+    """An accepted connection without a call with the token yet."""
 
     inode: int
     connection: Connection
     scans: int = 0
-    late_looks: int = 0  # that came late while it had sent too much
+    late_looks: int = 0  # late scans while it had sent too much
 
 
 class Sockets:
-    """The sockets of this process, looked at every `SCAN_SECONDS` by one thread, for all guards."""
+    """The sockets of this process. One thread scans them every `SCAN_SECONDS`, for all guards."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Sockets:
         self._scanned = clock()
 
     def add(self, guard: ConnectionGuard) -> None:
-        """From now on `guard` is told of connections to its port."""
+        """From now on `guard` is notified of connections to its port."""
         reserve_descriptors()
         with self._lock:
             self._guards.append(guard)
@@ -119,19 +119,19 @@ class Sockets:
                 self._thread.start()
 
     def remove(self, guard: ConnectionGuard) -> None:
-        """No more."""
+        """Stop notifying `guard`."""
         with self._lock:
             self._guards.remove(guard)
 
     def scan(self, guards: Sequence[ConnectionGuard]) -> None:
-        """Look once, and tell these guards."""
+        """Scan once, and notify these guards."""
         now = self._clock()
         late, self._scanned = now - self._scanned >= LATE_SECONDS, now
         # By inode: another thread may hold a duplicate of a descriptor for a moment, which is the same connection.
         numbers = {inode: number for number, inode in socket_descriptors()}
         ended = [self._known.pop(inode) for inode in self._known.keys() - numbers.keys()]
         begun = {inode: connection_of(numbers[inode]) for inode in numbers.keys() - self._known.keys()}
-        # What was closed meanwhile, and may be another socket by now, is looked at again.
+        # A descriptor that was closed meanwhile, and may be another socket by now, is read again.
         begun = {inode: connection for inode, connection in begun.items() if _inode(numbers[inode]) == inode}
         self._known |= begun
         for guard in guards:
@@ -141,7 +141,7 @@ class Sockets:
             for inode, connection in begun.items():
                 if connection is not None and connection[0][1] == guard.port:
                     guard.begin(inode, connection)
-            guard.look(numbers, late=late)
+            guard.scanned(numbers, late=late)
 
     def _run(self) -> None:
         while True:
@@ -214,7 +214,7 @@ class ConnectionGuard:
                 return
             del self._refused[address]
         self.warnings.add(address[0], f"a connection is closed after {MAX_REFUSED} calls without the token")
-        shut_down(self.port, address.__eq__)
+        reset_peers(self.port, address.__eq__)
 
     # ---- Called by `Sockets`, one at a time ----
 
@@ -230,13 +230,13 @@ class ConnectionGuard:
             self._proven.pop(self._names.pop(address, ""), None)
             self._refused.pop(address, None)
 
-    def look(self, numbers: Mapping[int, int], *, late: bool = False) -> None:
+    def scanned(self, numbers: Mapping[int, int], *, late: bool = False) -> None:
         """Close the connections that are due.
 
         Args:
             numbers: the descriptors of this process's sockets, by inode.
-            late: this look comes late. What a connection has sent is no reason then: gRPC reads it before Python sees
-                the call that it begins with.
+            late: this scan comes late. The number of received bytes is ignored then: gRPC reads bytes before Python
+                handles the call that they begin with.
         """
         for address in [address for address in self._unproven if address in self._names]:
             del self._unproven[address]

@@ -1,9 +1,8 @@
 """Ends TCP connections of gRPC from outside.
 
-gRPC and Arrow Flight leave waits without an end (T8). A Flight server can neither end a call nor stop while one is
-open. A client's write to a peer that is stopped does not return, not even when the call is cancelled. And a pod that
-was fenced would stay connected (T6). But the sockets are this process's own: resetting one ends every call on it at
-once, both ways.
+gRPC and Arrow Flight have waits without an end (T8). A Flight server can neither end a call nor stop while one is
+open. A client's write to a paused peer does not return, even when the call is cancelled. A fenced pod would stay
+connected (T6). But the sockets belong to this process: a reset of a socket ends every call on it at once, both ways.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ __all__ = [
     "reserve_descriptors",
     "reset",
     "reset_one",
-    "shut_down",
+    "reset_peers",
     "socket_address",
     "socket_descriptors",
 ]
 
 Address: TypeAlias = tuple[str, int]
 Connection: TypeAlias = tuple[Address, Address]
-"""(own address, the other end's)."""
+"""(own address, peer's address)."""
 
-# Closing sends a reset. Without it a peer whose data nobody reads any more waits for room that never comes.
+# Closing sends a reset. Without it, a peer whose data is not read any more waits forever for room to send.
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
@@ -50,7 +49,7 @@ _RECEIVED: Final = struct.Struct("=128xQ")
 
 
 class _Spare:
-    """A descriptor for looking at sockets when the process has no free one, as in a flood of connections."""
+    """A descriptor for reading sockets when the process has no free one, as in a flood of connections."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,8 +95,8 @@ def reset(wanted: Callable[[Connection], bool]) -> int:
     return count
 
 
-def shut_down(port: int | None, wanted: Callable[[Address], bool]) -> int:
-    """`reset` by the address of the other end, of the connections whose own port is `port` (None: of all)."""
+def reset_peers(port: int | None, wanted: Callable[[Address], bool]) -> int:
+    """`reset` by the peer's address, of the connections whose local port is `port` (None: of all)."""
     return reset(lambda connection: port in (None, connection[0][1]) and wanted(connection[1]))
 
 
@@ -128,7 +127,7 @@ def connection_of(number: int) -> Connection | None:
 
 
 def reset_one(number: int, connection: Connection) -> bool:
-    """Shuts a connection down, if the descriptor is still that one's."""
+    """Close a connection, if the descriptor still belongs to it."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:
         if (socket_address(sock.getsockname()), socket_address(sock.getpeername())) == connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -138,7 +137,7 @@ def reset_one(number: int, connection: Connection) -> bool:
 
 
 def received_bytes(number: int) -> int:
-    """How much has arrived on a connection since it was opened; 0 where the system does not tell."""
+    """The bytes received on a connection since it was opened; 0 where the system does not report them."""
     if not sys.platform.startswith("linux"):
         return 0
     with contextlib.suppress(OSError), _duplicate(number) as sock:
@@ -158,7 +157,7 @@ def peer_address(peer: str) -> Address:
 
 @contextlib.contextmanager
 def _duplicate(number: int) -> Iterator[socket.socket]:
-    """The same socket, whatever happens to the number meanwhile."""
+    """The same socket, even if the number is closed or reused meanwhile."""
     try:
         copy = os.dup(number)
     except OSError as error:
@@ -177,7 +176,7 @@ def _duplicate(number: int) -> Iterator[socket.socket]:
 
 
 def socket_address(name: tuple[Any, ...]) -> Address:
-    """The address that a socket has, with the number of its interface if it is link-local, as gRPC writes it.
+    """The address of a socket, with the number of its interface if it is link-local, as gRPC writes it.
 
     Args:
         name: what `getsockname` or `getpeername` returned.

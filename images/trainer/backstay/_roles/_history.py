@@ -158,7 +158,7 @@ def _begin(
             checkpoint=checkpoint,
             checkpoint_at=at,
             since_checkpoint=now - held.checkpoint_at,
-            wished_world=held.coordinator.world,
+            desired_world=held.coordinator.world,
             intervals=intervals,
             now=now,
         )
@@ -170,7 +170,7 @@ def _begin(
     if storage.continued is not None:
         _report(storage.continued, leader)
     leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
-    coordinator = Coordinator(rules, state, checkpoint=checkpoint, wished_world=world(), intervals=intervals, now=now)
+    coordinator = Coordinator(rules, state, checkpoint=checkpoint, desired_world=world(), intervals=intervals, now=now)
     return Driving(coordinator, storage, leader), bool(checkpoint) and coordinator.over
 
 
@@ -240,5 +240,5 @@ def _rules(environment: Environment, script: Script) -> Rules:
 
 
 def _intervals(environment: Environment) -> Intervals:
-    wished = environment.config.checkpoint
-    return Intervals() if wished is None else Intervals(wished.every_steps, wished.every_seconds)
+    desired = environment.config.checkpoint
+    return Intervals() if desired is None else Intervals(desired.every_steps, desired.every_seconds)

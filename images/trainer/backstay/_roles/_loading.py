@@ -56,11 +56,11 @@ class Loader:
                 return
 
 
-def build(term: Rollback, environment: Environment, script: Script, plan: Plan, wished_world: int) -> ShardEngine:
+def build(term: Rollback, environment: Environment, script: Script, plan: Plan, desired_world: int) -> ShardEngine:
     """The state of this pod's shard at the beginning of a term, compiled for the updates that follow.
 
     Args:
-        wished_world: `workers.replicas` as the operator last asked for.
+        desired_world: `workers.replicas` as the operator last asked for.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or is of another version.
@@ -77,7 +77,7 @@ def build(term: Rollback, environment: Environment, script: Script, plan: Plan, 
         with one_compiles("init", plan.agreement.digest, seconds=environment.timeouts.compiling):
             parameters = script.initial(term.start_from)
         engine = ShardEngine(plan.partition, shard, plan.rule, parameters)
-    world = min(term.world, wished_world)
+    world = min(term.world, desired_world)
     least = MODES[config.mode].quorum(config.backups, world)
     with _instrument.span("compile"):
         engine.compile(

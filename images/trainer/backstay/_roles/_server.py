@@ -91,7 +91,7 @@ class Server:
         self._ready = False
         self._term = 0
         self._world = config.workers
-        self._wished_world = config.workers
+        self._desired_world = config.workers
         self._stall_seconds = config.stall_seconds
         self._keep = config.checkpoint.keep if config.checkpoint else 1
         self._done: Done | None = None
@@ -129,7 +129,7 @@ class Server:
                 stop,
                 self._folder_lost,
                 keep=lambda: self._keep,
-                world=lambda: self._wished_world,
+                world=lambda: self._desired_world,
             )
         else:
             self._link = Link(
@@ -161,7 +161,7 @@ class Server:
                 plan.agreement.digest,
                 incarnation=self.incarnation,
                 admitted=lambda: self._runtime.admit_replica(),  # noqa: PLW0108  # it is made below
-                let_go=self._standby_lost,
+                standby_lost=self._standby_lost,
                 coordinator=self._describe,
                 timeouts=environment.timeouts,
             )
@@ -400,7 +400,7 @@ class Server:
                 self._link.started(rollback.term, self._runtime.version)
             self._ready = True
             return
-        engine = build(rollback, self._env, self._script, self._plan, self._wished_world)
+        engine = build(rollback, self._env, self._script, self._plan, self._desired_world)
         self._term, self._world, self._history = rollback.term, rollback.world, rollback.history
         self._metrics.term.set(rollback.term)
         self._learning_rate.watch(engine)
@@ -559,10 +559,10 @@ class Server:
         if self._driving is not None and self._leader is not None:
             intervals = None
             if request.HasField("checkpoint"):
-                wished = request.checkpoint
-                intervals = Intervals(wished.every_steps or None, wished.every_seconds or None)
-            self._wished_world = request.world or self._wished_world
-            self._driving.wish(request.world, intervals)
+                desired = request.checkpoint
+                intervals = Intervals(desired.every_steps or None, desired.every_seconds or None)
+            self._desired_world = request.world or self._desired_world
+            self._driving.configure(request.world, intervals)
             if request.HasField("grace"):
                 self._driving.set_grace(None if request.grace.auto else request.grace.seconds)
             self._leader.fill(now, reply, self._driving.state(), self._stall_seconds, self._driving.start_of_term)
@@ -574,7 +574,7 @@ class Server:
         reply.live_workers = len(reply.beating)
         return reply
 
-    def asks(self) -> bool:
+    def awaits_operator(self) -> bool:
         return self._arbiter.asking
 
     def superseded(self, by: int) -> None:

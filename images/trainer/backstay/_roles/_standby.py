@@ -197,7 +197,7 @@ class Standby:
             return ProgressReply(incarnation=self.incarnation)
         return ProgressReply(incarnation=self.incarnation, term=held.term, step=held.engine.version, world=held.world)
 
-    def asks(self) -> bool:
+    def awaits_operator(self) -> bool:
         return False
 
     def superseded(self, by: int) -> None:

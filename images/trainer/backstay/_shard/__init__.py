@@ -1,4 +1,4 @@
-"""One shard as its server runs it: gradients staged, commits applied in order, versions handed to waiting streams."""
+"""One shard in its server: gradients are staged, commits applied in order, and versions sent to waiting streams."""
 
 from ._runtime import ShardRuntime
 

@@ -1,4 +1,4 @@
-"""Whose streams a shard takes: of workers that mean this server and its partition, and that nobody has replaced (T6).
+"""Which streams a shard accepts: for this server and its partition, from workers that were not replaced (T6).
 
 Not thread-safe; `ShardRuntime` calls it under its own lock.
 """
@@ -15,7 +15,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """The door of one shard's server."""
+    """Accepts or refuses the streams of one shard's server."""
 
     def __init__(self, shard: int, incarnation: int, digest: bytes) -> None:
         """
@@ -65,7 +65,7 @@ class Admission:
             )
 
     def admit(self, hello: Hello) -> None:
-        """Take it, and refuse its predecessors from now on. Raises as `check_peer`."""
+        """Accept the peer, and refuse its predecessors from now on. Raises as `check_peer`."""
         self.check_peer(hello)
         self.fence({_name(hello): hello.peer.incarnation})
 

@@ -34,7 +34,7 @@ _LATE: Final = RejectReason.LATE
 
 @dataclass(eq=False)
 class Term:
-    """Where a shard stands in one term.
+    """A shard's position in one term.
 
     Attributes:
         number: of the term.
@@ -43,7 +43,7 @@ class Term:
         world: number of ranks in force at that version.
         offset: `BatchKey.offset` of that world.
         last: the commit that made the version, if one of this term did.
-        prepared: what the next update is computed from, once it is known.
+        prepared: the operand of the next update, once it is known.
         fresh: the version is not published yet.
     """
 
@@ -64,8 +64,8 @@ class _TermOver(Exception):  # noqa: N818  # it is what happened
 class Applier:
     """The work of a shard's apply thread; every method is called by that thread, without the lock.
 
-    Nothing is ever applied in part: before the engine is called, every gradient that a commit names is here and
-    complete, or the mean of them is. Else the shard fails.
+    No update is ever applied in part. Before the engine is called, every gradient that a commit names is here and
+    complete, or their mean is here. Otherwise the shard fails.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Applier:
             lock: the shard's, which guards `gradients` and `publisher`; streams wait for its notifications.
             coordination: gets the reports.
             hook: see `CheckpointHook`; None: the job stores nothing.
-            wires: how the blocks of parameters travel.
+            wires: how the blocks of parameters are encoded on the wire.
         """
         self._lock = lock
         self._gradients, self._publisher, self._standbys = gradients, publisher, standbys
@@ -92,7 +92,7 @@ class Applier:
         self._current: Term | None = None
 
     def begin(self, term: Term) -> None:
-        """A term begins, under the lock: what is being done for the one before is not published or reported."""
+        """A term begins, under the lock: unfinished work for the previous term is not published or reported."""
         self._current = term
 
     def carry_out(self, term: Term, order: Order) -> None:
@@ -126,7 +126,7 @@ class Applier:
         if prepared is None:
             if not request.replicate:
                 raise RuntimeError(self._missing("request for the norm", request.version, request.contributions))
-            _LOG.debug("the decision of version %d was taken back before it was prepared", request.version)
+            _LOG.debug("the decision of version %d was withdrawn before it was prepared", request.version)
             return
         hold = self._standbys.send_prepared(prepared)
         total = 0.0 if request.unclipped else prepared.sum_of_squares(term.engine)
@@ -136,7 +136,7 @@ class Applier:
             self._coordination.report(norm)
 
     def _prepared(self, term: Term, version: int, contributions: Sequence[Contribution]) -> Operand | None:
-        """What the update of `version` is computed from; None: a gradient is not here, nor what was prepared of it."""
+        """The operand of the update of `version`; None: a gradient or the prepared mean is missing."""
         prepared = term.prepared
         if prepared is None or not prepared.is_of(version, contributions):
             with self._lock:
@@ -169,7 +169,7 @@ class Applier:
         try:
             self._publish(term, hold)
         finally:
-            # Not before: the engine reads the gradients until the last block is computed.
+            # Not earlier: the engine reads the gradients until the last block is computed.
             with self._lock:
                 for staging in freed:
                     self._gradients.give(staging)
@@ -180,11 +180,11 @@ class Applier:
             self._save(term)
 
     def _use(self, term: Term, commit: Commit) -> list[Staging | None]:
-        """Move on to the next version. Returns the memory of the gradients that are out of the books by it."""
+        """Move to the next version. Returns the memory of the gradients that this removes from staging."""
         version = commit.version + 1
         with self._lock:
             self._check(term)
-            # A server that was the standby holds the mean of the gradients, and not themselves.
+            # A server that was the standby holds the mean of the gradients, and not the gradients.
             used = self._held(commit.contributions)
             freed = [self._gradients.remove(gradient) for gradient in used]
             for gradient in used:
@@ -201,7 +201,7 @@ class Applier:
         return freed
 
     def _publish(self, term: Term, hold: Hold | None) -> None:
-        """Hand out a version from when its first block is computed: waiting streams wake once, to something to send.
+        """Publish a version as soon as its first block is computed, so that waiting streams wake once.
 
         `hold` waits until the standby has the version too: no stream gets the last block before that.
         """
@@ -225,7 +225,7 @@ class Applier:
             raise
 
     def _put(self, published: Published, engine: Engine, b: int) -> None:
-        """Hand out a block when it is computed, encoded once for all streams."""
+        """Publish a block when it is computed, encoded once for all streams."""
         data, wire = engine.block(b), self._wires[b]
         published.put(b, data, None if wire.codec is None else wire.encode(data))
 
@@ -254,4 +254,4 @@ class Applier:
                         f"{'does not hold' if found is None else 'holds only in part'} ({len(self._gradients)} are "
                         "here)"
                     )
-        return f"the {what} of version {version} names gradients that were here and are not any more"
+        return f"the {what} of version {version} names gradients that are not here any more"

@@ -1,4 +1,4 @@
-"""A shard's active server and its standby: the standby's end. It holds the state, and follows update for update."""
+"""The standby's side of replication: it holds the shard's state, and applies the same updates as the active server."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["Follower", "Held"]
 
 @dataclass
 class Held:
-    """What a standby holds: all that its shard is, as of the last commit that it was told.
+    """The state of a standby: the whole shard, as of the last commit that it received.
 
     Attributes:
         last: the commit that made `engine.version`, if one of this term did.
         prepared: the mean that the next commit may name.
         infos: of the gradients in `last`.
-        coordinator, start: shard 0's: the state of the coordinator, and where the term began.
-        checkpoint_at: shard 0's: when a checkpoint was begun last, as `time.monotonic` counts.
+        coordinator, start: on shard 0: the state of the coordinator, and the point at which the term began.
+        checkpoint_at: on shard 0: when the last checkpoint began, on the clock of `time.monotonic`.
         history: the id of the term's history.
     """
 
@@ -59,7 +59,7 @@ class Held:
 
 
 class Follower:
-    """Follows an active server, stream after stream, until `take`. `follow` by one thread, the rest by any."""
+    """Follows an active server, one stream after another, until `take`. One thread calls `follow`, any the rest."""
 
     def __init__(self, partition: Partition, shard: int, rule: Rule) -> None:
         self._partition, self._shard, self._rule = partition, shard, rule
@@ -70,17 +70,17 @@ class Follower:
         self._lock = threading.Lock()
         self._held: Held | None = None
         self._taken = False
-        self._staging: Staging | None = None  # of what is prepared
+        self._staging: Staging | None = None  # the memory of the prepared mean
 
     @property
     def held(self) -> Held | None:
-        """None until it was filled."""
+        """The state; None until a stream has filled it."""
         return self._held
 
     def take(self) -> Held | None:
-        """Stop following, and give out what is held: this server is the active one now.
+        """Stop following, and return the state: this server is the active one now.
 
-        The stream stays as it is: to the one before, if that still lives, nothing must look as if its standby had died.
+        The stream stays open: if the previous server is still alive, its standby must not look dead to it.
         """
         with self._lock:
             self._taken = True
@@ -218,7 +218,7 @@ class Follower:
             held.coordinator = after(held.coordinator, commit)
 
     def _settle(self) -> None:
-        """The update is computed: its gradient's memory is free again."""
+        """The update is computed, so the memory of its gradient is free again."""
         held, staging = self._held, self._staging
         if held is not None and staging is not None:
             for index in range(len(self._wire.exact)):

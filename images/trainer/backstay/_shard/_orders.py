@@ -1,4 +1,4 @@
-"""The coordinator's messages that a shard has received and not carried out, by version.
+"""The coordinator's messages that a shard has received and not carried out yet, by version.
 
 Not thread-safe: `ShardRuntime` calls it under its own lock.
 """
@@ -15,7 +15,7 @@ Order: TypeAlias = Commit | NormRequest | Save
 
 
 class Orders:
-    """What to do at each version: `Save` belongs to the version as it is, then its `NormRequest`, then its `Commit`."""
+    """The orders for each version. `Save` stores the version as it is; then `NormRequest`, then `Commit` follow."""
 
     def __init__(self) -> None:
         self._commits: dict[int, Commit] = {}
@@ -23,10 +23,10 @@ class Orders:
         self._saves: dict[int, Save] = {}
 
     def add(self, order: Order, version: int) -> None:
-        """Keep an order, unless it is for a version before `version`, where the shard stands.
+        """Keep an order, unless it is for a version before `version`, the shard's version.
 
-        The first commit of a version counts, as all are the same; the newest `NormRequest` does, because a decision
-        that was taken back is made again.
+        Of commits of a version the first counts, as all are the same. Of `NormRequest` the newest counts, because a
+        withdrawn decision is made again.
         """
         match order:
             case Save():
@@ -44,8 +44,8 @@ class Orders:
                 return order
         return None
 
-    def taken_back(self, gradient: GradientId) -> None:
-        """A gradient was rejected: a decision that names it was taken back."""
+    def withdraw(self, gradient: GradientId) -> None:
+        """A gradient was rejected: a decision that names it was withdrawn."""
         for version, request in list(self._norms.items()):
             if any(contribution.id == gradient for contribution in request.contributions):
                 del self._norms[version]

@@ -1,4 +1,4 @@
-"""What an update is computed from: the gradients that a decision names, or their mean."""
+"""The operand of an update: the gradients that a decision names, or their mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
 
 
 class Operand(Protocol):
-    """What the engine applies for one decision."""
+    """The values that the engine applies for one decision."""
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         """Whether it belongs to the decision about `version` that names `contributions`."""
@@ -28,11 +28,11 @@ class Operand(Protocol):
         """Start the update."""
 
     def sum_of_squares(self, engine: Engine) -> float:
-        """Of the mean gradient's elements in this shard."""
+        """The sum of squares of the mean gradient's elements in this shard."""
 
 
 class Gathered:
-    """The gradients themselves: the engine computes their mean as a part of the update."""
+    """The gradients themselves; the engine computes their mean as a part of the update."""
 
     def __init__(
         self, version: int, contributions: Sequence[Contribution], gradients: Sequence[Sequence[np.ndarray]]
@@ -70,9 +70,9 @@ class Prepared:
     ) -> None:
         """
         Args:
-            blocks: arrays of the blocks' dtypes and sizes; those of JAX need not be computed yet.
+            blocks: arrays of the blocks' dtypes and sizes; arrays of JAX need not be computed yet.
             infos: of the contributions, in their order.
-            borrowed: their memory is a gradient's, and another one's once this is applied.
+            borrowed: the memory belongs to a gradient, and is used for another one after the update.
         """
         self.version = version
         self.contributions = tuple(contributions)
@@ -94,7 +94,7 @@ class Prepared:
         """
         Args:
             gradients, infos: of the contributions, in their order.
-            copy: whether it must outlive the gradients.
+            copy: whether the mean must stay valid longer than the gradients.
         """
         weights = [contribution.weight for contribution in contributions]
         if weights == [1.0] and all(block is None or isinstance(block, np.ndarray) for block in gradients[0]):
@@ -104,7 +104,7 @@ class Prepared:
         return cls(version, contributions, mean, infos)
 
     def kept(self) -> Prepared:
-        """The same, in memory that is nobody else's: it may be sent after it is applied."""
+        """The same, in its own memory: it may be sent after it is applied."""
         if not self._borrowed:
             return self
         blocks = [None if block is None else block.copy() for block in self._blocks]
@@ -124,7 +124,7 @@ class Prepared:
         return [None if block is None else np.asarray(block) for block in self._blocks]
 
     def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
-        """For the stream to a standby. Each block is sent as soon as it is computed."""
+        """The frames for the stream to a standby. Each block is sent as soon as it is computed."""
         mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
         yield Frame(replica=ReplicaFrame(mean=mean)), None
         for index, block in enumerate(self._blocks):

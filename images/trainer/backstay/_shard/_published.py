@@ -1,4 +1,4 @@
-"""The versions of a shard's parameters, handed to streams block by block while later blocks are still computed."""
+"""The versions of a shard's parameters, sent to streams block by block while later blocks are still computed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["Published", "Publisher", "Waiter"]
 class Published:
     """The blocks of one version. Each is set once by the apply thread and read by any number of streams.
 
-    The views in it keep the memory of the parameters from being used again by the next update; so the shard drops a
-    version before it computes the next, and only streams that are still sending hold on to it.
+    Its views prevent that the next update uses the memory of the parameters. So the shard drops a version before it
+    computes the next, and only streams that are still sending keep it.
     """
 
     def __init__(self, version: int, world: int, blocks: int, offset: int = 0) -> None:
@@ -34,13 +34,13 @@ class Published:
         self._stopped: Refusal | None = None
 
     def put(self, b: int, data: np.ndarray, encoded: Any = None) -> None:
-        """Block `b` is computed. `encoded`: the block as it travels; None where that is `data`."""
+        """Block `b` is computed. `encoded`: the block as it is sent; None where that is `data`."""
         with self._changed:
             self._blocks[b] = data, data if encoded is None else encoded
             self._changed.notify_all()
 
     def stop(self, why: Refusal) -> None:
-        """The blocks that are missing will not come."""
+        """The missing blocks will not come."""
         with self._changed:
             self._stopped = why
             self._changed.notify_all()
@@ -50,7 +50,7 @@ class Published:
         return self._wait(b)[0]
 
     def encoded(self, b: int) -> Any:
-        """Waits for block `b`, as it travels. Raises as `block`."""
+        """Waits for block `b`, as it is sent. Raises as `block`."""
         return self._wait(b)[1]
 
     def _wait(self, b: int) -> tuple[np.ndarray, Any]:
@@ -78,12 +78,12 @@ class Waiter:
 
 
 class Publisher:
-    """The version that is handed out now, and the streams that wait for one.
+    """The version that streams get now, and the streams that wait for one.
 
     Not thread-safe: `ShardRuntime` calls it under its own lock, and wakes the streams.
 
     Attributes:
-        done: the end of the job, once it is known.
+        done: the end of the job, once it is decided.
     """
 
     def __init__(self, mode: UpdateMode) -> None:
@@ -97,11 +97,11 @@ class Publisher:
         self._published = self.done = None
 
     def withdraw(self) -> None:
-        """The next update begins: no stream takes the old version any more, as its memory may be used again."""
+        """The next update begins: no stream gets the old version any more, as its memory may be used again."""
         self._published = None
 
     def publish(self, published: Published) -> None:
-        """A waiting stream that this version answers gets it, even if the next update begins before it wakes."""
+        """Give this version to the streams that it answers, even if the next update begins before they wake."""
         self._published = published
         for waiter in self._waiting:
             if waiter.published is None and self._answers(published, waiter):
@@ -109,7 +109,7 @@ class Publisher:
 
     @contextmanager
     def waiting(self, gradient: Gradient | None, min_version: int) -> Iterator[Waiter]:
-        """A stream that waits for the answer to a push, or (None) for a version of at least `min_version`."""
+        """Register a stream that waits for the answer to a push, or (None) for a version of at least `min_version`."""
         waiter = Waiter(gradient, min_version)
         self._waiting.add(waiter)
         try:

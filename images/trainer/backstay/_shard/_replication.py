@@ -1,7 +1,7 @@
-"""A shard's active server and its standby: the active one's end (see docs/internals/standby.md).
+"""The active server's side of replication to its standby (see docs/internals/standby.md).
 
-What travels is what makes an update, not what an update makes: the mean gradient, once a version, and the commit that
-says to apply it. Both servers run the same compiled update on the same bits, so they stay the same bit for bit.
+The stream carries the input of an update and not its result: the mean gradient, once for each version, and the commit.
+Both servers run the same compiled update on the same bits, so they stay equal bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Replica", "Replication"]
 _LOG = logging.getLogger(__name__)
 
 BACKLOG: Final = 8
-"""How far behind a standby may be while it is filled; then training waits for it."""
+"""How many items a standby may be behind while it is filled; then training waits for it."""
 
 HELD: Final = Frame(replica=ReplicaFrame(held=True))
 _ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
@@ -49,20 +49,20 @@ Item = Callable[[], Iterator[tuple[Frame, np.ndarray | None]]]
 
 
 class Replica:
-    """One standby's stream. Things are sent one at a time, and the next when the one before is held."""
+    """One standby's stream. Items are sent one at a time: the next one when the standby holds the previous one."""
 
     def __init__(self, incarnation: int, timeouts: Timeouts) -> None:
         self.incarnation = incarnation
         self._times = timeouts
         self.in_sync = False
         self._queue: deque[Item] = deque()
-        self._put = self._held = self._sent = 0  # in things, in things, in frames
+        self._put = self._held = self._sent = 0  # items, items, frames
         self._changed = threading.Condition()
         self.ended_at: float | None = None
         self.closed_by_peer = False
 
     def put(self, item: Item) -> int:
-        """Queue it; the number to wait for."""
+        """Queue an item; returns the number to wait for."""
         with self._changed:
             self._queue.append(item)
             self._put += 1
@@ -70,14 +70,14 @@ class Replica:
             return self._put
 
     def wait(self, number: int) -> bool:
-        """Until the standby holds it (while it is filled: until it is not too far behind). False: it is lost."""
+        """Wait until the standby holds it, or, while it is filled, is not too far behind. False: it is lost."""
         with self._changed:
             while True:
                 due = number if self.in_sync else number - BACKLOG
                 if self.ended_at is not None or self._held >= due:
                     return self.ended_at is None
                 before = self._held, self._sent
-                # A state may take long to send: while it moves, the standby lives.
+                # A state may take long to send. While bytes are sent, the standby is alive.
                 if not self._changed.wait_for(
                     lambda: self.ended_at is not None or (self._held, self._sent) != before,  # noqa: B023
                     self._times.held,
@@ -88,7 +88,7 @@ class Replica:
                     self.end()
 
     def end(self, *, closed_by_peer: bool = False) -> None:
-        """Nothing more is sent."""
+        """Send nothing more."""
         with self._changed:
             if self.ended_at is None:
                 self.ended_at = time.monotonic()
@@ -148,7 +148,7 @@ class Replication:
         *,
         incarnation: int,
         admitted: Callable[[], None],
-        let_go: Callable[[float, bool], None],
+        standby_lost: Callable[[float, bool], None],
         coordinator: Callable[[ReplicaState], bool],
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -156,15 +156,16 @@ class Replication:
         Args:
             digest: of the partition.
             incarnation: of this server.
-            admitted: told that a standby waits to be filled (`joining`).
-            let_go: ``let_go(when, closed)``: the standby was lost then. Returns when it is certain that it was not
-                promoted; raises when it was.
-            coordinator: adds what shard 0's standby must know of the coordinator; False: that has left this state.
+            admitted: called when a standby waits to be filled (`joining`).
+            standby_lost: ``standby_lost(when, closed)``, called when the standby was lost. Returns when it is certain
+                that the operator did not promote it; raises when it did.
+            coordinator: adds the coordinator's state for shard 0's standby; False: the coordinator has left the
+                history.
             timeouts: None for the usual ones.
         """
         self._digest, self._incarnation = digest, incarnation
         self._times = timeouts or Timeouts()
-        self._admitted, self._let_go, self._coordinator = admitted, let_go, coordinator
+        self._admitted, self._standby_lost, self._coordinator = admitted, standby_lost, coordinator
         self._lock = threading.Lock()
         self._joining: Replica | None = None
         self._current: Replica | None = None
@@ -172,18 +173,18 @@ class Replication:
 
     @property
     def in_sync(self) -> bool:
-        """Whether there is no standby that is still behind."""
+        """Whether no standby is still behind."""
         current = self._current
         return current is None or current.in_sync
 
     @property
     def standby(self) -> int:
-        """The incarnation of the standby that holds everything; 0: none."""
+        """The incarnation of the standby that holds the whole state; 0: none."""
         current = self._current
         return current.incarnation if current is not None and current.in_sync and current.ended_at is None else 0
 
     def serve(self, hello: Hello, stream: FrameStream) -> None:
-        """A standby's stream, until it ends."""
+        """Serve a standby's stream until it ends."""
         if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
             stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "another incarnation, or another partition")))
             return
@@ -193,7 +194,7 @@ class Replication:
                 return
             newest = max(other.incarnation for other in (self._joining, self._current, replica) if other is not None)
             if replica.incarnation < newest:
-                stream.write(frames.refused(Refusal("PERMISSION_DENIED", f"incarnation {newest} has taken its place")))
+                stream.write(frames.refused(Refusal("PERMISSION_DENIED", f"incarnation {newest} has replaced it")))
                 return
             if self._joining is not None:
                 self._joining.end()
@@ -203,12 +204,12 @@ class Replication:
 
     @property
     def dialled(self) -> bool:
-        """Whether a standby waits to be filled: neither it nor one before it was promoted when it dialled."""
+        """Whether a standby waits to be filled. Neither it nor an earlier standby was promoted when it connected."""
         joining = self._joining
         return joining is not None and joining.ended_at is None
 
     def joining(self) -> Replica | None:
-        """A standby to be filled now, told once."""
+        """A standby to be filled now, returned once."""
         with self._lock:
             replica, self._joining = self._joining, None
             return replica if replica is not None and replica.ended_at is None else None
@@ -221,17 +222,19 @@ class Replication:
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
     ) -> Prepared:
-        """See `Standbys`. The mean is computed by a program of its own, whether a standby is connected or not: the
-        compiler may round an update in which the mean is a part in another way."""
+        """See `Standbys`. A separate program computes the mean, even when no standby is connected.
+
+        In an update that contains the mean, the compiler might round differently.
+        """
         return Prepared.of(engine, version, contributions, gradients, infos, copy=not self.in_sync)
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
         """See `Standbys`."""
         before, self._current = self._current, None
         if before is not None:
-            before.end()  # and nothing to settle: whoever dials was not promoted
+            before.end()  # no need to wait: a standby that connects was not promoted
         if not self._coordinator(state):
-            replica.end()  # it dials again
+            replica.end()  # it connects again
             return
         entries = snapshot.entries
         replica.put(lambda: _state_frames(state, entries))
@@ -251,7 +254,7 @@ class Replication:
         return self._send(lambda: iter([(Frame(replica=ReplicaFrame(commit=commit)), None)]))
 
     def end(self) -> None:
-        """What they hold is over: they dial again."""
+        """The state that the standbys hold is void: they connect again."""
         with self._lock:
             for replica in (self._joining, self._current):
                 if replica is not None:
@@ -259,7 +262,7 @@ class Replication:
             self._current = None
 
     def stop(self) -> None:
-        """For good."""
+        """Stop permanently."""
         self._stopped = True
         self.end()
 
@@ -276,11 +279,11 @@ class Replication:
         return hold
 
     def _settle(self, replica: Replica) -> None:
-        """It is lost: go on without it, once that is certain to be right."""
+        """The standby is lost. Continue without it as soon as it is certain that the operator did not promote it."""
         if self._current is replica:
             if replica.in_sync and not self._stopped:
                 assert replica.ended_at is not None
-                self._let_go(replica.ended_at, replica.closed_by_peer)
+                self._standby_lost(replica.ended_at, replica.closed_by_peer)
             self._current = None
 
 

@@ -1,13 +1,11 @@
-"""A shard at work: the meeting place of data streams, the coordinator's messages and the engine.
+"""One shard at runtime: connects data streams, the coordinator's messages and the engine.
 
-| part | what it does |
-|---|---|
-| `Admission` | refuses streams that mean another server, or whose sender was replaced |
-| `Gradients` | staging: which memory belongs to which gradient |
-| `Orders` | keeps the coordinator's messages until their version comes |
-| `Applier` | prepares and applies updates |
-| `Publisher` | hands versions to the streams that wait for them |
-| `Standbys` | lets another server take this one's place |
+- `Admission` refuses streams for another server, or whose sender was replaced.
+- `Gradients` is the staging memory: which memory belongs to which gradient.
+- `Orders` keeps the coordinator's messages until their version comes.
+- `Applier` prepares and applies updates.
+- `Publisher` sends versions to the streams that wait for them.
+- `Standbys` keeps another server ready to replace this one.
 
 Streams and the coordinator call `ShardRuntime` from any thread. One apply thread carries the orders out, strictly in
 order of version.
@@ -84,7 +82,7 @@ class ShardRuntime:
             on_checkpoint: see `CheckpointHook`.
             standbys: this shard's; None when the job has none.
             timeouts: None for the usual ones.
-            wire: how the shard's blocks travel; None: exactly.
+            wire: how the shard's blocks are encoded on the wire; None: exactly.
         """
         self._times = timeouts or Timeouts()
         self._standbys = standbys or NoStandbys()
@@ -118,13 +116,13 @@ class ShardRuntime:
     # ---- Life ----
 
     def reset(self, term: int, engine: Engine, world: int, offset: int = 0) -> None:
-        """Starts, or starts again: from `engine.version` in a new term. Returns at once.
+        """Start, or start again, from `engine.version` in a new term. Returns at once.
 
-        Everything of the term before is dropped: gradients, orders, waiting streams. Orders of the new term may follow
-        at once.
+        Everything of the previous term is dropped: gradients, orders, waiting streams. Orders of the new term may
+        follow at once.
 
         Raises:
-            ValueError: the term is not higher than the one before.
+            ValueError: the term is not higher than the previous one.
         """
         with self._changed:
             if term <= self.term:
@@ -141,7 +139,7 @@ class ShardRuntime:
             self._changed.notify_all()
 
     def inherit(self, prepared: Operand | None, last: Commit | None) -> None:
-        """After `reset`: what this shard held as a standby besides its state."""
+        """After `reset`: take over what this shard held as a standby besides its state."""
         with self._changed:
             assert self._current is not None
             self._current.prepared, self._current.last = prepared, last
@@ -169,13 +167,13 @@ class ShardRuntime:
 
     @property
     def version(self) -> int:
-        """Updates applied, the one that is being computed included."""
+        """Updates applied, including the one that is being computed."""
         current = self._current
         return 0 if current is None else current.version
 
     @property
     def failed(self) -> str | None:
-        """Why the shard cannot go on, or None."""
+        """Why the shard cannot continue, or None."""
         stopped = self._stopped
         return stopped.message if stopped is not None and stopped.code == "INTERNAL" else None
 
@@ -283,7 +281,7 @@ class ShardRuntime:
     # ---- ShardSink ----
 
     def deliver(self, message: Message) -> None:
-        """What the coordinator decided; see `ShardSink`."""
+        """A message of the coordinator; see `ShardSink`."""
         with self._changed:
             match message:
                 case Commit():
@@ -314,10 +312,10 @@ class ShardRuntime:
         gradient = self._gradients.find(reject.id)
         if gradient is None:
             return
-        self._orders.taken_back(reject.id)
+        self._orders.withdraw(reject.id)
         gradient.outcome = reject.reason
         gradient.next_key_step = reject.next_key_step
-        if gradient.complete:  # else the stream that fills it sees that the shard moved on
+        if gradient.complete:  # else the stream that fills it stops by `moved_on`
             self._gradients.give(self._gradients.remove(gradient))
         self._changed.notify_all()
 
@@ -330,14 +328,14 @@ class ShardRuntime:
                 del work  # it holds the engine
         except Superseded as error:
             self._stop(Refusal("UNAVAILABLE", f"this server is going away: {error}"))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the job must fail instead of waiting
+        except Exception as error:  # noqa: BLE001  # after any error the job must fail instead of waiting
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
-            self._stop(Refusal("INTERNAL", f"cannot go on: {error}"))
+            self._stop(Refusal("INTERNAL", f"cannot continue: {error}"))
         if (why := self.failed) is not None:
             self._coordination.report(ShardFailed(why=why))
 
     def _next(self) -> Callable[[], None] | None:
-        """Waits for the next thing to do; None: the shard stops."""
+        """Wait for the next work item; None: the shard stops."""
         with self._changed:
             while self._stopped is None:
                 term = self._current

@@ -59,12 +59,12 @@ class Gradient:
     """One gradient in staging memory; `Incoming` for the stream that receives it.
 
     Attributes:
-        info: what its end mark said; empty until the end mark arrives.
+        info: the content of its end mark; empty until the end mark arrives.
         complete: its end mark came while it could still be used, and it was reported as staged.
         finished: it was reported as staged or as lost.
         applied: the version that holds it, once an update has used it.
         outcome: why it was not used, once that is known.
-        next_key_step: told by the rejection.
+        next_key_step: from the rejection.
     """
 
     __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging", "wires")
@@ -87,7 +87,7 @@ class Gradient:
         return self.staging.blocks
 
     def check(self) -> None:
-        """Raises `Refusal`, `INVALID_ARGUMENT`, when what was received is not what the codec makes."""
+        """Raises `Refusal`, `INVALID_ARGUMENT`, when the codec cannot have made the received bytes."""
         if self.staging is None:
             return
         for index, (wire, block) in enumerate(zip(self.wires, self.staging.arrays, strict=True)):
@@ -96,10 +96,10 @@ class Gradient:
 
 
 class Gradients:
-    """The books."""
+    """The record of all staged gradients."""
 
     def __init__(self, wire: ShardWire) -> None:
-        """`wire`: how blocks travel."""
+        """`wire`: how blocks are encoded on the wire."""
         self._wire = wire
         self._pools: dict[frozenset[int], BufferPool] = {}
         self._held: dict[GradientKey, Gradient] = {}
@@ -135,7 +135,7 @@ class Gradients:
         return entry if entry is not None and entry.id.version == gradient.version else None
 
     def remove(self, entry: Gradient) -> Staging | None:
-        """Takes a gradient out of the books; its memory is the caller's then, to be handed to `give`."""
+        """Removes a gradient from the record. Its memory belongs to the caller then, who hands it to `give`."""
         self._held.pop(key_of(entry.id), None)
         staging, entry.staging = entry.staging, None
         return staging

@@ -1,4 +1,4 @@
-"""What a shard does so that another server can take its place; `NoStandbys` where the job has none."""
+"""Keeps another server ready to replace a shard's server; `NoStandbys` in a job without standbys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Standbys(Protocol):
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
     ) -> Operand:
-        """What the update of `version` is computed from.
+        """The operand of the update of `version`.
 
         Args:
             gradients, infos: of the contributions, in their order.
@@ -48,13 +48,13 @@ class Standbys(Protocol):
         """A standby to be filled now. Returned once."""
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
-        """From now on `replica` gets everything, beginning with the state as of now."""
+        """From now on `replica` gets all items, beginning with the present state."""
 
     def end(self) -> None:
-        """What the standbys hold is over: they connect again."""
+        """The state that the standbys hold is void: they connect again."""
 
     def stop(self) -> None:
-        """For good."""
+        """Stop permanently."""
 
 
 class NoStandbys:

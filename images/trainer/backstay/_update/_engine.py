@@ -1,9 +1,8 @@
 """The state of one shard on its device, and the update of it.
 
-Blocks of elementwise programs are updated one by one, so that the first can be sent while the later ones compute; a
-whole group is one computation. Everything is dispatched asynchronously. Parameters and optimizer state are donated,
-so an update changes them in place; where somebody still holds a view of a block, JAX copies it first, and so what was
-handed out never changes.
+Blocks of elementwise programs are updated one by one, so that the first can be sent while the later ones compute. A
+whole group is one computation. Everything is dispatched asynchronously. Parameters and optimizer state are donated, so
+an update changes them in place. While any view of a block exists, JAX copies the block first, so views never change.
 """
 
 from __future__ import annotations
@@ -62,15 +61,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a shard knows at one version. The entries of all shards cover every array of `array_specs` once."""
+    """The state of a shard at one version. The entries of all shards cover every array of `array_specs` once."""
 
     version: int
     entries: tuple[Entry, ...]
 
 
 def array_specs(rule: Rule) -> tuple[ArraySpec, ...]:
-    """Every array that a job stores, whatever the number of shards: parameters, model state, optimizer state, each in
-    the order of its tree."""
+    """Every array that a job stores, for any number of shards: parameters, model state, optimizer state, each in the
+    order of its tree."""
     model = [ArraySpec(leaf.key, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
     states = []
     for state in rule.states:

@@ -1,9 +1,9 @@
 """The compiled functions of an optimizer's rule: means of gradients, and programs on blocks and groups.
 
 One jitted function for each program and form of the mean; equal blocks and engines of one process share its
-executables. Weights, divisor and clip factor are arguments, so no value of them compiles anything; only whether they
-are there at all does. Where they are not, no multiplication is in the program either: it could change how the compiler
-contracts the optimizer's own arithmetic, and with it the last bit.
+executables. Weights, divisor and clip factor are arguments, so another value of them needs no compilation. Only a form
+without one of them does. Without them, the program has no multiplication: it could change how the compiler contracts
+the optimizer's own arithmetic, and with it the last bit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _real(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
 def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
     """``factor * (w0 * g0 + w1 * g1 + ...) / divisor`` in that order. To be traced; see `Mean`.
 
-    Sums of floats narrower than 32 bits are made in float32 and rounded once. What is `Encoded` is decoded as it is
+    Sums of floats narrower than 32 bits are made in float32 and rounded once. An `Encoded` value is decoded as it is
     added: no decoded copy of a contribution exists.
     """
     _, weighted, divided, clipped = form
@@ -192,9 +192,9 @@ class Kernels:
         return self._get(("mean", form), lambda: jax.jit(lambda values, scalars: mean(values, form, scalars)))
 
     def state(self, how: Mean) -> Any:
-        """``(states, scalars) ->`` the model state of one block, in memory of its own; see `state_mean`."""
+        """``(states, scalars) ->`` the model state of one block, in new memory; see `state_mean`."""
         form = how.form
-        # An update leaves the division and the clip factor of gradients out: they must not compile it again.
+        # An update does not apply the division and the clip factor to the model state: they must not compile it again.
         key = ("state", form[0], form[1])
         return self._get(key, lambda: jax.jit(lambda values, scalars: state_mean(values, form, scalars)))
 
@@ -266,6 +266,6 @@ def kernels_of(rule: Rule) -> Kernels:
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    """While it lasts, this thread computes float64 in float64 whatever `jax_enable_x64` says."""
+    """Within this context, this thread computes float64 in float64, regardless of `jax_enable_x64`."""
     context: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
     return cast("AbstractContextManager[Any]", context(True))

@@ -1,4 +1,4 @@
-"""Which shard holds which element of which leaf, and in what blocks they travel and are updated.
+"""Which shard holds which element of which leaf, and in what blocks they are sent and updated.
 
 Every pod of a job computes the partition for itself from the tree and the optimizer's rule; so it is a pure function,
 and its digest is compared when a pod joins.
@@ -27,7 +27,7 @@ BLOCK_BYTES: Final = 4 << 20
 """Large enough that dispatching costs nothing, small enough that sending one hides computing the next."""
 
 LINE_BYTES: Final = 64
-"""What JAX needs to alias host memory; cuts fall on multiples of it."""
+"""The alignment that JAX needs to alias host memory; cuts fall on multiples of it."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -75,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What one shard holds: `blocks` in the order in which they are updated and sent; `groups` of the rule that it
+    """The part of one shard: `blocks` in the order in which they are updated and sent; `groups` of the rule that it
     holds whole (indices; a group of empty leaves has no block but may have optimizer state)."""
 
     shard: int
@@ -92,9 +92,9 @@ class Partition:
     """All shards of a tree, and three SHA-256 digests of 32 bytes, stable across processes and machines.
 
     Attributes:
-        structure_digest: of the names, shapes and dtypes of parameters and optimizer state; whatever the number of
-            shards. A checkpoint of another structure cannot be continued.
-        program_digest: of what the optimizer computes, constants such as the learning rate included. Pods that train
+        structure_digest: of the names, shapes and dtypes of parameters and optimizer state, for any number of shards.
+            A checkpoint of another structure cannot be continued.
+        program_digest: of the optimizer's computation, with constants such as the learning rate. Pods that train
             together must agree about it; a later run of the job may change it.
         digest: of both and of the layout.
         fragments: the number of fragments.
@@ -153,7 +153,7 @@ def partition(
         rule: `backstay._update._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
         shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
-        coded: the leaves, by index, that a codec encodes. They have blocks of their own, and are cut between groups.
+        coded: the leaves, by index, that a codec encodes. They have separate blocks, and are cut between groups.
         fragments: of each leaf, see `Block.fragment`. No block holds leaves of two fragments. None: there are none.
 
     Raises:
@@ -324,11 +324,10 @@ def _pack(
     coded: frozenset[int],
     fragments: Sequence[int | None],
 ) -> list[Block]:
-    """Cut ranges into full blocks of their own; what remains of each is packed, by rule, dtype and fragment, into
-    shared ones.
+    """Cut ranges into full blocks; the rest of each is packed, by rule, dtype and fragment, into shared blocks.
 
-    So a rule and dtype has at most two sizes of block, hence two executables, in a shard; and two more of what is
-    coded. The tail of a coded leaf, behind its last whole group, is packed with what is not coded.
+    So a rule and dtype has at most two sizes of block, and two executables, in a shard. Coded leaves have two more. The
+    tail of a coded leaf, behind its last whole group, is packed with leaves that are not coded.
     """
     blocks: list[Block] = []
     rests: dict[tuple[int, str, bool, int | None], list[_Range]] = {}

@@ -22,7 +22,7 @@ from ..errors import TreeError
 
 PARAMS: Final = "params/"
 MODEL_STATE: Final = "state/"
-"""What a checkpoint's names of arrays begin with; no path has a slash."""
+"""The beginnings of a checkpoint's names of arrays; no path has a slash."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -103,8 +103,8 @@ class TreeSpec:
         return TreeSpec(tuple(leaf for leaf in self.leaves if not leaf.trained), self.treedef.children()[1])
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
-        """What `init` returns, parameters or ``(params, state)``, with `leaves` (one for each of `self.leaves`, any
-        objects) in their places."""
+        """Put `leaves` (one for each of `self.leaves`, any objects) into the tree that `init` returns, parameters or
+        ``(params, state)``."""
         return jax.tree_util.tree_unflatten(self.treedef, list(leaves))
 
     def shapes(self) -> Any:
@@ -140,8 +140,9 @@ def describe(tree: Any, *, has_state: bool = False) -> TreeSpec:
             of numbers or booleans. ``None`` is an empty subtree, as everywhere in JAX.
 
     Raises:
-        TreeError: `tree` is not such a pair, a leaf is not an array, a parameter is of a dtype without gradients
-            (integers, booleans, keys) or is the same array as another one, or a leaf of the state is a typed key.
+        TreeError: `tree` is not such a pair; a leaf is not an array; a parameter has a dtype without gradients
+            (integers, booleans, keys); a parameter is the same array as another one; a leaf of the state is a typed
+            key.
     """
     if not has_state:
         return TreeSpec(_leaves(tree, trained=True), jax.tree_util.tree_structure(tree))
@@ -227,7 +228,7 @@ def _leaf(name: str, value: Any, *, trained: bool) -> LeafSpec:
     if not trained and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TreeError(
             f"model state: leaf {name} is a typed random key, which has no mean. Pass has_rng=True: `loss` then gets "
-            f"a key of its own in each step."
+            f"a new key in each step."
         )
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         raise TreeError(f"{part}: leaf {name} is {dtype}: must be an array of numbers or booleans")

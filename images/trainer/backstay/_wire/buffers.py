@@ -1,9 +1,9 @@
-"""Between JAX's arrays and what travels: which leaves travel where they lie, and which are packed.
+"""Between JAX's arrays and the wire: which leaves are sent from their own memory, and which are packed.
 
-A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases: no copy besides the
-socket's. Small leaves would cost more in calls than in bytes, so they are packed, as part of the jitted gradient, into
-one array for each dtype, the *area*, in which the blocks that hold them lie one after another. On the way back they are
-read where they lie in the area. So neither what is compiled nor what is sent grows with the number of leaves.
+A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases. So no copy besides the
+socket's is made. Small leaves would cost more in calls than in bytes. So the jitted gradient packs them into one array
+for each dtype, the *area*, in which their blocks lie one after another. On the way back they are read inside the area.
+So neither the compiled program nor the number of frames grows with the number of leaves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .seam import Bytes
 __all__ = ["DIRECT_BYTES", "Arrangement", "ParamBuffers", "Slot"]
 
 DIRECT_BYTES: Final = 64 << 10
-"""A leaf with a block of its own of at least this many bytes travels where it lies."""
+"""A leaf with its own block of at least this many bytes is sent from its memory."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Arrangement:
         self._unpack_jit = jax.jit(self._unpack)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """What travels, out of all leaves of a tree. To be traced, in the jitted function that computes them.
+        """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
 
         Args:
             leaves: one array for each leaf of the tree, of its shape and dtype.
@@ -80,7 +80,7 @@ class Arrangement:
         Returns:
             The direct leaves as they are, by index; then a 1-D array for each of `areas`, zero between its blocks.
         """
-        # What computes a leaf is compiled as if nothing were packed, so that its bits do not depend on the partition.
+        # A barrier: leaves are compiled as if nothing were packed, so that their bits do not depend on the partition.
         packed = sorted({piece.leaf for _, _, piece in self._packed})
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
         apart = dict(zip(packed, barrier([leaves[leaf] for leaf in packed]), strict=True))
@@ -104,7 +104,7 @@ class Arrangement:
         """The blocks of every shard, out of a gradient on the device. The copy of every leaf to the host begins here.
 
         Args:
-            packed_leaves: what `pack` made of the gradient.
+            packed_leaves: the result of `pack` for the gradient.
 
         Returns:
             ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive. Reading a block
@@ -142,8 +142,8 @@ class Arrangement:
             result.append(views)
         return result
 
-    def mend(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> None:
-        """Copies the ends of direct leaves, which travel in packed blocks, from the areas to their places."""
+    def fill_edges(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> None:
+        """Copies the ends of direct leaves, which are sent in packed blocks, from the areas to their places."""
         for dtype, start, piece in self._packed:
             if piece.leaf in self.direct:
                 leaves[piece.leaf][piece.start : piece.stop] = areas[self._area_of[dtype]][start : start + piece.size]
@@ -179,7 +179,7 @@ class _HostBlocks(Sequence[np.ndarray]):
     """Blocks of arrays on the device; each is a view of the array's copy on the host, once it is read."""
 
     def __init__(self, arrays: Sequence[jax.Array], spans: Sequence[tuple[int, int, int]]) -> None:
-        """`spans`: of each block: which array, and its first and last element but one there."""
+        """`spans`: of each block: which array, and its first element and the one after its last."""
         self._arrays, self._spans = arrays, spans
 
     def __len__(self) -> int:
@@ -209,13 +209,13 @@ class Slot:
 
     @property
     def in_use(self) -> bool:
-        """Some array that was handed out, or JAX's of one, still uses this memory."""
+        """Whether an array that was handed out, or an array of JAX that aliases one, still uses this memory."""
         self._lent = [ref for ref in self._lent if ref() is not None]
         return bool(self._lent)
 
     def host(self) -> list[np.ndarray]:
-        """The leaves of the tree, in order, in this memory. As arguments of a function that is jitted for one CPU they
-        are used where they lie if they are aligned, and a thousand of them cost a millisecond or two."""
+        """The leaves of the tree, in order, in this memory. A function that is jitted for one CPU uses aligned
+        arguments without a copy. A thousand of them cost a millisecond or two."""
         leaves, areas = self._lend()
         return self._arrangement.read(leaves, areas)
 
@@ -236,7 +236,7 @@ class Slot:
         return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(tree))]
 
     def _lend(self) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
-        self._arrangement.mend(self._leaves, self._areas)
+        self._arrangement.fill_edges(self._leaves, self._areas)
         leaves = {leaf: _owner(memory) for leaf, memory in self._leaves.items()}
         areas = [_owner(area) for area in self._areas]
         self._lent = [weakref.ref(owner) for owner in (*leaves.values(), *areas)]
@@ -246,14 +246,14 @@ class Slot:
 def _owner(memory: np.ndarray) -> np.ndarray:
     """An array of the same memory that lives as long as any view of it: JAX keeps one while it uses the memory.
 
-    A view of a view refers to the owner of the memory, and the views between them die. An array made from something
-    that is no array counts as an owner, so every loan has one of its own.
+    A view of a view refers to the owner of the memory, and the views between them are freed. An array made from an
+    object of another type counts as an owner, so every loan has its own owner.
     """
     return np.frombuffer(memory.view(np.uint8).data, memory.dtype)
 
 
 class ParamBuffers:
-    """Slots, taken in turn; memory that an array still uses is never taken, whoever holds that array."""
+    """Slots, taken in turn; memory that any array still uses is never taken."""
 
     def __init__(self, arrangement: Arrangement) -> None:
         self._arrangement = arrangement
@@ -261,8 +261,10 @@ class ParamBuffers:
         self._lock = threading.Lock()
 
     def take(self) -> Slot:
-        """A slot whose memory nobody uses. Usually there are two: one that the computation reads, one to receive into.
-        Whoever takes a slot calls its `host` or `params` before another is taken, or gives it up."""
+        """A slot whose memory is unused. Usually there are two: one that the computation reads, one to receive into.
+
+        The caller uses `host` or `params` of the slot before another slot is taken, or gives it up.
+        """
         with self._lock:
             for slot in self._slots:
                 if not slot.in_use:

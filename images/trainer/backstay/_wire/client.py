@@ -1,8 +1,8 @@
 """The worker's side of data streams: contributions out, parameters in, all shards at the same time. No transport here.
 
-A stream is used by one thread, which writes a push and then reads the answer; on the way it reads, window by window,
-whether the rest is still wanted. Writing and reading at the same time would be simpler, and Arrow says that it may be
-done; but when the connection breaks while one thread writes, the other one's read never returns (ADR 8).
+One thread uses a stream. It writes a push and then reads the answer. On the way it reads, window by window, whether the
+server still accepts the rest. Arrow's documentation allows writing and reading at the same time. But when the
+connection breaks while one thread writes, the other thread's read never returns (ADR 8).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CancellableStream(FrameStream, Protocol):
 
 
 class _Thread:
-    """A thread that runs one thing at a time for its owner: starting one for each exchange would cost more."""
+    """A thread that runs one task at a time for its owner; starting one for each exchange would cost more."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
@@ -64,7 +64,7 @@ class _Thread:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001  # it belongs to the thread that waits for the future
                 future.set_exception(error)
-            del work, future, item  # what it held must not live until the next exchange
+            del work, future, item  # so that their objects do not live until the next exchange
 
 
 class StreamClient:
@@ -105,7 +105,7 @@ class StreamClient:
                 pushed = time.perf_counter() - begun
             pulled = replace(self._receive(into, push, exact, begun), push_seconds=pushed)
         except BaseException:
-            self._stream.cancel("an exchange failed")  # nothing is left half read
+            self._stream.cancel("an exchange failed")  # so that no answer stays half read
             raise
         if push is None and pulled.version < min_version and not pulled.done:
             raise self._nonsense(f"version {pulled.version} for a pull of at least {min_version}")
@@ -129,7 +129,7 @@ class StreamClient:
             begin.whole.CopyFrom(frames.end_of(out.total, push.info()).end)
             self._stream.write(frames.push_begin(begin), body)
             return
-        at, sent, told = -1, 0, 0
+        at, sent, reported = -1, 0, 0
         data: Sequence[Bytes] = ()
         for frame, (block, section, start, stop) in out.chunks:
             if block != at:
@@ -138,10 +138,10 @@ class StreamClient:
                 if not sent and self._wire.gradients[block].codec is not None:  # later ones are encoded meanwhile
                     step = push.part.contribution.key_step
                     _instrument.record("encode", began, time.monotonic(), step, shard=self._shard)
-            if not sent:  # not before there is something to send: from the beginning on, the server holds memory
+            if not sent:  # not earlier: from the beginning on, the server holds memory
                 self._stream.write(frames.push_begin(begin))
-            if sent + stop - start > told + 2 * WINDOW_BYTES:
-                told += WINDOW_BYTES
+            if sent + stop - start > reported + 2 * WINDOW_BYTES:
+                reported += WINDOW_BYTES
                 if not self._wanted():
                     self._stream.write(frames.ABANDON)
                     return
@@ -278,7 +278,7 @@ class ShardedClient:
             raise ValueError("there must be one client for each shard, in order")
         self._clients = tuple(clients)
         self._mode: Mode = mode
-        # The caller takes shard 0; a stream's thread is its own so that a slow one delays no other.
+        # The caller serves shard 0. Each other stream has its own thread, so that a slow one does not delay others.
         self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
         self._closed = False
 
@@ -316,7 +316,7 @@ class ShardedClient:
         pushed = max(a.push_seconds for a in answers.values())
         waited = max(a.answer_seconds for a in answers.values())
         if self._mode == "Sync":
-            # A worker that was late may find shards on both sides of an update; the lower ones follow it.
+            # A worker that was late may get answers from before and after an update; the lower ones follow it.
             while len({a.version for a in answers.values()}) > 1:
                 newest = max(a.version for a in answers.values())
                 behind = [s for s, a in answers.items() if a.version < newest]

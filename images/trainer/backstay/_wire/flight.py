@@ -1,13 +1,13 @@
-"""Data streams over Arrow Flight (gRPC): `DoExchange`, one a worker and shard, kept open.
+"""Data streams over Arrow Flight (gRPC): `DoExchange`, one for each worker and shard, kept open.
 
-A frame's header is Flight's `app_metadata`; its body is the one buffer of a record batch with one column of uint8,
-which Arrow sends from where it stands and receives without a further copy. A column of bytes has no offsets that a
-peer could forge; of what arrives only the buffer itself is used, with the length that Arrow gives it.
+A frame's header is Flight's `app_metadata`. Its body is the one buffer of a record batch with one column of uint8.
+Arrow sends the body from its memory and receives it without a further copy. A column of bytes has no offsets that a
+peer could forge. Of a received batch, only the buffer itself is used, with the length that Arrow reports.
 
-Flight cannot bound a message before it has received it. Of a stream such as `DoExchange` the token is checked before
-that, but gRPC receives the one message of a method such as `GetFlightInfo`, of any size, before Flight looks at the
-call. So the port has a `ConnectionGuard`: a connection without a call with the token is closed once it has sent a
-little. Sizes of frames are checked before anything is copied.
+Flight cannot bound a message before it has received it. For a stream such as `DoExchange`, the token is checked before
+that. But gRPC receives the one message of a method such as `GetFlightInfo`, of any size, before Flight gets the call.
+So the port has a `ConnectionGuard`: a connection without a call with the token is closed after a few bytes. Sizes of
+frames are checked before they are copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _instrument
 from .._process._guard import ConnectionGuard
-from .._process._sockets import Address, Connection, connections, peer_address, reset, shut_down
+from .._process._sockets import Address, Connection, connections, peer_address, reset, reset_peers
 from .._timeouts import Timeouts
 from ..errors import PeerLost, Refused
 from .frames import decode
@@ -46,7 +46,7 @@ _CONNECTING: Final = threading.Lock()
 
 
 class PortTaken(OSError):  # noqa: N818  # it is what happened
-    """Somebody else listens on the address."""
+    """Another process listens on the address."""
 
 
 def _batch(body: np.ndarray) -> Any:
@@ -61,7 +61,7 @@ def _received(chunk: Any) -> tuple[Frame, Bytes | None]:
         return frame, None
     buffer = chunk.data.column(0).buffers()[1] if chunk.data.num_columns == 1 else None
     if buffer is None:
-        raise Refusal("INVALID_ARGUMENT", "a frame's body is no single column of bytes")
+        raise Refusal("INVALID_ARGUMENT", "a frame's body is not a single column of bytes")
     return frame, np.frombuffer(buffer, np.uint8)
 
 
@@ -91,8 +91,8 @@ class ClientStream:
         self._address = address
         self._why: str | None = None
         self._lock = threading.Lock()
-        # Held by whoever reads, writes or closes: Arrow hangs for ever when an end of the stream is seen by one thread
-        # while another one writes.
+        # Held to read, write and close: Arrow waits forever when one thread reads the end of the stream while another
+        # one writes.
         self._busy = threading.Lock()
         try:
             self._client = fl.FlightClient(flight_uri(address), generic_options=flight_client_options())
@@ -141,7 +141,7 @@ class ClientStream:
                 return
             self._why = why
         self._reader.cancel()
-        # A write to a peer that is stopped, or a node that is gone, outlives its call.
+        # A write to a paused peer, or to a node that is gone, outlives its call.
         reset(self._own.__contains__)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class ClientStream:
     def _lost(self, error: BaseException | None) -> PeerLost | Refused:
         if self._why is not None:
             return PeerLost(f"{self._address}: {self._why}")
-        # Only in these words it is a Backstay server that says so: a proxy's HTTP status 401 or 403 is the same error.
+        # Only this text is from a Backstay server: a proxy's HTTP status 401 or 403 gives the same type of error.
         if isinstance(error, fl.FlightUnauthenticatedError) and NOT_AUTHENTICATED in str(error):
             return Refused("UNAUTHENTICATED", f"{self._address} does not know this job's token")
         if isinstance(error, fl.FlightUnauthorizedError) and _NOT_SERVED in str(error):
@@ -184,7 +184,7 @@ class _ServerStream:
         except _ARROW_ERRORS as error:
             if self._context.is_cancelled():
                 return None
-            raise Refusal("INVALID_ARGUMENT", f"what came is no frame: {_why(error)}") from error
+            raise Refusal("INVALID_ARGUMENT", f"the message is not a frame: {_why(error)}") from error
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
         frame = _instrument.alter("frame", frame)
@@ -201,7 +201,7 @@ class _ServerStream:
 
 
 class _Authenticate(fl.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Runs before anything of a call is read: no token, or another method than `DoExchange`, and the call is over."""
+    """Runs before a call is read: a call without the token, or of another method than `DoExchange`, ends."""
 
     def __init__(self, credentials: Credentials) -> None:
         super().__init__()
@@ -228,9 +228,9 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         """
         Args:
             host: address to bind.
-            port: 0 for any; `port` tells which.
+            port: 0 for any; then `port` has the number.
             token: of the job, not empty.
-            handler: what it raises ends the stream.
+            handler: an exception in it ends the stream.
             timeouts: None for the usual ones.
 
         Raises:
@@ -255,7 +255,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         grace = (timeouts or Timeouts()).unproven
         self._guard = ConnectionGuard(self.bound, "the data port", grace=grace)
         self._guard.start()
-        # Arrow waits for all calls when the interpreter ends, and an idle client would hold it for ever (T8). This runs
+        # At exit, Arrow waits for all calls, and an idle client would delay it forever (T8). This runs
         # before that, and a process that fails ends.
         atexit.register(self.close)
 
@@ -264,7 +264,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         try:
             hello = Hello.FromString(descriptor.command or b"")
         except (DecodeError, TypeError):
-            raise fl.FlightServerError("the descriptor of the call is no Hello") from None
+            raise fl.FlightServerError("the descriptor of the call is not a Hello") from None
         stream = _ServerStream(context, reader, writer)
         address = peer_address(context.peer())
         with self._lock:
@@ -292,7 +292,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         """Cuts the connections of the streams whose hello is `wanted`; returns how many there were."""
         with self._lock:
             addresses = {address for hello, address in self._streams.values() if wanted(hello)}
-        return shut_down(self.bound, addresses.__contains__) if addresses else 0
+        return reset_peers(self.bound, addresses.__contains__) if addresses else 0
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stops listening, cuts every connection, and waits for the streams' threads.
@@ -312,7 +312,7 @@ class Listener(fl.FlightServerBase):  # type: ignore[misc]
         stopping.start()
         with self._idle:
             for _ in range(max(1, int(timeout / 0.05))):
-                shut_down(self.bound, lambda _: True)
+                reset_peers(self.bound, lambda _: True)
                 if self._idle.wait_for(lambda: not self._streams, 0.05):
                     break
         stopping.join(timeout)

@@ -1,7 +1,7 @@
-"""The rules of a data stream that need no stream: sizes, which chunks make a whole, what a frame may be. Pure.
+"""The rules of a data stream, without the stream: sizes, the chunks of a block, valid frames. Pure.
 
-Everything that a peer sends is checked here, before memory is taken for it or touched by it; what breaks the rules is
-a `Refusal`, which costs the peer its own stream and nobody else anything.
+All values from a peer are checked here, before memory is allocated or written for them. A violation is a `Refusal`. It
+ends the peer's stream and has no effect on other streams.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES: Final = 1 << 20
-"""What is sent in one frame. Below 0.5 MiB the cost of a frame shows, above 4 MiB copies leave the caches."""
+"""The bytes in one frame. Below 0.5 MiB the cost of a frame shows, above 4 MiB copies leave the caches."""
 
 MAX_CHUNK_BYTES: Final = 16 << 20
 """The most that is accepted in one frame."""
@@ -60,9 +60,11 @@ WHOLE_BYTES: Final = 16 << 10
 """A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one."""
 
 WINDOW_BYTES: Final = 4 << 20
-"""The server tells after each so many bytes of a push that they arrived, or that it wants no more; the client is never
-more than two windows ahead of what it was told. So a late push stops soon, and the two ends never write much at the
-same time: a server writes nothing else before the client has written everything."""
+"""After each so many bytes of a push, the server acknowledges them or refuses the rest.
+
+The client is never more than two windows ahead of the last acknowledgement. So a late push stops soon. The two ends
+never write much at the same time, because a server writes its answer after the client has written everything.
+"""
 
 Span: TypeAlias = tuple[int, int, int]
 """Bytes ``start:stop`` of a block: (block, start, stop)."""
@@ -72,7 +74,7 @@ SectionSpan: TypeAlias = tuple[int, int, int, int]
 
 
 def chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, SectionSpan]]:
-    """The chunks in which blocks are sent, in order: each with its offset in what travels of its block.
+    """The chunks in which blocks are sent, in order: each with its offset in the encoded block.
 
     Args:
         blocks: the bytes of each section of each block. A chunk lies in one section; empty sections have none.
@@ -87,10 +89,10 @@ def chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> I
 
 
 def decode(header: bytes) -> Frame:
-    """The frame that `header` is.
+    """Parse a frame.
 
     Raises:
-        Refusal: `INVALID_ARGUMENT`, it is none, or too long.
+        Refusal: `INVALID_ARGUMENT`, `header` is not a frame, or too long.
     """
     if len(header) > HEADER_BYTES:
         raise Refusal(
@@ -99,7 +101,7 @@ def decode(header: bytes) -> Frame:
     try:
         frame = Frame.FromString(header)
     except DecodeError:
-        raise Refusal("INVALID_ARGUMENT", f"{len(header)} bytes are no frame of backstay.v1") from None
+        raise Refusal("INVALID_ARGUMENT", f"{len(header)} bytes are not a frame of backstay.v1") from None
     if frame.WhichOneof("kind") is None:
         raise Refusal("INVALID_ARGUMENT", "a frame is empty, or of a kind that this version does not know")
     return frame
@@ -111,10 +113,10 @@ def kind_of(frame: Frame) -> str:
 
 
 class Cover:
-    """How much of a shard's blocks has arrived: each byte exactly once, or it is refused.
+    """How much of a shard's blocks has arrived. Each byte must arrive exactly once.
 
-    Blocks come in any order and may alternate; within a block the chunks come in order. So a chunk that is
-    there already, overlaps, or leaves a gap is seen at once, at the cost of one number a block.
+    Blocks come in any order and may alternate. Within a block the chunks come in order. So a repeated chunk, an overlap
+    or a gap is refused at once, at the cost of one number for each block.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -135,7 +137,7 @@ class Cover:
         return self._missing
 
     def announce(self, nbytes: int) -> None:
-        """The sender says how many bytes it will send. Raises `Refusal` unless it is all of the shard."""
+        """The sender announces how many bytes it will send. Raises `Refusal` unless it is all of the shard."""
         if nbytes != self._total:
             raise Refusal("INVALID_ARGUMENT", f"{nbytes} bytes are announced: this shard's partition has {self._total}")
 
@@ -186,7 +188,7 @@ class Cover:
             at += size
 
     def end(self, nbytes: int) -> None:
-        """The sender says that this was all. Raises `Refusal` unless it was, and the sender counted the same."""
+        """The end mark arrived. Raises `Refusal` unless all bytes have arrived, and the sender counted the same."""
         if self._missing:
             raise Refusal("INVALID_ARGUMENT", f"the end mark came with {self._missing} of {self._total} bytes missing")
         if nbytes != self._total:

@@ -1,7 +1,7 @@
 """Host memory that JAX can use without copying it, and that is used again.
 
-JAX aliases host memory only when it starts at a multiple of 64 bytes; and memory that was never touched costs a page
-fault for each 4 KiB, about as much as the copy into it. So buffers are aligned, and kept.
+JAX aliases host memory only when it starts at a multiple of 64 bytes. New memory costs a page fault for each 4 KiB,
+about as much as the copy into it. So buffers are aligned, and kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def aligned_empty(nbytes: int) -> Bytes:
 
 
 def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of `sizes` bytes go, one after another, each aligned: their offsets, and the length of it all."""
+    """Where parts of `sizes` bytes lie, one after another, each aligned: their offsets, and the total length."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -80,7 +80,7 @@ class BufferPool:
         return Staging(self._wires, self.give)
 
     def give(self, staging: Staging) -> None:
-        """Nobody uses it any more."""
+        """Return memory that is not used any more."""
         with self._lock:
             if len(self._free) < self._keep:
                 self._free.append(staging)

@@ -1,8 +1,8 @@
-"""What the worker loop, the shard and the transport owe each other, as Protocols and plain values.
+"""The interfaces between the worker loop, the shard and the transport, as Protocols and plain values.
 
-It exists so that none of them knows how the others are reached, and so that a test, a benchmark or another transport
-can stand in for any of them. The vocabulary is that of `backstay_rpc.control_pb2`; what a shard and the coordinator
-say to each other is in `_coordination.seam`. No clock, no I/O, no pyarrow, no JAX here.
+Each of them depends only on this module. So a test, a benchmark or another transport can replace any of them. The
+vocabulary is that of `backstay_rpc.control_pb2`. `_coordination.seam` has the messages between a shard and the
+coordinator. No clock, no I/O, no pyarrow, no JAX here.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Refusal(Exception):  # noqa: N818  # it is what happened
-    """The server says no to one stream: it becomes the frame `Refused`, and the stream ends.
+    """The server refuses one stream: the refusal becomes the frame `Refused`, and the stream ends.
 
     Attributes:
         code: a gRPC status name. `INVALID_ARGUMENT`: frames that break the rules, another partition.
             `FAILED_PRECONDITION`: another incarnation, term, shard or version than the server's. `PERMISSION_DENIED`:
             a newer incarnation of the caller was seen. `RESOURCE_EXHAUSTED`: too much at once. `UNAVAILABLE`: the shard
             is not ready or going away. `ABORTED`: the job has failed; the message is ``reason: text``.
-        message: names the thing, what is wrong, and what would be right.
+        message: names the object, what is invalid, and what would be valid.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -105,8 +105,8 @@ class Engine(Protocol):
 
 
 CheckpointHook: TypeAlias = Callable[[object, int, int], None]
-"""`hook(engine.snapshot(), term, version)`, called by the shard's apply thread before the next update. It hands the
-work to another thread and returns."""
+"""`hook(engine.snapshot(), term, version)`, called by the shard's apply thread before the next update. The hook hands
+the work to another thread and returns."""
 
 
 # ---- The transport ----
@@ -115,24 +115,24 @@ work to another thread and returns."""
 class FrameStream(Protocol):
     """One end of a data stream: frames with an optional body, in order, both ways at once.
 
-    Used by one thread at a time. It does not know what the frames mean.
+    Used by one thread at a time. It does not interpret the frames.
     """
 
     def read(self) -> tuple[Frame, Bytes | None] | None:
-        """The next frame; None when the other end closed or vanished (a server cannot tell which).
+        """The next frame; None when the other end closed or vanished (a server cannot distinguish these).
 
         The body is valid for as long as it is referenced, and read-only.
 
         Raises:
             PeerLost: client end: the stream broke, the server ended it with an error, or `cancel` was called.
             Refused: client end: the server did not accept the call at all (token, method).
-            Refusal: server end: bytes that are no frame.
+            Refusal: server end: bytes that are not a frame.
         """
         ...
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
-        """Sends a frame; blocks while the other end does not keep up. `body` is sent as it stands, without a copy, and
-        must never change afterwards for as long as something else references it.
+        """Sends a frame; blocks while the other end does not keep up. `body` is sent without a copy. It must not change
+        afterwards as long as other objects reference it.
 
         Raises:
             PeerLost: the stream is broken.
@@ -140,7 +140,7 @@ class FrameStream(Protocol):
         ...
 
     def alive(self) -> bool:
-        """False once the other end is known to be gone. Never blocks."""
+        """False once the other end is known to be disconnected. Never blocks."""
         ...
 
 
@@ -152,7 +152,7 @@ class Incoming(Protocol):
 
     @property
     def blocks(self) -> Sequence[Bytes]:
-        """Writable memory for what travels of each block, in bytes."""
+        """Writable memory for the encoded form of each block, in bytes."""
         ...
 
     def check(self) -> None:
@@ -165,9 +165,9 @@ class Answer:
     """The parameters of one version, while they are being computed.
 
     Attributes:
-        block: waits for a block of this version, whatever is applied meanwhile. Raises `Refusal` when the shard
-            stops first.
-        encoded: the same, as it travels: an array, or `Encoded`.
+        block: waits for a block of this version, regardless of later updates. Raises `Refusal` when the shard stops
+            first.
+        encoded: the same, as it is sent: an array, or `Encoded`.
         outcome, next_key_step, done, offset, fragments: as in `Pulled`.
     """
 
@@ -184,11 +184,11 @@ class Answer:
 
 
 class ShardPort(Protocol):
-    """A shard, as a data stream sees it (`_shard.ShardRuntime`). Thread-safe; a `Refusal` ends only its own stream."""
+    """A shard, as an interface for data streams (`_shard.ShardRuntime`). Thread-safe. A `Refusal` ends one stream."""
 
     @property
     def wire(self) -> ShardWire:
-        """How its blocks travel."""
+        """How its blocks are encoded on the wire."""
         ...
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
@@ -196,7 +196,7 @@ class ShardPort(Protocol):
         ...
 
     def admit(self, hello: Hello) -> None:
-        """Raises `Refusal` unless the caller means this shard, incarnation, term and partition."""
+        """Raises `Refusal` unless the hello names this shard, incarnation, term and partition."""
         ...
 
     def begin(self, hello: Hello, part: Part) -> Incoming:
@@ -204,11 +204,11 @@ class ShardPort(Protocol):
         ...
 
     def moved_on(self, incoming: Incoming) -> bool:
-        """This part cannot be used in an update any more: answer now. Never blocks."""
+        """Whether an update can no longer use this part: then answer now. Never blocks."""
         ...
 
     def complete(self, incoming: Incoming, info: GradientInfo) -> None:
-        """All of the part has arrived, and its end mark, which carries `info`."""
+        """The whole part has arrived, and its end mark, which carries `info`."""
         ...
 
     def lose(self, incoming: Incoming) -> None:
@@ -216,8 +216,10 @@ class ShardPort(Protocol):
         ...
 
     def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
-        """Waits for the version that answers a push, or (None) for one of at least `min_version`. None when `alive`
-        says that nobody wants it any more. Raises `Refusal` when the shard stops first."""
+        """Waits for the version that answers a push, or (None) for one of at least `min_version`.
+
+        Returns None when `alive` returns False: the peer is gone. Raises `Refusal` when the shard stops first.
+        """
         ...
 
 
@@ -226,7 +228,7 @@ class ShardPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartPush:
-    """What one shard gets of one contribution.
+    """The part of one contribution for one shard.
 
     Attributes:
         part: the address.
@@ -249,12 +251,12 @@ class Pulled:
     Attributes:
         version: of the parameters.
         world: ranks in force at that version.
-        outcome: what became of the push before; `REJECT_UNSPECIFIED`: it is part of `version` or one before, or there
-            was no push.
+        outcome: why the previous push was refused; `REJECT_UNSPECIFIED`: it is part of `version` or an earlier one,
+            or there was no push.
         next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
         done: the job has ended.
-        push_seconds: from the call until the last of the push was handed to the transport, which holds at most two
-            windows (8 MiB) that the server has not received; 0 without a push.
+        push_seconds: from the call until the last byte of the push was handed to the transport; 0 without a push. The
+            transport holds at most two windows (8 MiB) that the server has not received.
         answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
             of the call received the parameters.
         offset: `BatchKey.offset` of that world.
@@ -288,9 +290,9 @@ class DataClient(Protocol):
             push: this shard's part, or None to pull only.
             min_version: used without a push: the least version wanted. With a push the server answers with a version
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
-            into: one writable uint8 array per block, of the block's size in bytes. What they hold is undefined when an
+            into: one writable uint8 array per block, of the block's size in bytes. Their content is undefined when an
                 error is raised.
-            exact: without a push: parameters in full precision, whatever their codec.
+            exact: without a push: parameters in full precision, also with a codec.
 
         Raises:
             errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller
@@ -301,7 +303,7 @@ class DataClient(Protocol):
         ...
 
     def cancel(self, why: str) -> None:
-        """Ends the stream and whatever `exchange` is waiting for, from any thread: it raises `PeerLost` with `why`."""
+        """Ends the stream from any thread. A waiting `exchange` raises `PeerLost` with `why`."""
         ...
 
     def close(self) -> None:
@@ -310,5 +312,5 @@ class DataClient(Protocol):
 
 
 def flow_of(gradient: GradientId) -> str:
-    """The note that the spans of a contribution have in common, in the worker and in the servers."""
+    """The note that identifies the spans of one contribution, in the worker and in the servers."""
     return f"{gradient.term}.{gradient.version}.{gradient.rank}.{gradient.incarnation}.{gradient.attempt}"

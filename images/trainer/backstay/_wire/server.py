@@ -1,8 +1,8 @@
-"""The server's side of data streams: frames in, gradients to the shard, parameters out. Knows no transport.
+"""The server's side of data streams: frames in, gradients to the shard, parameters out. Independent of the transport.
 
 One thread serves one stream, so frames are handled strictly in order. It reads a push to its end before it answers.
-When the shard has moved on it says so between two chunks, and drops what is on its way. So the two ends never both
-write parameters and gradients, which would deadlock.
+When the shard cannot use a push any more, the server refuses the rest between two chunks, and drops bytes that still
+arrive. So the two ends never both write parameters and gradients, which would deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StreamServer:
-    """Serves data streams of one shard, whatever carries them."""
+    """Serves data streams of one shard, over any transport."""
 
     def __init__(self, shard: ShardPort) -> None:
         self._shard = shard
@@ -43,7 +43,7 @@ class StreamServer:
         self._most = max(sum(block.nbytes for block in wires) for wires in (shard.wire.gradients, shard.wire.exact))
 
     def serve(self, hello: Hello, stream: FrameStream) -> None:
-        """Serves one stream until it ends; returns in every case but a bug."""
+        """Serves one stream until it ends; returns in every case except a defect."""
         try:
             self._shard.admit(hello)
             while (item := stream.read()) is not None:
@@ -56,7 +56,7 @@ class StreamServer:
             _LOG.debug("%s", lost)
 
     def _one(self, hello: Hello, stream: FrameStream, frame: Frame, body: np.ndarray | None) -> bool:
-        """One request and its answer. False: the stream is over."""
+        """One request and its answer. False: the stream ended."""
         kind = kind_of(frame)
         if body is not None and kind != "push_begin":
             raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes")
@@ -98,7 +98,7 @@ class StreamServer:
     def _receive(
         self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, incoming: Incoming, cover: Cover
     ) -> bool | None:
-        """Takes a push. True: it is complete. False: the shard moved on meanwhile. None: the stream ended."""
+        """Receives a push. True: it is complete. False: the shard cannot use it any more. None: the stream ended."""
         blocks = incoming.blocks
         if begin.HasField("whole"):
             for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
@@ -110,7 +110,7 @@ class StreamServer:
             return True
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
-        told = 0
+        reported = 0
         while True:
             if self._shard.moved_on(incoming):
                 stream.write(frames.MOVED_ON)
@@ -123,8 +123,8 @@ class StreamServer:
             if kind == "chunk" and body is not None:
                 block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
                 np.copyto(blocks[block][start:stop], body)
-                while cover.received >= told + WINDOW_BYTES:
-                    told += WINDOW_BYTES
+                while cover.received >= reported + WINDOW_BYTES:
+                    reported += WINDOW_BYTES
                     stream.write(frames.RECEIVED)
             elif kind == "end" and body is None:
                 cover.end(frame.end.bytes)
@@ -137,7 +137,7 @@ class StreamServer:
                 raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come inside a push")
 
     def _skip_rest(self, stream: FrameStream) -> bool:
-        """Drops what is on its way of a push that nobody wants any more. False: the stream ended."""
+        """Drops the rest of a refused push. False: the stream ended."""
         remaining = self._total + frames.MAX_CHUNK_BYTES
         while remaining > 0:
             item = stream.read()
@@ -147,7 +147,7 @@ class StreamServer:
             if kind_of(frame) in ("abandon", "end"):
                 return True
             remaining -= frames.HEADER_BYTES if body is None else max(1, body.nbytes)
-        raise Refusal("INVALID_ARGUMENT", "a push that nobody wants any more goes on beyond its end")
+        raise Refusal("INVALID_ARGUMENT", "a refused push continues beyond its end")
 
     def _send(self, stream: FrameStream, answer: Answer, exact: bool) -> None:
         out, block_of = self._frames(answer.fragments, exact), answer.block if exact else answer.encoded
@@ -188,7 +188,7 @@ class StreamServer:
         return found
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
-        """Says no, and lets the client read that: ending the stream at once may drop the frame behind its writes."""
+        """Sends the refusal and lets the client read it: ending the stream at once may drop the frame."""
         with contextlib.suppress(PeerLost, Refusal):
             stream.write(frames.refused(refusal))
             remaining = 2 * self._most + frames.MAX_CHUNK_BYTES

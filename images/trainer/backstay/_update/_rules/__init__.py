@@ -1,10 +1,13 @@
-"""What an optax optimizer does to each leaf, so that shards can do it apart and still be exact.
+"""Analyses what an optax optimizer does to each leaf, so that shards can do it separately with exact results.
 
 An optimizer is a function over a whole tree, and a shard has only a part. `analyse` traces one update over the whole
-tree's shapes and follows what every output depends on. It finds leaves that are updated element by element (they may
-be cut anywhere and packed), leaves that must stay whole, leaves that must stay together, and state that no gradient
-reaches, which every shard keeps for itself. What it does not understand is treated as mixing everything it reads: the
-mistakes it can make cost balance, never exactness.
+tree's shapes and follows the dependencies of every output. It finds:
+
+- leaves that are updated element by element, which may be cut anywhere and packed;
+- leaves that must stay whole, and leaves that must stay together;
+- state without a dependency on gradients, which every shard keeps for itself.
+
+An unknown operation is treated as one that mixes all its inputs. So a mistake can cost balance, and never exactness.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _NORM: Final = (
     "{name} divides all leaves by one norm, and `clip_norm=` does not replace that: remove {name}, or " + _ONE_SERVER
 )
 _FINITE: Final = (
-    "{name} inspects all leaves: remove it, because Backstay skips every update that has a gradient which is not "
+    "{name} inspects all leaves: remove it. Backstay skips every update that has a gradient which is not "
     "finite, and fails the job after spec.update.maxNonFinite of them in a row"
 )
 _EXAMPLES: Final = (
@@ -32,10 +32,10 @@ _EXAMPLES: Final = (
     "replaces it."
 )
 
-# What mixes all leaves, and what to do about it.
+# Functions that mix all leaves, each with advice.
 _TOGETHER: Final[dict[str, str]] = {
     "clip_by_global_norm": (
-        "{name} computes one norm of all leaves: where it is the first transformation, remove it and pass `clip_norm=` "
+        "{name} computes one norm of all leaves. Where it is the first transformation, remove it and pass `clip_norm=` "
         f"to train, which clips the mean gradient exactly over shards; elsewhere {_ONE_SERVER}"
     ),
     "apply_if_finite": _FINITE,
@@ -59,7 +59,7 @@ _TOGETHER: Final[dict[str, str]] = {
     "snapshot": f"{{name}} keeps a measurement of all leaves: remove it, or {_ONE_SERVER}",
 }
 
-# What needs more than gradients, state and parameters, and what to do about it.
+# Functions that need more than gradients, state and parameters, each with advice.
 _NEVER: Final[dict[str, str]] = {
     "reduce_on_plateau": f"{{name}} needs the loss at each update. {_SCHEDULE}",
     "scale_by_polyak": f"{{name}} needs the loss at each update. {_SCHEDULE}",
@@ -95,28 +95,28 @@ def _full(name: str) -> str:
 
 
 def together(names: Collection[str]) -> str:
-    """What to do about an optimizer that updates all leaves together and is made by these functions of optax."""
+    """Advice for an optimizer that updates all leaves together and is made by these functions of optax."""
     # MultiSteps alone mixes nothing: it is named where no other function explains the leaves' dependence.
     found = [name for name in _TOGETHER if name in names]
     found = [_TOGETHER[name].format(name=_full(name)) for name in found if name != "MultiSteps" or len(found) == 1]
     if not found:
         found = [f"to clip by the global norm, pass `clip_norm=` to train; for anything else {_ONE_SERVER}"]
-    return f"What to do: {'; '.join(found)}."
+    return f"Advice: {'; '.join(found)}."
 
 
 def never(names: Collection[str]) -> str:
-    """Why Backstay cannot compute the optimizer, and what to use; empty when the functions do not tell."""
+    """Why Backstay cannot compute the optimizer, and a replacement; empty for unknown functions."""
     return " ".join(text.format(name=_full(name)) for name, text in _NEVER.items() if name in names)
 
 
 def called(what: str, optimizer: Any, call: Callable[[], _T]) -> _T:
-    """What `call` returns, which calls ``optimizer.init`` or ``optimizer.update``.
+    """The result of `call`, which calls ``optimizer.init`` or ``optimizer.update``.
 
     Args:
         what: ``init`` or ``update``.
 
     Raises:
-        OptimizerError: whatever the optimizer's own code raised; says why, and what to use instead.
+        OptimizerError: the optimizer's own code raised an error; the message has the reason and advice.
     """
     try:
         return call()

@@ -31,7 +31,7 @@ _SHOWN_CONSTANTS: Final = 64
 
 @dataclass(frozen=True)
 class ProgramDigest:
-    """What an optimizer computes.
+    """The computation of an optimizer.
 
     Attributes:
         sha256: 32 bytes; covers the operations, their parameters, and the bytes, dtypes and shapes of all constants.
@@ -44,7 +44,7 @@ class ProgramDigest:
 
 
 def structure_digest(tree: TreeSpec, states: Sequence[StateSpec]) -> bytes:
-    """SHA-256 of the names, shapes and dtypes of the model's and the optimizer's arrays, whatever their order."""
+    """SHA-256 of the names, shapes and dtypes of the model's and the optimizer's arrays, regardless of their order."""
     document = {
         "parameters": sorted([leaf.path, list(leaf.shape), leaf.dtype.name] for leaf in tree.leaves if leaf.trained),
         "states": sorted([state.path, list(state.shape), _dtype(state.dtype)] for state in states),

@@ -1,15 +1,15 @@
 """Which leaves are updated element by element, and how to update any stretch of their elements.
 
-The optimizer was traced on the true shapes, so masks and labels by name, rank or shape have had their say. Here one
-leaf's part of that trace is read again, and each value in it is one of:
+The optimizer was traced on the true shapes, so the trace contains the effect of masks and labels by name, rank or
+shape. This module reads one leaf's part of that trace again. Each value in it is one of:
 
 * uniform: the same for every element and every leaf, computed from literals and shared state (a count, a learning
-  rate); kept as a scalar, whatever its shape was;
+  rate); kept as a scalar, regardless of its shape;
 * aligned: element e of it depends on element e of the leaf's gradient, parameter and state alone; becomes a block;
 * shared: any other array made of shared state and literals only (a PRNG key, an iota), in its true shape.
 
-What fits none of these makes the leaf a whole one. Expressions are interned: equal programs get equal numbers, however
-the leaves' shapes differ, and such leaves may be cut and packed into common blocks.
+Any other value makes the leaf a whole one. Expressions are interned: equal programs get equal numbers, even if the
+leaves' shapes differ. Such leaves may be cut and packed into common blocks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """What a variable of the trace is: an expression's number, and the variable's true shape."""
+    """A variable of the trace: the number of its expression, and its true shape."""
 
     expression: int
     kind: Kind

@@ -1,7 +1,8 @@
 """A jaxpr with the calls inside it inlined, in a form that can be sliced output by output.
 
-JAX's own jaxprs group what is computed together: a `cond` over the whole tree takes every leaf. To know what one leaf
-depends on, and to compute that leaf alone, calls are inlined and conditionals are kept with branches of the same form.
+JAX's own jaxprs group what is computed together: a `cond` over the whole tree takes every leaf. The dependencies of one
+leaf must be known, and the leaf computed alone. So calls are inlined, and conditionals are kept with branches of the
+same form.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Slicer:
 
 
 def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
-    """What each output depends on, when input i carries the set of bits ``masks[i]``."""
+    """The dependencies of each output, when input i has the set of bits ``masks[i]``."""
     env: dict[int, int] = dict(zip(flat.inputs, masks, strict=True))
 
     def read(atom: Atom) -> int:

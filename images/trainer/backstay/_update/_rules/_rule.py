@@ -111,7 +111,7 @@ Program = ElementwiseProgram | WholeProgram | StateProgram
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What `analyse` found out about an optimizer on a tree.
+    """The result of `analyse` for an optimizer on a tree.
 
     Attributes:
         tree: the model: parameters, and perhaps model state.
@@ -138,12 +138,12 @@ class Rule:
 
     @cached_property
     def structure_digest(self) -> bytes:
-        """SHA-256 of the names, shapes and dtypes of parameters and state: what a checkpoint must have in common."""
+        """SHA-256 of the names, shapes and dtypes of parameters and state; equal for all checkpoints of a history."""
         return structure_digest(self.tree, self.states)
 
     @cached_property
     def program(self) -> ProgramDigest:
-        """What the optimizer computes, its initial state included."""
+        """The computation of the optimizer, its initial state included."""
         whole = [program for program in self.programs if isinstance(program, WholeProgram)]
         blocks = [program for program in self.programs if isinstance(program, ElementwiseProgram)]
         init, _ = Slicer(self._init).select(range(len(self.states)))
@@ -299,7 +299,7 @@ class _Analysis:
         return number
 
     def _name(self, position: int, members: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, int]:
-        """What input `position` of the trace is to this group."""
+        """The role of input `position` of the trace in this group."""
         leaves, all_states = len(self.trace.tree.leaves), len(self.trace.states)
         if position < leaves:
             return ("gradient", members.index(position))

@@ -19,7 +19,7 @@ def of_param(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
         return (type(value), value)
     if isinstance(value, float | complex):
-        return (type(value), repr(value))  # tells 0.0 from -0.0
+        return (type(value), repr(value))  # 0.0 and -0.0 differ
     if isinstance(value, np.dtype | type):
         return value
     if isinstance(value, np.ndarray | np.generic):

@@ -23,7 +23,7 @@ class StateSpec:
 
     Attributes:
         path: readable and unique, such as ``0.mu.dense.kernel``.
-        shape, dtype: as JAX holds it; `dtype` is no NumPy dtype for typed PRNG keys.
+        shape, dtype: as JAX holds it; `dtype` is not a NumPy dtype for typed PRNG keys.
         weak_type: whether JAX lets it take the other operand's dtype.
     """
 
@@ -120,6 +120,6 @@ def _same(tree: TreeSpec, optimizer: Any, new_params: Any, state: Any, new_state
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise OptimizerError(
                 f"optimizer.update turns its state {name} from {old.dtype}{list(old.shape)} into "
-                f"{new.dtype}{list(new.shape)}: both must be the same (give the optimizer the dtype of its state, "
-                f"such as mu_dtype, or use parameters of one precision)"
+                f"{new.dtype}{list(new.shape)}: both must be the same. Give the optimizer the dtype of its state, "
+                f"such as mu_dtype, or use parameters of one precision."
             )
