@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backstay import LocalSteps
 from backstay._coordination import MODES
 from backstay._shard._follower import Follower
 from backstay._shard._prepared import WHOLE, Gathered, Prepared
@@ -86,6 +87,12 @@ def test_more_fragments_than_layers_and_a_mixing_optimizer_are_refused() -> None
     mixing = optax.chain(optax.clip_by_global_norm(1.0), OUTER)
     with pytest.raises(ConfigurationError, match=r"updates .* and .* together, which are in two fragments"):
         partition(tree, analyse(mixing, tree), 1, fragments=fragments_of(tree, 2))
+
+
+def test_a_user_can_ask_for_the_fragments() -> None:
+    params, _ = model(2)
+    found = LocalSteps(6, optax.sgd(0.1), fragments=3).fragment_of(params)
+    assert found == {"embed": 0, "blocks": [{"w": 2, "b": 2}, {"w": 1, "b": 1}]}
 
 
 def test_no_block_holds_two_fragments_and_pods_agree_about_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..errors import ConfigurationError
 
@@ -85,6 +85,24 @@ class LocalSteps:
     def continues(self) -> bool:
         """Whether a worker keeps its own parameters from one contribution to the next."""
         return self.overlap > 0 or self.fragments > 1
+
+    def fragment_of(self, params: Any) -> Any:
+        """The fragment of each parameter. Update number `t` exchanges fragment ``t % fragments``.
+
+        Args:
+            params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`.
+
+        Returns:
+            A pytree of the same structure, of whole numbers.
+
+        Raises:
+            ConfigurationError: the model has fewer layers than fragments.
+        """
+        from ._fragments import fragments_of
+        from ._tree import describe
+
+        tree = describe(params)
+        return tree.unflatten(list(fragments_of(tree, self.fragments)))
 
 
 def default_outer(mode: str) -> optax.GradientTransformation:
