@@ -251,6 +251,7 @@ def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
 
 def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     from ._roles._metrics import Metrics
+    from ._roles._worker_seconds import process_age
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
@@ -274,7 +275,9 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
         open_folder(environment.checkpoint_uri)
     _share_compilations()
     plan = script.plan(environment.config.shards, _wire_of(environment))
-    _LOG.debug("planned after %.2f s", time.monotonic() - began)
+    now = time.monotonic()
+    _LOG.debug("planned after %.2f s", now - began)
+    _instrument.record("start", now - process_age(), now)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
     from ._roles._worker import Stopped, Worker  # imports JAX

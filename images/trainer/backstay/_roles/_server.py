@@ -54,7 +54,6 @@ from ._standby import Inherited
 from ._status_page import StatusPage
 from ._storing import CheckpointWriter, open_store
 from ._timeline import Tracing
-from ._worker_seconds import process_age
 
 __all__ = ["Server"]
 
@@ -250,8 +249,6 @@ class Server:
             Refused: the coordinator refuses this server.
         """
         _instrument.observe("apply", self._metrics.apply_seconds.observe)
-        now = time.monotonic()
-        _instrument.record("start", now - process_age(), now)
         self._loader.start()
         if self._driving is not None:
             self._driving.start()
@@ -265,6 +262,7 @@ class Server:
                 if self._crash is not None:
                     raise self._crash
                 if self._arbiter.superseded is not None:
+                    self._tracing.records.lost()
                     raise self._arbiter.superseded
                 if self._link is not None and self._link.refused is not None:
                     raise self._link.refused

@@ -168,8 +168,6 @@ class Worker:
             WaitedTooLong: servers were away for too long.
             Whatever `batches` and `loss` raise.
         """
-        now = time.monotonic()
-        _instrument.record("start", now - process_age(), now)
         _instrument.follow_this_thread()
         for point, part in STEP_PARTS.items():
             _instrument.observe(point, self._metrics.step_part(part).observe)
