@@ -66,6 +66,7 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minu
 	$(BIN)/python bench/standby.py
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/recovery.py --standbys $(STANDBYS)
+	$(BIN)/python bench/refill.py
 	$(BIN)/python bench/goodput.py --standbys $(STANDBYS)
 	$(BIN)/python bench/jobs.py
 	$(BIN)/python bench/start.py
