@@ -93,7 +93,7 @@ def ask_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
         print(f"error: {_refusal(error)}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        print(f"error: the API server does not answer: {error or type(error).__name__}", file=sys.stderr)
+        print(f"error: the API server does not answer: {str(error) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
 
 
@@ -201,8 +201,11 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             else:
                 await _top_jobs(cluster, console, everywhere=everywhere)
 
-        with contextlib.suppress(typer.Exit) if console.is_terminal else contextlib.nullcontext():
+        try:
             ask_cluster(where(kubeconfig, context, namespace), show)
+        except typer.Exit as ended:
+            if ended.exit_code != INTERRUPTED or not console.is_terminal:
+                raise
 
     @app.command()
     def logs(

@@ -115,6 +115,8 @@ async def open_cluster(where: Where) -> AsyncIterator[Cluster]:
     path = find(where)
     try:
         config = yaml.safe_load(path.read_text())
+        if not isinstance(config, dict):
+            raise TypeError("it is not a kubeconfig")
         name = where.context or config.get("current-context") or ""
         contexts = {entry["name"]: entry.get("context") or {} for entry in config.get("contexts") or []}
     except (OSError, AttributeError, LookupError, TypeError, yaml.YAMLError) as error:

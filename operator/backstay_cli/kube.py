@@ -5,18 +5,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import aiohttp
 import yaml
 
+from backstay_cli.jobfile import BadInput
 from backstay_spec import contract
 
 JOBS = f"/apis/{contract.API_VERSION}"
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
@@ -92,12 +95,12 @@ class Api:
 
     async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         """The TrainingJob."""
-        job: dict[str, Any] = await self.request("GET", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}")
+        job: dict[str, Any] = await self.request("GET", _path_of(namespace, name))
         return job
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
         """The TrainingJobs of a namespace; None: of all."""
-        where = "" if namespace is None else f"/namespaces/{namespace}"
+        where = "" if namespace is None else f"/namespaces/{_named('namespace', namespace)}"
         answer = await self.request("GET", f"{JOBS}{where}/{contract.PLURAL}")
         jobs: list[dict[str, Any]] = answer["items"]
         return jobs
@@ -105,7 +108,7 @@ class Api:
     async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
         """Delete a TrainingJob; the garbage collector deletes what it owns."""
         job: dict[str, Any] = await self.request(
-            "DELETE", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}", {"propagationPolicy": "Background"}
+            "DELETE", _path_of(namespace, name), {"propagationPolicy": "Background"}
         )
         return job
 
@@ -161,7 +164,7 @@ class Api:
         """Suspend a TrainingJob: the operator deletes its workers, then its servers, which store a checkpoint."""
         await self.request(
             "PATCH",
-            f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}/{name}",
+            _path_of(namespace, name),
             {"spec": {"runPolicy": {"suspend": True}}},
             content_type="application/merge-patch+json",
         )
@@ -181,6 +184,24 @@ class Api:
         )
         events: list[dict[str, Any]] = answer["items"]
         return sorted(events, key=lambda event: int(event["metadata"]["resourceVersion"]))
+
+
+def _path_of(namespace: str, name: str) -> str:
+    """The path of a TrainingJob.
+
+    Raises:
+        BadInput: one of the two cannot be a name. With an empty one, the path would mean all jobs of the namespace.
+    """
+    return f"{JOBS}/namespaces/{_named('namespace', namespace)}/{contract.PLURAL}/{_named('job', name)}"
+
+
+def _named(kind: str, name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise BadInput(
+            f"the {kind} {name!r} cannot exist: must be lowercase letters, digits, '-' and '.', and begin and end with "
+            "a letter or digit"
+        )
+    return name
 
 
 def _parsed(data: bytes) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from aiohttp import web
 from hypothesis import given
@@ -22,7 +23,8 @@ from trace_format import check, spans, timeline
 from trace_format import step as step_of
 from typer.testing import CliRunner
 
-from backstay_cli import explain, listing
+from backstay_cli import cluster_commands, explain, listing
+from backstay_cli.cluster_commands import ask_cluster
 from backstay_cli.clusters import Where, find
 from backstay_cli.curve import bar, curve, thin
 from backstay_cli.follow import JobView, view_of, with_page
@@ -503,6 +505,40 @@ def test_logs_of_chosen_pods(cluster: FakeApi) -> None:
     assert missing.exit_code == 2
     assert "no pod with role worker with rank 7" in missing.stderr
     assert RUNNER.invoke(app, ["logs", "--previous", "--follow"]).exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["", " ", "..", "../pods/x", "digits/status", "digits?x=y", "digits%2Fx", "Digits"])
+def test_a_name_that_cannot_exist_reaches_no_server(cluster: FakeApi, name: str) -> None:
+    """``backstay delete "$JOB"`` with an empty variable meant the path of all jobs."""
+    of_namespace = [["delete", "-n", name, "digits"], ["list", "-n", name]] if name else []  # "" is the context's
+    for words in (["delete", "--", name], ["status", "--", name], *of_namespace):
+        refused = RUNNER.invoke(app, words)
+        assert refused.exit_code == 2, refused.output
+        assert f"{name!r} cannot exist" in refused.stderr
+    assert not cluster.headers
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_error_without_a_text_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    async def silent(cluster: object) -> None:
+        raise TimeoutError
+
+    with pytest.raises(typer.Exit):
+        ask_cluster(Where(None, None, None, embedded=True), silent)
+    assert "does not answer: TimeoutError" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_a_kubeconfig_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    refused = RUNNER.invoke(app, ["list", "--kubeconfig", str(tmp_path / "empty")])
+    assert refused.exit_code == 2
+    assert "empty cannot be read: it is not a kubeconfig" in refused.stderr
+
+
+def test_top_fails_in_a_terminal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_commands, "_console", lambda: Console(force_terminal=True))
+    dead = kubeconfig(tmp_path / "config", "http://127.0.0.1:9")
+    assert RUNNER.invoke(app, ["top", "--kubeconfig", str(dead)]).exit_code == 1
 
 
 def test_list_top_and_delete(cluster: FakeApi) -> None:
