@@ -4,18 +4,25 @@ An empty step has a few parameters, 1 server and 1 worker, so its time is the ti
 a thousand small arrays, the benchmark measures the time until the first update, and of each later update. It measures
 plain JAX in the same run.
 
-    python bench/step.py [--steps 2000] [--leaves 1000]
+Then it measures whole jobs on the embedded cluster. They have two servers with standbys, 1 MB of parameters, and a
+computation of 0.2 s that needs no processor. The table has the rest of a step by part, and the processor time by role.
+
+    python bench/step.py [--steps 2000] [--leaves 1000] [--job-steps 150]
+    python bench/step.py --only jobs [--workers 4 16]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
+from _cluster import Cluster, Job, cluster
 from _common import Process, Server, Worker, commands, float_tree, median, processes, reply, table
 
 MANY_STEPS = 20
@@ -155,10 +162,70 @@ def many_leaves(leaves: int) -> None:
     print("\n" + table(rows))
 
 
+def empty(steps: int) -> None:
+    """The table of the empty step."""
+    with processes() as running:
+        running.append(server_process := Process("step.py", "server"))
+        running.append(worker_process := Process("step.py", "worker"))
+        seconds = sorted(worker_process.ask(port=server_process.receive()["port"], steps=steps)["seconds"])
+    quantiles = [seconds[int(q * (len(seconds) - 1))] * 1e3 for q in (0.5, 0.9, 0.99)]
+    rows = [("empty step", "median ms", "90 %", "99 %", "goal")]
+    rows.append(("1 server, 1 worker", *(f"{q:.2f}" for q in quantiles), "1 ms"))
+    print(table(rows))
+
+
+COMPUTE = 0.2
+"""Seconds that a gradient of a job takes."""
+
+
+def processor_seconds(job: Job) -> dict[str, float]:
+    """Of all processes of a job's pods, by role."""
+    found = dict.fromkeys(("worker", "ps", "standby"), 0.0)
+    active = {f"ps-{slot.rpartition('-')[2]}-{n}" for slot, n in (job.status.get("active") or {}).items()}
+    for pod, pid in job.processes().items():
+        times = psutil.Process(pid).cpu_times()
+        role = "worker" if "-worker-" in pod else "ps" if any(f"-{one}-" in pod for one in active) else "standby"
+        found[role] += times.user + times.system
+    return found
+
+
+async def one_job(on: Cluster, workers: int, steps: int) -> tuple[str, ...]:
+    """The row of one job."""
+    name = f"step-{workers}"
+    shape = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
+    job = Job(on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": "250000", "LOG_EVERY": "1"}, **shape)
+    await job.submit()
+    await job.wait("20 steps", lambda: (job.updates() or [None])[-1] and job.updates()[-1].step >= 20, 300)
+    before, began = processor_seconds(job), job.updates()[-1]
+    await job.wait("the last steps", lambda: job.updates()[-1].step >= steps + 18, 300)
+    after, ended = processor_seconds(job), job.updates()[-1]
+    await job.wait_for_end(60)
+    await asyncio.sleep(1.0)
+    seconds = (await job.look())["workerSeconds"]
+    await job.delete()
+    count = ended.step - began.step
+    step = (ended.at - began.at) / count
+    parts = [seconds.get(part, 0.0) / workers / (steps + 20) for part in ("data", "send", "wait", "receive")]
+    cost = [(after[role] - before[role]) / count for role in before]
+    return (f"{workers} workers", *(f"{1e3 * value:.1f}" for value in (step, step - COMPUTE, *parts, *cost)))
+
+
+async def jobs(sizes: Sequence[int], steps: int) -> None:
+    """The table of whole jobs."""
+    rows = [("2 servers, standbys, 1 MB", "step ms", "beside computation", "data", "send", "wait", "receive")]
+    rows[0] += ("processor: workers", "servers", "standbys")
+    async with cluster() as on:
+        rows += [await one_job(on, workers, steps) for workers in sizes]
+    print("\n" + table(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--leaves", type=int, default=1000)
+    parser.add_argument("--job-steps", type=int, default=150)
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--only", choices=("empty", "leaves", "jobs"))
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "server":
@@ -168,15 +235,12 @@ def main() -> None:
     for role in (plain, local, parts):
         if arguments.role == role.__name__:
             return role(arguments.leaves)
-    with processes() as running:
-        running.append(server_process := Process("step.py", "server"))
-        running.append(worker_process := Process("step.py", "worker"))
-        seconds = sorted(worker_process.ask(port=server_process.receive()["port"], steps=arguments.steps)["seconds"])
-    quantiles = [seconds[int(q * (len(seconds) - 1))] * 1e3 for q in (0.5, 0.9, 0.99)]
-    rows = [("empty step", "median ms", "90 %", "99 %", "goal")]
-    rows.append(("1 server, 1 worker", *(f"{q:.2f}" for q in quantiles), "1 ms"))
-    print(table(rows))
-    many_leaves(arguments.leaves)
+    if arguments.only in (None, "empty"):
+        empty(arguments.steps)
+    if arguments.only in (None, "leaves"):
+        many_leaves(arguments.leaves)
+    if arguments.only in (None, "jobs"):
+        asyncio.run(jobs(arguments.workers, arguments.job_steps))
     return None
 
 

@@ -5,9 +5,10 @@ exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was
 elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
 too, or the bits differ from those of a run without faults.
 
-Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, and TIMELINE (a
-folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor. SIZE is the number of
-elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go` in TIMELINE.
+Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, LOG_EVERY, and
+TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor. SIZE is the
+number of elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go` in
+TIMELINE. LOG_EVERY is the time in seconds between lines of progress, which are marks.
 """
 
 from _timeline import follow, mark  # isort: split
@@ -89,5 +90,5 @@ if __name__ == "__main__":
             {"w": "model", "b": "model", "count": "count", "further": "count"},
         ),
         steps=STEPS,
-        log_every=0.0,
+        log_every=float(os.environ.get("LOG_EVERY", "0")),
     )

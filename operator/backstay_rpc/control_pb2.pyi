@@ -911,14 +911,16 @@ class ReplicaArray(_message.Message):
     def __init__(self, key: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class ReplicaMean(_message.Message):
-    __slots__ = ("version", "contributions", "infos")
+    __slots__ = ("version", "contributions", "infos", "whole")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     INFOS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     version: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
     infos: _containers.RepeatedCompositeFieldContainer[GradientInfo]
-    def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., infos: _Optional[_Iterable[_Union[GradientInfo, _Mapping]]] = ...) -> None: ...
+    whole: bool
+    def __init__(self, version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., infos: _Optional[_Iterable[_Union[GradientInfo, _Mapping]]] = ..., whole: bool = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("contribution", "member", "shard")

@@ -305,7 +305,9 @@ def ended_pod(index: int, message: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
-    job = {"metadata": {"name": "a", "namespace": "default"}, "status": STATUS}
+    seconds = {"applied": 80.0, "wait": 15.0, "data": 4.7, "send": 0.3}
+    status = {**STATUS, "goodput": 0.8, "workerSeconds": seconds}
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": status}
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
     view = replace(view, metrics={**view.metrics, "bad": math.nan})
@@ -320,6 +322,8 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
         "loss": 0.5,
         "metrics": {"accuracy": 0.5, "bad": None},
         "trainMetrics": {},
+        "goodput": 0.8,
+        "workerSeconds": seconds,
         "restarts": 3,
         "disruptions": 1,
         "checkpoint": "/c",
@@ -340,6 +344,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     log.write_bytes(b"fine\n\x1b[31mred\xff\n")
     text = "\n".join(report.lines(view, 1.5, tmp_path))
     assert "NonFinite: step 7, rank 1" in text
+    assert "  goodput 80 % of 100 worker seconds: wait 15 %, data 5 %\n" in text
     assert str(log) in text
     assert "\\x1b[31mred\\xff" in text
 

@@ -18,6 +18,7 @@ from trace_format import check
 import backstay
 from backstay._roles._local import train_local
 from backstay_cli.trace import trace_of_file
+from backstay_spec.goodput import PARTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -65,6 +66,11 @@ def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
     assert_close(stored.params, reference(3, monkeypatch))
     assert stored.params["b"][1].shape == ()
     assert set(status["metrics"]) == {"norm"}
+    seconds = status["workerSeconds"]
+    assert seconds.keys() <= set(PARTS)
+    assert seconds["starting"] > 0
+    assert min(seconds.values()) >= 0
+    assert status["goodput"] == pytest.approx(seconds.get("applied", 0.0) / sum(seconds.values()), abs=1e-3)
     trace_of_file(str(tmp_path / "ckpt"), tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     check(trace)

@@ -10,14 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 
 from backstay._shard import _replication
+from backstay._shard._follower import Follower, Held
 from backstay._shard._prepared import Prepared
 from backstay._shard._replication import HELD, Replica, Replication
 from backstay._timeouts import Timeouts
-from backstay._wire.frames import kind_of
-from backstay_rpc.control_pb2 import Contribution, Frame, GradientId, Hello, Peer, ReplicaState
+from backstay._update._engine import ShardEngine
+from backstay._update._partition import partition
+from backstay._update._rules import analyse
+from backstay._update._tree import describe
+from backstay._wire.frames import WHOLE_BYTES, kind_of
+from backstay.errors import PeerLost
+from backstay_rpc.control_pb2 import Commit, Contribution, Frame, GradientId, Hello, Peer, ReplicaState
+from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
 DIGEST = b"digest"
 
@@ -40,7 +48,8 @@ class Standby:
     def write(self, frame: Frame, body: Any = None) -> None:
         self.may.acquire()
         self.got.append((frame, None if body is None else bytes(body)))
-        if kind_of(frame) == "replica" and frame.replica.WhichOneof("kind") in ("whole", "commit", "alive"):
+        kind = frame.replica.WhichOneof("kind") if kind_of(frame) == "replica" else ""
+        if kind in ("whole", "commit", "alive") or (kind == "mean" and frame.replica.mean.whole):
             self._answers.put((HELD, None))
 
     def read(self) -> tuple[Frame, None] | None:
@@ -79,11 +88,12 @@ def snapshot(*values: np.ndarray) -> Any:
     )
 
 
-def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
+@pytest.mark.parametrize("size", [4, WHOLE_BYTES], ids=["one frame", "chunks"])
+def test_t3_a_standby_is_sent_the_mean_as_it_was_applied(size: int) -> None:
     """The mean of one gradient is that gradient's memory, which the next gradient uses. The standby must not get that
     later content, however long the state before it takes."""
     contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
-    memory = np.full(4, 7.0, np.float32)
+    memory = np.full(size, 7.0, np.float32)
     prepared = Prepared.of(None, 3, contributions, [[memory]], [], copy=False)  # type: ignore[arg-type]
     active, stream = replication(), Standby()
     thread = dial(active, stream)
@@ -91,12 +101,68 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied() -> None:
     memory[:] = 8.0  # applied, and used again
     stream.may.release(5)
     stream.may.release(5)
-    until(lambda: any(kind_of(frame) == "chunk" for frame, _ in stream.got))
-    sent = [body for frame, body in stream.got if kind_of(frame) == "chunk"]
-    assert np.frombuffer(sent[0], np.float32).tolist() == [7.0] * 4
+
+    def sent() -> bytes:
+        bodies = [body for frame, body in stream.got if kind_of(frame) == "chunk" or frame.replica.HasField("mean")]
+        return b"".join(body for body in bodies if body)
+
+    until(lambda: len(sent()) == memory.nbytes)
+    assert set(np.frombuffer(sent(), np.float32)) == {7.0}
     active.stop()
     stream.end()
     thread.join()
+
+
+class Commits:
+    """A `ClientStream` with one commit; `answered` runs once the standby has answered that it holds the commit."""
+
+    def __init__(self, commit: Commit, answered: Callable[[], None]) -> None:
+        self._frames = [Frame(replica=ReplicaFrame(commit=commit))]
+        self._answered = answered
+
+    def read(self) -> tuple[Frame, None]:
+        if not self._frames:
+            raise PeerLost("the stream ended")
+        return self._frames.pop(), None
+
+    def write(self, frame: Frame) -> None:
+        assert frame == HELD
+        self._answered()
+
+
+@pytest.mark.parametrize("promoted", [False, True])
+def test_t3_a_commit_that_a_standby_holds_is_applied_once_also_if_it_is_promoted_at_once(promoted: bool) -> None:
+    """The standby answers before it applies the commit."""
+    tree = describe({"w": np.zeros(4, np.float32)})
+    rule = analyse(optax.sgd(1.0), tree)
+    layout = partition(tree, rule, 1)
+    engine = ShardEngine(layout, 0, rule, {"w": np.zeros(4, np.float32)})
+    follower = Follower(layout, 0, rule)
+    contributions = [Contribution(id=GradientId(term=1), weight=1.0)]
+    mean = Prepared(0, contributions, [np.full(4, 2.0, np.float32)], [])
+    follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None, prepared=mean)
+    commit = Commit(term=1, version=0, contributions=contributions, world=1, clip_factor=1.0)
+    stream = Commits(commit, follower.take if promoted else lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(PeerLost):
+        follower.follow(stream)  # type: ignore[arg-type]
+    held = follower.take()
+    assert held is not None
+    assert (held.engine.version, held.last) == (1, commit)
+    assert held.engine.block(0).tolist() == [-2.0] * 4
+
+
+def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:
+    tree = describe({"w": np.zeros(4, np.float32)})
+    rule = analyse(optax.sgd(1.0), tree)
+    layout = partition(tree, rule, 1)
+    follower = Follower(layout, 0, rule)
+    engine = ShardEngine(layout, 0, rule, {"w": np.zeros(4, np.float32)})
+    follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None)
+    commit = Commit(term=1, version=0, contributions=[Contribution(id=GradientId(term=1), weight=1.0)], world=1)
+    answers: list[None] = []
+    with pytest.raises(PeerLost, match="whose mean did not come"):
+        follower.follow(Commits(commit, lambda: answers.append(None)))  # type: ignore[arg-type]
+    assert not answers
 
 
 def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_still_is(

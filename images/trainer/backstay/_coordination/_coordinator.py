@@ -429,11 +429,10 @@ class Coordinator:
         """Send the decisions that have become commits."""
         out: list[Decision] = []
         for pending in self._history.release():
-            out += pending.counted
             updated = Updated(
                 pending.commit, pending.infos, ended=pending.ended, grace=self._grace.choice, norm=pending.norm
             )
-            out += [Send(None, pending.commit), updated]
+            out += [Send(None, pending.commit), *pending.counted, updated]
         return out
 
     def _end_wait(self, now: float) -> list[Decision]:

@@ -71,6 +71,7 @@ class Follower:
         self._held: Held | None = None
         self._taken = False
         self._staging: Staging | None = None  # the memory of the prepared mean
+        self._due: Commit | None = None  # held, and not applied yet
 
     @property
     def held(self) -> Held | None:
@@ -83,6 +84,7 @@ class Follower:
         The stream stays open: if the previous server is still alive, its standby must not look dead to it.
         """
         with self._lock:
+            self._advance()
             self._taken = True
             return self._held
 
@@ -96,17 +98,17 @@ class Follower:
             frame, body = stream.read()
             if kind_of(frame) == "refused":
                 raise Refused(frame.refused.code, frame.refused.message)
-            if kind_of(frame) != "replica" or body is not None:
+            if kind_of(frame) != "replica" or (body is not None and not frame.replica.mean.whole):
                 raise PeerLost(f"a frame {kind_of(frame)!r} is none that an active server sends to its standby")
             kind = frame.replica.WhichOneof("kind")
             then: Callable[[], None] | None = None
             if kind == "state":
                 change = self._receive_state(stream, frame.replica.state)
             elif kind == "mean":
-                change = self._receive_mean(stream, frame.replica.mean)
+                change = self._receive_mean(stream, frame.replica.mean, body)
             elif kind == "commit":
                 commit = frame.replica.commit
-                change, then = lambda: self._commit(commit), self._settle  # noqa: B023
+                change, then = lambda: self._accept(commit), self._apply  # noqa: B023
             elif kind == "alive":
                 change = lambda: None  # noqa: E731
             else:
@@ -115,8 +117,10 @@ class Follower:
                 if self._taken:
                     return
                 change()
-            if kind in ("state", "commit") and self._held is not None:
-                _instrument.reach("state" if kind == "state" else "follow", self._held.engine.version)
+            if kind == "state" and self._held is not None:
+                _instrument.reach("state", self._held.engine.version)
+            elif kind == "commit":
+                _instrument.reach("follow", frame.replica.commit.version + 1)
             stream.write(HELD)
             if then is not None:
                 then()
@@ -167,17 +171,24 @@ class Follower:
         )
 
         def change() -> None:
-            self._held = held
+            self._held, self._due = held, None
 
         return change
 
-    def _receive_mean(self, stream: ClientStream, mean: ReplicaMean) -> Callable[[], None]:
+    def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, body: Bytes | None) -> Callable[[], None]:
         steps = [contribution.id.key_step for contribution in mean.contributions]
         fragments = self._wire.fragments_of(steps)
         wires = self._wire.only(fragments).exact
         staging = self._pools.setdefault(fragments, BufferPool(wires)).take()
         cover = Cover([wire.nbytes for wire in wires])
-        while True:
+        if mean.whole:
+            try:
+                for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
+                    assert body is not None
+                    staging.blocks[block][:] = body[at : at + stop - start]
+            except Refusal as refusal:
+                raise PeerLost(refusal.message) from None
+        while not mean.whole:
             frame, body = stream.read()
             if kind_of(frame) == "chunk" and body is not None:
                 try:
@@ -199,18 +210,35 @@ class Follower:
 
         return change
 
-    def _commit(self, commit: Commit) -> None:
+    def _accept(self, commit: Commit) -> None:
+        """A commit is held before it is applied: the active server waits for the answer, and `take` applies it."""
         held = self._must_hold("a commit")
-        engine, prepared = held.engine, held.prepared
-        if (commit.term, commit.version) != (held.term, engine.version):
-            raise PeerLost(f"the commit of version {commit.version} does not follow version {engine.version}")
+        if (commit.term, commit.version) != (held.term, held.engine.version):
+            raise PeerLost(f"the commit of version {commit.version} does not follow version {held.engine.version}")
+        if not commit.skip and not (held.prepared and held.prepared.is_of(commit.version, commit.contributions)):
+            raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
+        self._due = commit
+
+    def _apply(self) -> None:
+        with self._lock:
+            if self._taken:
+                return  # `take` has applied it
+            self._advance()
+        self._settle()
+
+    def _advance(self) -> None:
+        """Apply the commit that is held, if one is."""
+        commit, self._due = self._due, None
+        if commit is None:
+            return
+        held = self._must_hold("a commit")
+        prepared = held.prepared
         held.infos = () if prepared is None else prepared.infos
         if commit.skip:
-            engine.skip()
-        elif prepared is not None and prepared.is_of(commit.version, commit.contributions):
-            prepared.apply(engine, commit.clip_factor)
+            held.engine.skip()
         else:
-            raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
+            assert prepared is not None
+            prepared.apply(held.engine, commit.clip_factor)
         held.world, held.offset, held.last, held.prepared = commit.world, commit.offset, commit, None
         if commit.checkpoint:
             held.checkpoint_at = time.monotonic()

@@ -124,8 +124,12 @@ class Prepared:
         return [None if block is None else np.asarray(block) for block in self._blocks]
 
     def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
-        """The frames for the stream to a standby. Each block is sent as soon as it is computed."""
+        """The frames for the stream to a standby: one for a small mean, else each block as soon as it is computed."""
         mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
+        mean.whole = sum(block.nbytes for block in self._blocks if block is not None) <= frames.WHOLE_BYTES
+        if mean.whole:
+            yield Frame(replica=ReplicaFrame(mean=mean)), frames.joined([b for b in self.arrays() if b is not None])
+            return
         yield Frame(replica=ReplicaFrame(mean=mean)), None
         for index, block in enumerate(self._blocks):
             if block is None:  # of another fragment
