@@ -254,6 +254,9 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             str | None,
             typer.Option("--from", help="A stored timeline instead of a job: a file, or a folder or URI with some."),
         ] = None,
+        last: Annotated[
+            float | None, typer.Option(min=0.0, help="Only the last so many seconds. [default: all that is kept]")
+        ] = None,
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
@@ -269,11 +272,11 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         async def write(cluster: Cluster) -> Written:
             name = await choose(cluster, job)
-            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"))
+            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), last)
 
         if stored is not None:
             try:
-                written = trace_of_file(stored, out or Path("trace.json"))
+                written = trace_of_file(stored, out or Path("trace.json"), last)
             except BadInput as error:
                 print(f"error: {error}", file=sys.stderr)
                 raise typer.Exit(BAD_INPUT) from None

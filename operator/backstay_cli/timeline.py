@@ -7,7 +7,7 @@ microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -93,6 +93,16 @@ class Job:
     unix_seconds: float
     pods: tuple[Pod, ...]
     dropped: int = 0
+
+    def newest(self, seconds: float) -> Job:
+        """The same of the last `seconds` before the newest span ended."""
+        ends = [span.ended / 1e9 + pod.clock.offset for pod in self.pods for span in pod.spans]
+        first = max(ends, default=0.0) - seconds
+        kept = [
+            replace(pod, spans=[span for span in pod.spans if span.ended / 1e9 + pod.clock.offset >= first])
+            for pod in self.pods
+        ]
+        return replace(self, pods=tuple(pod for pod in kept if pod.spans))
 
 
 _Key = tuple[str, int, int, str]

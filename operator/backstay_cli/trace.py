@@ -47,8 +47,11 @@ class Written:
         )
 
 
-async def trace_of_job(cluster: Cluster, name: str, out: Path) -> Written:
+async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | None = None) -> Written:
     """Write the timeline of a job: as shard 0's server holds it now, else as it was stored last.
+
+    Args:
+        last: as in `write_trace`.
 
     Raises:
         BadInput: there is no timeline, or `out` cannot be written.
@@ -61,10 +64,10 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path) -> Written:
     for pod in servers_of_shard_0(pods):
         page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
         if page:
-            return write_trace(page, history, out, f"pod {pod['metadata']['name']}")
+            return write_trace(page, history, out, f"pod {pod['metadata']['name']}", last)
     found = newest(places_of(cluster, job), "trace")
     if found is not None:
-        return write_trace(unpacked(found[1]), history, out, shortened(found[0]))
+        return write_trace(unpacked(found[1]), history, out, shortened(found[0]), last)
     if (job.get("spec") or {}).get("trace", {}).get("megabytes") == 0:
         raise BadInput(f"the job {name} keeps no timeline: spec.trace.megabytes is 0")
     raise BadInput(
@@ -73,8 +76,11 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path) -> Written:
     )
 
 
-def trace_of_file(place: str, out: Path) -> Written:
+def trace_of_file(place: str, out: Path, last: float | None = None) -> Written:
     """Write a timeline that was stored: a file, or the newest in a folder or URI.
+
+    Args:
+        last: as in `write_trace`.
 
     Raises:
         BadInput: there is none, or `out` cannot be written.
@@ -83,11 +89,16 @@ def trace_of_file(place: str, out: Path) -> Written:
         place, data = found
     else:
         data = read_file(place)
-    return write_trace(unpacked(data), (), out, shortened(place))
+    return write_trace(unpacked(data), (), out, shortened(place), last)
 
 
-def write_trace(timeline: bytes, history: Sequence[Entry], out: Path, source: str) -> Written:
+def write_trace(
+    timeline: bytes, history: Sequence[Entry], out: Path, source: str, last: float | None = None
+) -> Written:
     """Write a serialized `Timeline` as a Chrome trace; a name that ends in ``.gz`` is compressed.
+
+    Args:
+        last: only this many seconds before the end; None: all.
 
     Raises:
         BadInput: `timeline` is not one, has no spans, or `out` cannot be written.
@@ -96,6 +107,8 @@ def write_trace(timeline: bytes, history: Sequence[Entry], out: Path, source: st
         job = read(timeline)
     except BadTimeline as error:
         raise BadInput(f"{source}: {error}") from None
+    if last is not None:
+        job = job.newest(last)
     if not any(pod.spans for pod in job.pods):
         raise BadInput(f"{source}: the timeline has no spans")
     text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()

@@ -58,6 +58,15 @@ def test_another_servers_clock_is_compared_by_a_worker_that_measured_both() -> N
     assert server.clock.error == pytest.approx(0.003)
 
 
+def test_only_the_newest_seconds_are_kept() -> None:
+    job = read(
+        timeline(spans(SERVER, 0, [("apply", 1, 2, 1), ("apply", 50, 51, 2)]), spans(WORKER, 0, [("x", 1, 2, 1)]))
+    )
+    kept = job.newest(10.0)
+    assert [(pod.role, [span.step for span in pod.spans]) for pod in kept.pods] == [(SERVER, [2])]
+    assert read(timeline()).newest(1.0).pods == ()
+
+
 def test_a_pod_that_measured_nothing_is_placed_by_its_wall_clock() -> None:
     job = read(
         timeline(spans(SERVER, 0, [("apply", 1, 2, 1)]), spans("evaluator", 0, [("evaluate", 1, 2, 1)], ahead=9))
