@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Peers
+from backstay import _instrument
+from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Outbox, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
 from backstay._roles._metrics import HttpPort, Metrics
 from backstay._timeouts import Timeouts
@@ -21,12 +22,15 @@ from backstay_rpc import bearer
 from backstay_rpc.channels import open_channel
 from backstay_rpc.control_pb2 import (
     COMPILING,
+    TRAINING,
     Applied,
     Commit,
     CoordinatorMessage,
     GradientId,
     GradientInfo,
+    HangReport,
     HeartbeatReply,
+    HeartbeatRequest,
     JoinReply,
     JoinRequest,
     Leaf,
@@ -34,6 +38,7 @@ from backstay_rpc.control_pb2 import (
     ProgressReply,
     ProgressRequest,
     ShardMessage,
+    Spans,
     Staged,
     Written,
 )
@@ -63,6 +68,8 @@ class FakeHost:
         self.loading = ""
         self.progressed, self.asking = 0, False
         self.beats = 0
+        self.requests: list[HeartbeatRequest] = []
+        self.spans: list[Spans] = []
 
     def not_ready(self) -> str:
         return self.loading
@@ -70,15 +77,16 @@ class FakeHost:
     def joined(self, peer: Peer) -> JoinReply:
         return JoinReply(incarnation=self.incarnation, term=1, data_address="127.0.0.1:1")
 
-    def beat(self, request: object) -> HeartbeatReply:
+    def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self.beats += 1
-        return HeartbeatReply(term=1)
+        self.requests.append(request)
+        return HeartbeatReply(term=1, clock=time.monotonic())
 
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         return True
 
     def did(self, peer: object, spans: bytes) -> None:
-        pass
+        self.spans.append(Spans.FromString(spans))
 
     def evaluated(self, request: object) -> bool:
         return False
@@ -495,3 +503,50 @@ def test_an_older_request_of_join_names_the_shard(server: ControlServer) -> None
         with pytest.raises(grpc.RpcError) as refused:
             stub.Join(request, metadata=bearer(TOKEN), timeout=10)
     assert "this is shard 0, not shard 7" in refused.value.details()
+
+
+def test_spans_travel_with_heartbeats_once_the_clock_is_known_and_so_does_a_report_of_a_pod_that_hangs(
+    server: ControlServer, host: FakeHost
+) -> None:
+    _instrument.keep(100)
+    _instrument.clocks._known.clear()
+    client = client_of(server, rank=4)
+    heart = Heartbeats(client, lambda shard, why: None)
+    heart.expect([host.incarnation])
+    try:
+        _instrument.record("compute", 1.0, 2.0, 7)
+        client.beat(0, host.incarnation, TRAINING, 0.1)
+        heart.report_hang(HangReport(stacks="File x"))
+        client.beat(0, host.incarnation, TRAINING, 0.1)
+    finally:
+        heart.close()
+        client.close()
+        _instrument.keep(_instrument.CAPACITY)
+    first, second, third = host.requests
+    assert (first.spans, first.HasField("hang_report")) == (b"", False), "the offset of the clock is not known yet"
+    spans = Spans.FromString(second.spans)
+    assert (list(spans.points), spans.peer.index, second.hang_report.stacks) == (["compute"], 4, "File x")
+    (offset,) = spans.offsets
+    assert (offset.shard, offset.incarnation) == (0, host.incarnation)
+    assert abs(offset.seconds) <= offset.error, "both ends have the same clock"
+    assert third.spans == b"", "each span is sent once"
+
+
+def test_another_shards_server_sends_its_spans_on_its_link(server: ControlServer, host: FakeHost) -> None:
+    _instrument.keep(100)
+    rules = Rules(mode="Sync", shards=2, steps=10)
+    host.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    peer = Peer(role="parameter-server", index=1, incarnation=2)
+    link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync"), Outbox(peer)
+    link.did(outbox.take)  # the link is not up: nothing is taken
+    link.start()
+    try:
+        until(lambda: link.up)
+        _instrument.record("apply", 1.0, 2.0, 7)
+        link.did(outbox.take)
+        until(lambda: bool(host.spans))
+    finally:
+        link.close()
+        host.driving.close()
+        _instrument.keep(_instrument.CAPACITY)
+    assert [(list(spans.points), spans.peer.index) for spans in host.spans] == [(["apply"], 1)]
