@@ -1,5 +1,5 @@
-"""A Kubernetes that fits in one process tree: an API server in memory and a kubelet that runs pods as processes.
+"""A Kubernetes cluster in one process tree: an API server in memory, and a kubelet that runs pods as processes.
 
-It exists so that the operator has one way of working: on a laptop it talks to this cluster, elsewhere to a real one.
-Nothing in here knows what a TrainingJob is.
+With it, the operator works in one way only: on a laptop it uses this cluster, elsewhere a real one. This package does
+not depend on TrainingJobs.
 """

@@ -1,4 +1,4 @@
-"""`python -m backstay_cluster`: an embedded cluster as a process, until SIGTERM or SIGINT; it leaves nothing behind."""
+"""`python -m backstay_cluster`: an embedded cluster as a process, until SIGTERM or SIGINT; then all processes end."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from backstay_cluster.realserver import AssetsError
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m backstay_cluster", description=__doc__)
-    made.add_argument("--data-dir", help="where logs of pods are kept; a temporary folder, removed at the end, without")
+    made.add_argument(
+        "--data-dir", help="folder for the logs of pods (default: a temporary folder, removed at the end)"
+    )
     made.add_argument("--kubeconfig", help="where to write the kubeconfig; the name must end in .kubeconfig")
-    made.add_argument("--ready-fd", type=int, help="a descriptor to write one line of JSON to once pods can be created")
+    made.add_argument("--ready-fd", type=int, help="descriptor for one line of JSON, written when pods can be created")
     made.add_argument(
         "--die-with-parent",
         nargs="?",
         type=int,
         const=0,
         metavar="PID",
-        help="stop when the parent process (which has this id) has ended",
+        help="stop when the parent process (with this id) has ended",
     )
     made.add_argument(
         "--user-environment",
         action="store_true",
-        help="give containers this process' environment, without what belongs to Backstay, Kubernetes or the shell",
+        help="give containers this process' environment, without the variables of Backstay, Kubernetes and the shell",
     )
     made.add_argument("--no-kubelet", action="store_true", help="the API server only: pods stay Pending")
     made.add_argument(
         "--preload",
         type=Preload.of_json,
         metavar="JSON",
-        help='modules imported once for all containers that run Python scripts: {"modules": ["numpy"]}',
+        help='modules that are imported once for all containers that run Python scripts: {"modules": ["numpy"]}',
     )
     made.add_argument("--log-level", default="WARNING", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     return made
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Serve until told to stop."""
+    """Serve until a signal, or until the parent has ended."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,7 +70,7 @@ async def run(args: argparse.Namespace) -> None:
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)  # it has cleaned up
+        await asyncio.gather(starting, return_exceptions=True)  # the task cleans up after itself
         return
     await starting
     try:
@@ -89,7 +91,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def watch_parent(parent: int, stop: asyncio.Event) -> None:
-    """Set `stop` when the parent has ended, even by SIGKILL; whichever of its threads started us does not matter."""
+    """Set `stop` when the parent has ended, even by SIGKILL. It does not matter which of its threads started us."""
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -101,7 +103,7 @@ def watch_parent(parent: int, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process' exit code: 0 when it was told to stop, 1 when it could not start."""
+    """Return the process' exit code: 0 after a signal, 1 if the cluster could not start."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

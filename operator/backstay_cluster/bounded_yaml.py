@@ -1,6 +1,6 @@
-"""YAML from people, read safely: the size of what its aliases stand for is bounded, and a key may stand once only.
+"""YAML from people, read safely: the expanded size of its aliases is bounded, and duplicate keys are errors.
 
-PyYAML shares one object between all aliases of an anchor. Reading is cheap then, but whatever walks, copies or prints
+PyYAML shares one object between all aliases of an anchor. So reading is cheap, but code that walks, copies or prints
 the result visits every alias: a kilobyte of nested aliases becomes gigabytes. Kubernetes' YAML reader refuses such
 documents too. Merge keys (``<<``) are read as kubectl reads them (https://yaml.org/type/merge.html).
 """
@@ -43,7 +43,7 @@ class BoundedLoader(yaml.SafeLoader):
             key = self.construct_object(key_node)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice in one mapping", key_node.start_mark
+                    None, None, f"the key {key!r} is duplicated in one mapping", key_node.start_mark
                 )
             seen.add(key)
         return node
@@ -69,7 +69,7 @@ def load_all(text: str | bytes) -> list[Any]:
 
 
 def _expanded_nodes(root: yaml.Node) -> None:
-    """Count the nodes below `root`, each alias as all that it stands for.
+    """Count the nodes below `root`, with each alias expanded.
 
     Raises:
         yaml.composer.ComposerError: more than `MAX_NODES`, deeper than `MAX_DEPTH`, or an alias inside its own anchor.
@@ -96,7 +96,7 @@ def _expanded_nodes(root: yaml.Node) -> None:
         depth = 1 + max((depth for _, depth in measures), default=0)
         if count > MAX_NODES or depth > MAX_DEPTH:
             what = f"{MAX_NODES} nodes" if count > MAX_NODES else f"{MAX_DEPTH} levels"
-            why = f"its aliases stand for more than {what}: write them out, or use fewer"
+            why = f"its aliases expand to more than {what}: write them out, or use fewer"
             raise yaml.composer.ComposerError(None, None, why, node.start_mark)
         known[id(node)] = count, depth
         return count, depth

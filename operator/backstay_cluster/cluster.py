@@ -1,7 +1,7 @@
-"""The embedded cluster put together: addresses, an API server, and one node.
+"""The embedded cluster: addresses, an API server, and one node.
 
-`EmbeddedCluster` runs in the caller's event loop; `ClusterProcess` is the same as a process of its own for callers
-without one, and the way to keep the API server's work out of a program that has other things to do.
+`EmbeddedCluster` runs in the caller's event loop. `ClusterProcess` runs it as a separate process, for callers without
+an event loop. It also keeps the API server's work out of the caller's process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 KUBECONFIG_NAME = "cluster.kubeconfig"
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
-# Every container gets the address to bind, in a real cluster all of a pod's, here only its own; and the pod's folder.
+# Every container gets the address to bind (in a real cluster all addresses, here the pod's), and the pod's folder.
 EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
-# What one pod compiled, its replacement loads: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+# The compilation cache that a pod shares with its replacement:
+# https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 COMPILED_ENV, COMPILED = "JAX_COMPILATION_CACHE_DIR", "compiled"
 
 
@@ -54,7 +55,7 @@ def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
     Args:
         url: of the API server.
         token: the bearer token.
-        ca: PEM of the certificate that an https server is trusted by.
+        ca: PEM of the certificate authority of an https server.
     """
     cluster: dict[str, str] = {"server": url}
     if ca is not None:
@@ -75,28 +76,28 @@ def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
 
 
 class EmbeddedCluster:
-    """An API server and a node, in this process; with `KUBEBUILDER_ASSETS` the real API server as processes beside it.
+    """An API server and a node in this process; with `KUBEBUILDER_ASSETS`, the real API server in separate processes.
 
     Args:
-        data_dir: where logs and everything else is kept; a temporary folder, removed at the end, when None.
-        kubeconfig_path: where the kubeconfig is written; its name must end in `.kubeconfig`. In `data_dir` when None.
-        gpus: the node's GPUs by index; found on this machine when None.
+        data_dir: the folder of logs and all other data; None: a temporary folder, removed at the end.
+        kubeconfig_path: the kubeconfig to write; its name must end in `.kubeconfig`; None: in `data_dir`.
+        gpus: the node's GPUs by index; None: the GPUs of this machine.
         kubelet: whether to run a node; without one, pods stay Pending (a `FakeKubelet` may be started instead).
-        extra_env: environment of every container besides `EXTRA_ENV`; `$(POD_IP)` is the pod's address,
+        extra_env: environment of every container in addition to `EXTRA_ENV`; `$(POD_IP)` is the pod's address,
             `$(POD_LOGS)` the folder with its logs.
-        base_env: what an image would give; this Python environment's when None.
-        environ: where `KUBEBUILDER_ASSETS` is looked up.
-        preload: what is imported once for all containers that run Python scripts; nothing when None.
+        base_env: the environment of the image; None: this Python environment's.
+        environ: the environment that may contain `KUBEBUILDER_ASSETS`.
+        preload: the modules to import once for all containers that run Python scripts; None: no modules.
         stop_grace: seconds between SIGTERM and SIGKILL for containers that run when the cluster stops.
 
     Attributes:
         url: of the API server.
         token: the bearer token of an administrator.
-        ca: PEM of the certificate that clients have to trust, None for http.
+        ca: PEM of the certificate that clients must trust; None for http.
         kubeconfig: path of the kubeconfig.
-        logs_dir: where `<namespace>/<pod>/<container>.log` are.
-        data_dir: the folder.
-        node: the kubelet, None without.
+        logs_dir: the folder of the `<namespace>/<pod>/<container>.log` files.
+        data_dir: the folder of all data.
+        node: the kubelet; None: no node runs.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class EmbeddedCluster:
 
     @property
     def logs_dir(self) -> Path:
-        """Where `<namespace>/<pod>/<container>.log` are; kept after the pods are gone."""
+        """The folder of the `<namespace>/<pod>/<container>.log` files; they stay when the pods are deleted."""
         return self.data_dir / "pods"
 
     def client(self) -> ApiClient:
@@ -150,10 +151,10 @@ class EmbeddedCluster:
         return ApiClient(self.url, self.token, ssl=self._tls)
 
     async def start(self) -> Self:
-        """Start; returns when pods can be created and will run.
+        """Start; returns when pods can be created and run.
 
         Raises:
-            NetworkError: no addresses could be had.
+            NetworkError: no addresses are available.
             AssetsError: `KUBEBUILDER_ASSETS` names servers that cannot be used.
             TimeoutError: the API server was not ready in time.
         """
@@ -168,7 +169,7 @@ class EmbeddedCluster:
     async def _start(self) -> None:
         self._block = claim_block()
         if self._with_kubelet:
-            # First of all: its imports take longer than everything else here.
+            # First, because its imports take longer than all other steps.
             keep_open = (self._block.claim.fileno(),)
             self._runtime = ProcessRuntime(keep_open, preload=self._preload, base_env=self._base_env)
             self._runtime.open()
@@ -178,7 +179,7 @@ class EmbeddedCluster:
         if folder is None:
             from backstay_cluster.apiserver import ApiServer
 
-            # The same token for the kubelet's port: the API server bears it when it hands logs on.
+            # The same token for the kubelet's port: the API server sends it when it forwards logs.
             server = ApiServer(host="127.0.0.1", port=0, token=self.token, service_cidr=self._block.service_cidr)
             self._server = server
             await server.start()
@@ -249,7 +250,7 @@ class EmbeddedCluster:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that holds a secret: readable by its owner only, whole or not at all."""
+    """Write a file with a secret: readable by its owner only, and written completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
@@ -259,12 +260,12 @@ def write_private(path: Path, text: str) -> None:
 
 
 class ClusterProcess:
-    """An embedded cluster as a process, for callers without an event loop; it ends with the caller, whatever ends that.
+    """An embedded cluster as a process, for callers without an event loop; it ends with the caller, however that ends.
 
     Args:
         data_dir: as for `EmbeddedCluster`.
         kubeconfig_path: as for `EmbeddedCluster`.
-        log_file: where its own log goes; this process' stderr when None.
+        log_file: the file for its own log; None: this process' stderr.
         kubelet: as for `EmbeddedCluster`.
         environ: the process' environment.
         preload: as for `EmbeddedCluster`.
@@ -272,9 +273,9 @@ class ClusterProcess:
     Attributes:
         url: of the API server.
         token: the bearer token.
-        ca: PEM of the certificate that clients have to trust, None for http.
+        ca: PEM of the certificate that clients must trust; None for http.
         kubeconfig: path of the kubeconfig.
-        logs_dir: where `<namespace>/<pod>/<container>.log` are.
+        logs_dir: the folder of the `<namespace>/<pod>/<container>.log` files.
         pid: of the process.
     """
 
@@ -300,7 +301,7 @@ class ClusterProcess:
         self.kubeconfig = self.logs_dir = Path()
 
     def client(self) -> ApiClient:
-        """A new client of the API server; the caller, who has an event loop, closes it."""
+        """A new client of the API server; the caller, which has an event loop, closes it."""
         tls = None if self.ca is None else ssl.create_default_context(cadata=self.ca)
         return ApiClient(self.url, self.token, ssl=tls)
 
@@ -327,7 +328,7 @@ class ClusterProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=None if self._environ is None else dict(self._environ),
-                # A Ctrl-C in the terminal is the caller's to handle: it may want the cluster a little longer.
+                # The caller handles a Ctrl-C in the terminal: it may need the cluster for a little longer.
                 start_new_session=True,
             )
         finally:

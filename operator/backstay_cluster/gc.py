@@ -1,8 +1,8 @@
 """Owner-reference garbage collection over HTTP, for a real kube-apiserver that runs without its controller manager.
 
-The small API server does this itself. A dependent is deleted when all its owners are gone (by uid); objects that are
-being deleted with `foregroundDeletion` are let go once nothing depends on them any more. All kinds that can be listed,
-watched and deleted are looked after, those of custom resources as they appear.
+The small API server does this itself. A dependent is deleted when all its owners (by uid) are deleted. An object that
+is being deleted with `foregroundDeletion` is released once it has no dependents left. The collector follows all kinds
+that can be listed, watched and deleted, and those of custom resources when they appear.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from backstay_cluster.kubelet.objects import Key, Object
 logger = logging.getLogger(__name__)
 DISCOVER_SECONDS = 2.0
 RETRY_SECONDS = 0.5
-# These come in numbers, own nothing and have no owner.
+# These are numerous, own nothing and have no owner.
 IGNORED = {("", "events"), ("events.k8s.io", "events"), ("", "bindings")}
 
 
 class GarbageCollector:
-    """Deletes what has lost its owners.
+    """Deletes objects whose owners were deleted.
 
     Args:
         client: the API server.
@@ -42,7 +42,7 @@ class GarbageCollector:
         self._workers: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Look after everything until cancelled."""
+        """Collect until cancelled."""
         self._workers = [asyncio.create_task(self._work())]
         try:
             while True:
@@ -66,7 +66,7 @@ class GarbageCollector:
             try:
                 served = await self._client.get(base)
             except ApiError:
-                continue  # a group that is just going, or coming
+                continue  # a group that is being removed or added
             for resource in served.get("resources") or []:
                 verbs = set(resource.get("verbs") or [])
                 known = {"list", "watch", "delete"} <= verbs and "/" not in resource["name"]
@@ -99,7 +99,7 @@ class GarbageCollector:
                 self._uids.pop(uid, None)
                 self._objects.pop(uid, None)
                 for owner in (old or {}).get("metadata", {}).get("ownerReferences") or []:
-                    self._todo.put_nowait(owner["uid"])  # it may wait for this one to go
+                    self._todo.put_nowait(owner["uid"])  # it may wait for the deletion of this one
                 for dependent in self._dependents.pop(uid, set()):
                     self._todo.put_nowait(dependent)
                 return
@@ -169,7 +169,7 @@ class GarbageCollector:
             await self._client.request("PATCH", path, body=patch, content_type=JSON_PATCH)
 
     async def _lives(self, owner: Object, namespace: str) -> bool:
-        """Whether an owner is there; what our copies do not know is asked for, they may be behind."""
+        """Whether an owner exists. The local copies may be late, so the API server is requested for unknown owners."""
         if owner["uid"] in self._uids:
             return True
         group, _, version = owner["apiVersion"].rpartition("/")

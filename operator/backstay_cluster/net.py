@@ -1,9 +1,9 @@
-"""Addresses for one embedded cluster: a private block of loopback, so that every pod and Service has one of its own.
+"""Addresses for one embedded cluster: a private block of loopback, so that each pod and Service has its own address.
 
-On Linux every address in 127.0.0.0/8 can be listened on without root or set-up. A cluster takes one of 2047 blocks of
-8192 addresses: half for pods, half for Services. Two clusters never share one: the claim is a name in the kernel's
-abstract socket namespace, which ends with the last process that holds it, and belongs to the same network namespace as
-the addresses. (A TCP port of a fixed number could be blocked by a program that listens on that port of all addresses.)
+On Linux a process can listen on every address in 127.0.0.0/8, without root or set-up. A cluster takes one of 2047
+blocks of 8192 addresses: half for pods, half for Services. Two clusters never share a block: the claim is a name in the
+kernel's abstract socket namespace. It ends with the last process that holds it, and belongs to the same network
+namespace as the addresses. (A fixed TCP port could be blocked by a program that listens on that port of all addresses.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HALF_PREFIX = 20
 
 
 class NetworkError(Exception):
-    """No block of addresses could be had."""
+    """No block of addresses is available."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class LoopbackBlock:
         return str(ipaddress.IPv4Network(self.pod_cidr)[1])
 
     def close(self) -> None:
-        """Give the claim up."""
+        """Release the claim."""
         self.claim.close()
 
 
 def blocks(shuffle: random.Random) -> Iterator[ipaddress.IPv4Network]:
-    """All blocks in some order, without the first, in which 127.0.0.1 and Debian's 127.0.1.1 are."""
+    """All blocks in some order, without the first one, which contains 127.0.0.1 and Debian's 127.0.1.1."""
     indices = list(range(1, 1 << (BLOCK_PREFIX - LOOPBACK.prefixlen)))
     shuffle.shuffle(indices)
     size = 1 << (32 - BLOCK_PREFIX)
@@ -66,12 +66,12 @@ def claim_block(shuffle: random.Random | None = None) -> LoopbackBlock:
         shuffle: the order in which blocks are tried; random by default.
 
     Raises:
-        NetworkError: not on Linux, or the machine lets no other loopback address be used, or all blocks are taken.
+        NetworkError: not on Linux, or the machine allows no other loopback address, or all blocks are in use.
     """
     if sys.platform != "linux":
         raise NetworkError(
-            f"the embedded cluster runs on Linux only for now, this is {sys.platform}: "
-            "it needs the addresses of 127.0.0.0/8, of which other systems have only 127.0.0.1"
+            f"the embedded cluster runs only on Linux, and not on {sys.platform}, "
+            "because only Linux has all addresses of 127.0.0.0/8"
         )
     for block in blocks(shuffle or random.SystemRandom()):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,4 +91,4 @@ def claim_block(shuffle: random.Random | None = None) -> LoopbackBlock:
             found.close()
             raise NetworkError(f"cannot listen on {found.node_ip}, an address of 127.0.0.0/8: {error}") from error
         return found
-    raise NetworkError("all loopback blocks are taken by other embedded clusters")
+    raise NetworkError("all loopback blocks are in use by other embedded clusters")

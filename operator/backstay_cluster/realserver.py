@@ -1,8 +1,8 @@
 """A real etcd and kube-apiserver in place of the small API server, when `KUBEBUILDER_ASSETS` names their folder.
 
-They keep the small one honest: everything else of the embedded cluster stays, and the same tests run. Both listen on
-loopback only; requests are authenticated by a token file; there is no controller manager, so the ServiceAccount
-admission is off and garbage collection is ours (`gc.py`).
+They run the same tests as the small server; the rest of the embedded cluster is the same. Both listen on loopback only,
+and authenticate requests by a token file. No controller manager runs, so the ServiceAccount admission is off, and
+`gc.py` collects garbage.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AssetsError(Exception):
 
 
 def assets(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of `etcd` and `kube-apiserver`, None when none is named.
+    """The folder of `etcd` and `kube-apiserver`; None: the variable is not set.
 
     Raises:
-        AssetsError: a folder is named that lacks one of them.
+        AssetsError: one of them is missing in the folder.
     """
     named = (os.environ if environ is None else environ).get(ASSETS)
     if not named:
@@ -51,8 +51,8 @@ def assets(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Files of a self-signed certificate and its key. kube-apiserver and kubelet trust each other by it; the key signs
-    tokens."""
+    """Files of a self-signed certificate and its key. kube-apiserver and the kubelet authenticate each other by it. The
+    key also signs tokens."""
     key, certificate = folder / "node.key", folder / "node.crt"
     made = certs.make_certificate(["127.0.0.1", "localhost"], for_clients=True)
     certificate.write_text(made.pem)
@@ -62,7 +62,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free now; both servers must be told theirs before they start."""
+    """Ports of 127.0.0.1 that are free now; both servers need theirs before they start."""
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
         for one in found:
@@ -74,14 +74,14 @@ class RealServer:
     """etcd and kube-apiserver, as processes that end with this one.
 
     Args:
-        folder: where the programs are.
-        data_dir: for their data, keys and logs; made.
-        service_cidr: where Services get their addresses from.
+        folder: the folder of the programs.
+        data_dir: the folder for their data, keys and logs; created.
+        service_cidr: the block of the Services' addresses.
         token: the bearer token of an administrator.
 
     Attributes:
         url: of the API server, https.
-        certificate: PEM file by which it is trusted.
+        certificate: PEM file of the server's certificate.
     """
 
     def __init__(self, folder: Path, data_dir: Path, service_cidr: str, token: str) -> None:
@@ -95,18 +95,18 @@ class RealServer:
         self.certificate = data_dir / "node.crt"
 
     def client_tls(self) -> ssl.SSLContext:
-        """Trusts this server."""
+        """A context that trusts this server."""
         return ssl.create_default_context(cafile=str(self.certificate))
 
     def kubelet_tls(self) -> ssl.SSLContext:
-        """For the kubelet's port: only the API server, which bears our certificate, is let in."""
+        """The context for the kubelet's port: it accepts only the API server, which has the shared certificate."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.certificate))
         context.load_cert_chain(self.certificate, self._dir / "node.key")
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     async def start(self) -> None:
-        """Start both and wait until requests are answered.
+        """Start both, and wait until requests are answered.
 
         Raises:
             AssetsError: one of them ended; its log is named.
@@ -169,7 +169,7 @@ class RealServer:
             await client.close()
 
     async def _run(self, name: str, *args: str) -> None:
-        """Through the spawner of containers: so that a SIGKILL of this process leaves no server behind."""
+        """Start a program through the spawner of containers, so that it ends when this process is killed by SIGKILL."""
         log = os.open(self._dir / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         env = {"PATH": os.defpath, "HOME": str(self._dir)}
         try:

@@ -1,7 +1,7 @@
-"""The operator: watches TrainingJobs with Kopf, and makes the cluster look as `backstay_spec.plan` says it should.
+"""The operator watches TrainingJobs with Kopf, and brings the cluster to the state that `backstay_spec.plan` computes.
 
-Nothing here decides what a job needs; the pure planner does. This package is the adapter between that function and a
-Kubernetes API server: what is observed goes in, what is planned comes out as API calls (promises O1-O8).
+The pure planner decides what a job needs. This package connects the planner to a Kubernetes API server: it collects
+what is observed, and sends the planned actions as API calls (promises O1-O8).
 """
 
 import sys

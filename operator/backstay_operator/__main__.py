@@ -61,7 +61,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add(
         "--key-file",
         default=env("KEY_FILE"),
-        help="holds the key that the jobs' tokens are made from; it is made if it is missing",
+        help="file with the key that the jobs' tokens are derived from; a missing file is created",
     )
     add("--bind", default=env("BIND") or "0.0.0.0", help="address of the HTTP port (default: %(default)s)")  # noqa: S104
     add(
@@ -84,11 +84,11 @@ def _own_namespace() -> str:
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """The options of a command line. Exits with status 2 when it is wrong."""
+    """Parse a command line. Exits with status 2 if the command line is invalid."""
     parser = _parser(environ)
     given = parser.parse_args(arguments)
     if not given.key_file:
-        parser.error("no key: name a file with --key-file or BACKSTAY_OPERATOR_KEY_FILE (it is made if it is missing)")
+        parser.error("no key: name a file with --key-file or BACKSTAY_OPERATOR_KEY_FILE; a missing file is created")
     return Options(**vars(given))
 
 
@@ -105,9 +105,12 @@ async def _once(options: Options, key: bytes, stop: asyncio.Event, parent: int) 
 
 
 def interrupted(seconds: float) -> bool:
-    """Wait so long, or until SIGTERM or SIGINT: then True.
+    """Wait for `seconds`, or until SIGTERM or SIGINT.
 
-    To process 1 of a container neither comes unless it has asked for it (pid_namespaces(7)).
+    Process 1 of a container receives these signals only if it has installed handlers for them (pid_namespaces(7)).
+
+    Returns:
+        Whether a signal arrived.
     """
 
     async def wait() -> bool:
@@ -123,8 +126,8 @@ def interrupted(seconds: float) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until a signal; returns the exit status.
 
-    Kopf may give up (the CRD was deleted under it, say): then everything starts anew, with back-off, in this process.
-    Nothing is lost by that, because all state is in the cluster.
+    Kopf may end, for example when the CRD was deleted. Then this process starts all parts again, with back-off.
+    No state is lost, because all state is in the cluster.
     """
     parent = os.getppid()
     options = parse(sys.argv[1:] if arguments is None else arguments, os.environ)
@@ -144,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 await _once(options, key, asyncio.Event(), parent)
             except WatchEnded as error:
-                log.error("%s: starting anew", error)
+                log.error("%s: starting again", error)
                 return loop.time() - started
             return -1.0
 

@@ -1,8 +1,8 @@
-"""How the operator finds and proves itself to the API server, once, for both of its clients.
+"""The address of the API server and the credentials for it, loaded once for both clients of the operator.
 
-Kopf watches with a session of its own and we write with another; both are given what is loaded here, so that there is
-one answer to "which cluster, as whom". A service account and a kubeconfig with a token are read here. Whatever else a
-kubeconfig can hold (client certificates, plug-ins, OIDC) the `kubernetes` package reads, which is imported only then.
+Kopf watches with one session, and the operator writes with another. Both use what is loaded here, so both connect to
+the same cluster with the same identity. This module reads a service account, and a kubeconfig with a token. The
+`kubernetes` package reads all other kubeconfigs (client certificates, plug-ins, OIDC), and is imported only for them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import yaml
 
 USER_AGENT: Final = "backstay-operator"
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# The kubelet replaces the token in the file before it runs out.
+# The kubelet replaces the token in the file before it expires.
 _TOKEN_SECONDS: Final = 60.0
 _CLUSTER: Final = frozenset({"server", "certificate-authority", "certificate-authority-data"})
 
 
 class AccessError(Exception):
-    """No way to the API server was found; the message says what was tried."""
+    """No credentials for an API server were found. The message states what was tried."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Which API server, and as whom.
+    """The API server, and how the operator authenticates.
 
     Attributes:
         host: the server's URL.
-        token: returns the bearer token; None: a client certificate, or nothing, proves who we are.
-        ca_path, ca_data: the certificate that the server is trusted by, as a file or as PEM; neither: the system's.
+        token: returns the bearer token; None: a client certificate, or nothing, authenticates the operator.
+        ca_path, ca_data: the certificate authority of the server, as a file or as PEM; neither: the system's.
         verify: whether the server's certificate is checked.
         cert_file, key_file: of a client certificate.
         proxy: URL of a proxy.
@@ -53,7 +53,7 @@ class Credentials:
     proxy: str | None = None
 
     def tls(self) -> ssl.SSLContext:
-        """For the connections of our own client."""
+        """The TLS context for the connections of the operator's client."""
         context = ssl.create_default_context(cafile=self.ca_path, cadata=self.ca_data)
         if self.cert_file:
             context.load_cert_chain(self.cert_file, keyfile=self.key_file)
@@ -64,10 +64,10 @@ class Credentials:
 
 
 async def load(kubeconfig: str | None) -> Credentials:
-    """Read the credentials, from a file if one is named, else those that a pod is given.
+    """Read the credentials from a kubeconfig, or else those of the pod's service account.
 
     Args:
-        kubeconfig: the path of a kubeconfig, or None for the service account of the pod that this runs in.
+        kubeconfig: the path of a kubeconfig, or None for the service account of the pod that runs this process.
 
     Raises:
         AccessError: the file, or the service account, cannot be used.
@@ -90,7 +90,7 @@ def _service_account(environ: Mapping[str, str], folder: Path = _SERVICE_ACCOUNT
 
 
 def _no_service_account(why: str) -> AccessError:
-    hint = "outside a cluster name a file with --kubeconfig or KUBECONFIG"
+    hint = "outside a cluster, name a kubeconfig with --kubeconfig or KUBECONFIG"
     return AccessError(f"the service account of this pod cannot be used: {why}; {hint}")
 
 
@@ -102,7 +102,7 @@ class _TokenFile:
         self._token, self._read_at = "", clock()
 
     def read(self) -> str:
-        """The file as it is now.
+        """Read the file now.
 
         Raises:
             AccessError: it cannot be read, or is empty.
@@ -123,7 +123,7 @@ class _TokenFile:
 
 
 def _plain(kubeconfig: str) -> Credentials | None:
-    """The credentials of a kubeconfig that holds a token and names a server; None: it is not such a file."""
+    """The credentials of a kubeconfig that has a token and a server; None: it is not such a file."""
     try:
         config = yaml.safe_load(Path(kubeconfig).read_text())
         named = {kind: {one["name"]: one for one in config[kind]} for kind in ("contexts", "clusters", "users")}
@@ -135,7 +135,7 @@ def _plain(kubeconfig: str) -> Credentials | None:
         token, server, file = user["token"], cluster["server"], cluster.get("certificate-authority")
         data = base64.b64decode(cluster.get("certificate-authority-data") or "", validate=True).decode("ascii")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
-        return None  # the package says what is wrong with it
+        return None  # the package reports the mistake in it
     if not (isinstance(token, str) and token and isinstance(server, str)):
         return None
 
@@ -179,7 +179,7 @@ async def _by_package(kubeconfig: str) -> Credentials:
 
 
 async def kopf_login(kubeconfig: str | None) -> kopf.ConnectionInfo:
-    """The same credentials as Kopf wants them; called again by Kopf when the API server answers 401."""
+    """The same credentials in Kopf's form. Kopf calls this function again when the API server answers 401."""
     loaded = await load(kubeconfig)
     token = await loaded.token()
     return kopf.ConnectionInfo(

@@ -1,4 +1,4 @@
-"""The operator's parts, wired together, and the order in which they start and stop."""
+"""Creates and connects the operator's parts, and starts and stops them in order."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from backstay_spec.observed import PlanSettings
 
 log = logging.getLogger(__name__)
 
-#: A write that the watch has not shown after this many seconds means that the watch is dead.
+#: Seconds. If the watch has not shown a write after this time, the watch is dead.
 WATCH_LIMIT = 60.0
 
-#: Seconds in which the events of one job are collected, unless one of them says that a pod has ended.
+#: Seconds in which the events of one job are collected, unless one of them shows that a pod has ended.
 SETTLE = 0.05
 
 
 class WatchEnded(Exception):  # noqa: N818  what happened
-    """Kopf gave up; everything is to be started again."""
+    """Kopf ended. The caller starts all parts again."""
 
 
 class App:
     """One operator.
 
     Args:
-        options: how it is run.
+        options: the command line.
         key: the operator's key, at least 32 bytes.
-        environ: where the pod's name may be found.
-        draw: a number in [0, 1): all the chance there is.
+        environ: the environment, which may contain the pod's name.
+        draw: returns a random number in [0, 1), the only source of randomness.
     """
 
     def __init__(self, options: Options, key: bytes, *, environ: Mapping[str, str], draw: Callable[[], float]) -> None:
@@ -58,7 +58,7 @@ class App:
         clock = time.monotonic
         self.metrics = Metrics(clock)
         self._kube = Kube(options.kubeconfig, observe=self.metrics.request)
-        # A connection of its own: a renewal must not wait for a free one while hundreds of pods are created.
+        # A separate connection: a renewal must not wait for a free one while hundreds of pods are created.
         self._lease_kube = Kube(options.kubeconfig, observe=self.metrics.request)
         self._leader = Leader(
             self._lease_kube,
@@ -66,7 +66,7 @@ class App:
             identity(environ, draw),
             clock=clock,
             changed=self._lead,
-            # An owner is of the same namespace as what it owns.
+            # An owner must be in the same namespace as its dependents.
             owner=pod_reference(environ) if options.lease_namespace == options.operator_namespace else None,
         )
         self.cluster = Cluster(clock, self.metrics, self._mark)
@@ -83,7 +83,7 @@ class App:
             backoffs=backoffs,
             instance=self._leader.me,
         )
-        # Jobs that lost a pod and have not been looked at since. They come first when this operator acts again.
+        # Jobs that lost a pod and were not reconciled since. They come first when this operator acts again.
         self._lost_pods: set[JobKey] = set()
         self._reconciler = Reconciler(
             self.cluster,
@@ -105,11 +105,11 @@ class App:
         )
         self._poller = Poller(
             self._reconciler.round,
-            self._reconciler.heard,
+            self._reconciler.on_progress,
             self.metrics,
             now=_now,
             draw=draw,
-            contacted=self._reconciler.contacted,
+            on_contact=self._reconciler.on_contact,
             clock=clock,
         )
         self._reconciler.mark = self._dispatcher.mark
@@ -143,7 +143,7 @@ class App:
         """Run until `stop` is set, or SIGTERM or SIGINT arrives.
 
         Raises:
-            WatchEnded: Kopf gave up, or another part ended that should not.
+            WatchEnded: Kopf ended, or another part ended unexpectedly.
         """
         loop = asyncio.get_running_loop()
         port = await self._health.start(self._options.bind, self._options.metrics_port)
@@ -159,7 +159,7 @@ class App:
             if stop.is_set():
                 return
             crd.result()
-            # Before Kopf starts: it takes every task that is younger than itself for its own when it ends.
+            # Before Kopf starts: when Kopf ends, it cancels every task that was created after it.
             parts.append(loop.create_task(self._leader.run(), name="leader"))
             parts.append(loop.create_task(self._verifier.run(), name="verifier"))
             parts.append(loop.create_task(self._collector.run(), name="collector"))
@@ -174,14 +174,14 @@ class App:
 
     async def _after_kopf(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         await self._watch.started.wait()
-        on_signals(loop, stop)  # Kopf took them over; but what we hold must end before Kopf does
+        on_signals(loop, stop)  # Kopf installed its handlers, but the operator's parts must end before Kopf does
 
     def _raise(self, watch: asyncio.Task[None], parts: list[asyncio.Task[None]]) -> None:
         for task in (watch, *parts):
             if task.done():
                 error = None if task.cancelled() else task.exception()
                 if task is watch and error is None:
-                    return  # Kopf took a signal before we had them back
+                    return  # Kopf received a signal before the operator's handlers were installed again
                 raise WatchEnded(f"{task.get_name()} ended: {error!r}") from error
 
     async def _stop(
@@ -201,7 +201,7 @@ class App:
         await self._kube.close()
         await self._lease_kube.close()
 
-    # What the parts tell each other.
+    # Notifications between the parts.
 
     def _mark(self, key: JobKey) -> None:
         if self._leader.leads():
@@ -239,20 +239,20 @@ class App:
     # The probes.
 
     def alive(self) -> Verdict:
-        """Does the watch move?"""
+        """Whether the watch receives events."""
         if not self._leader.reached:
-            # A restart would not mend the API server. When it is back, the watch has its time anew.
-            self.cluster.pardon()
+            # A restart cannot repair the API server. When it answers again, the watch gets the full time again.
+            self.cluster.restart_clock()
             return Verdict(True, "the API server does not answer; waiting for it")
         behind, owed = self._leader.behind(), self.cluster.owed()
         if behind > WATCH_LIMIT:
             return Verdict(False, f"the watch has not shown the Lease's renewal for {behind:.0f} s")
         if owed > WATCH_LIMIT:
-            return Verdict(False, f"the watch has not shown a write of ours for {owed:.0f} s")
+            return Verdict(False, f"the watch has not shown a write of this operator for {owed:.0f} s")
         return Verdict(True, "ok")
 
     def ready(self) -> Verdict:
-        """Have all first lists been read, and does the API server answer?"""
+        """Whether all first lists have been read, and the API server answers."""
         if not self._watching:
             return Verdict(False, "starting, or waiting for the CustomResourceDefinition")
         if not self._leader.seen:
@@ -269,14 +269,14 @@ def _now() -> datetime:
 def on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     """Set `stop` on SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Not the main thread (a test), or no such signals on this system: whoever runs us sets `stop`.
+        # Not the main thread (a test), or the system has no such signals: the caller sets `stop`.
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
             loop.add_signal_handler(number, stop.set)
 
 
 async def follow_parent(stop: asyncio.Event, parent: int, period: float = 0.5) -> None:
-    """Set `stop` once the process `parent` is no longer our parent: it died, however it did."""
-    while os.getppid() == parent:  # noqa: ASYNC110  no event tells of a parent's death on every system
+    """Set `stop` once the process `parent` is no longer the parent of this process, because it ended."""
+    while os.getppid() == parent:  # noqa: ASYNC110  no event on every system reports the end of a parent
         await asyncio.sleep(period)
-    log.warning("the process that started this operator is gone: stopping")
+    log.warning("the process that started this operator has ended: stopping")
     stop.set()

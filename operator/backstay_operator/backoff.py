@@ -1,4 +1,4 @@
-"""How long to wait before trying again: grows by doubling, is spread by chance, and is forgotten on success."""
+"""The delay before the next try: it doubles with each failure, has random jitter, and is reset by a success."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Curve:
     jitter: float = 0.5
 
     def seconds(self, attempt: int, draw: Callable[[], float]) -> float:
-        """The wait after failed try `attempt` (from 0); `draw` gives a number in [0, 1)."""
+        """The delay after failed try `attempt` (from 0); `draw` returns a random number in [0, 1)."""
         raw = min(self.most, self.first * 2.0 ** min(attempt, 60))
         return raw * (1.0 - self.jitter * draw())
 
@@ -31,14 +31,14 @@ class _Entry:
 
 @dataclass
 class Backoffs(Generic[K]):
-    """One back-off for each key, on a clock that the caller reads."""
+    """One back-off for each key. The caller passes the time."""
 
     curve: Curve
     draw: Callable[[], float]
     _entries: dict[K, _Entry] = field(default_factory=dict)
 
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
-        """Note a failure; answers the seconds to wait, `at_least` what the server asked for."""
+        """Record a failure. Returns the seconds to wait, not less than `at_least`, which the server requested."""
         entry = self._entries.setdefault(key, _Entry(0, now))
         wait = max(at_least, self.curve.seconds(entry.attempts, self.draw))
         entry.attempts += 1
@@ -46,15 +46,15 @@ class Backoffs(Generic[K]):
         return wait
 
     def succeeded(self, key: K) -> None:
-        """Forget that `key` ever failed."""
+        """Reset the back-off of `key`."""
         self._entries.pop(key, None)
 
     def remaining(self, key: K, now: float) -> float:
-        """Seconds until `key` may be tried again; 0 when it may be now."""
+        """Seconds until `key` may be tried again; 0 if it may be tried now."""
         entry = self._entries.get(key)
         return 0.0 if entry is None else max(0.0, entry.not_before - now)
 
     def forget_where(self, dead: Callable[[K], bool]) -> None:
-        """Drop the keys of what is gone, so that this does not grow with all that ever was."""
+        """Drop the keys of deleted objects, so that the memory does not grow without limit."""
         for key in [key for key in self._entries if dead(key)]:
             del self._entries[key]

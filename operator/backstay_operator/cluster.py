@@ -1,4 +1,4 @@
-"""All that is known of the cluster: one overlay for each watched resource, and what is told of its changes."""
+"""The observed state of the cluster: one overlay for each watched resource, and notifications about its changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """The overlays, fed by the watch and by our own writes.
+    """The overlays. The watch and the operator's writes update them.
 
     Args:
         clock: seconds, monotonic.
         metrics: counts events.
-        changed: is told which job to look at again.
+        changed: called with the key of a job that must be reconciled again.
     """
 
     def __init__(self, clock: Callable[[], float], metrics: Metrics, changed: Callable[[JobKey], None]) -> None:
@@ -34,7 +34,7 @@ class Cluster:
         self.relisted: Callable[[], None] = lambda: None
         self.ended: Callable[[JobKey, Mapping[str, Any]], None] = lambda *_: None
 
-    # What the watch calls.
+    # The watch calls these.
 
     def attach(self, resource: Resource, index: Mapping[JobKey, Iterable[Seen[Json]]]) -> None:
         """Kopf has started, with this index."""
@@ -53,26 +53,26 @@ class Cluster:
             self.relisted()
         self._changed(key)
 
-    # What is known.
+    # The known objects.
 
     def job(self, key: JobKey) -> Json | None:
-        """The TrainingJob, or None when there is none, or when it is being deleted."""
+        """The TrainingJob; None if it does not exist, or if it is being deleted."""
         found = self.overlays[JOBS].view(key)
-        # Two of one name: the older one's deletion has not been shown yet.
+        # Two objects of one name: the deletion of the older one has not been shown yet.
         newest = max(found, key=lambda seen: seen.version, default=None)
         if newest is None or newest.value["metadata"].get("deletionTimestamp"):
             return None
         return newest.value
 
     def objects(self, resource: Resource, key: JobKey) -> tuple[Json, ...]:
-        """The objects of one kind that say they belong to a job."""
+        """The objects of one kind that are labelled with a job."""
         return tuple(seen.value for seen in self.overlays[resource].view(key))
 
     def jobs(self) -> set[JobKey]:
-        """Every job that is known."""
+        """Every known job."""
         return self.overlays[JOBS].keys()
 
-    # What we did.
+    # The operator's writes.
 
     def wrote(self, resource: Resource, answer: Mapping[str, Any]) -> None:
         """The API server answered a write, or a live GET, with this object."""
@@ -81,16 +81,16 @@ class Cluster:
             self.overlays[resource].wrote(key, Seen.of(answer, SLIM[resource](answer)))
 
     def removed(self, resource: Resource, key: JobKey, uid: str) -> None:
-        """This object is no more."""
+        """This object no longer exists."""
         self.overlays[resource].removed(key, uid)
 
-    # How the watches fare.
+    # The state of the watches.
 
     def owed(self) -> float:
-        """For how many seconds a watch that owes us a write of ours has shown nothing at all; 0 when none is owed.
+        """Seconds without an event from a watch that has not shown one of this operator's writes; 0: all were shown.
 
-        A watch that moves is not dead, however late it is: with a slow API server, or after a pause of the operator, it
-        catches up, and a restart would only begin anew.
+        A watch that shows events is not dead, however late it is. With a slow API server, or after a pause of the
+        operator, it catches up. A restart would only begin again.
         """
         silent = [0.0]
         for resource, overlay in self.overlays.items():
@@ -100,15 +100,15 @@ class Cluster:
         return max(silent)
 
     def behind(self) -> float:
-        """For how many seconds the watches have not shown our oldest write; 0 when they have shown all of them."""
+        """Seconds for which the watches have not shown the oldest write of this operator; 0: all were shown."""
         now = self._clock()
         waits = (overlay.owed_since() for overlay in self.overlays.values())
         return max((now - since for since in waits if since is not None), default=0.0)
 
-    def pardon(self) -> None:
-        """The API server was away: count what is owed from now."""
+    def restart_clock(self) -> None:
+        """The API server was unavailable: measure the delay of the outstanding writes from now."""
         for overlay in self.overlays.values():
-            overlay.pardon()
+            overlay.restart_clock()
 
 
 def _has_ended(raw: Mapping[str, Any]) -> bool:

@@ -1,9 +1,9 @@
-"""Short pauses of Python's garbage collector, however many objects the operator keeps.
+"""Short pauses of Python's garbage collector, independent of the number of objects that the operator keeps.
 
-A full collection visits every container object and stops the event loop: at 1,000 jobs of 10 pods it takes half a
-second of CPU time, and several seconds on a busy node. In that time the operator sees no dead pod and renews no Lease.
-Almost everything that the operator keeps is freed by reference counts alone. So what has survived a collection is
-moved out of the collector's sight, and only now and then everything is visited (docs/decisions/0022).
+A full collection visits every container object and stops the event loop. At 1,000 jobs of 10 pods it takes half a
+second of CPU time, and several seconds on a busy node. In that time no dead pod is replaced and no Lease is renewed.
+Almost all of the operator's objects are freed by reference counts alone. So objects that survived a collection are
+excluded from the next ones, and only a rare full collection visits them (docs/decisions/0022).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import asyncio
 import gc
 from typing import Final
 
-#: Seconds between two collections of what is new, and how many of them there are from one full collection to the next.
+#: Seconds between two collections of new objects, and how many of them there are between two full collections.
 PERIOD: Final = 20.0
 ROUNDS: Final = 90
 
 
 class Collector:
-    """Collects what is new every few seconds, and everything every half hour.
+    """Collects new objects every few seconds, and all objects every half hour.
 
     Args:
         period: seconds between two collections.
-        rounds: every how many collections the survivors of the former ones are visited too.
+        rounds: every how many collections all earlier survivors are visited too.
     """
 
     def __init__(self, *, period: float = PERIOD, rounds: int = ROUNDS) -> None:
@@ -33,7 +33,7 @@ class Collector:
         """Collect forever; cancel it to stop, and the collector works as before."""
         try:
             while True:
-                gc.unfreeze()  # cyclic garbage among the survivors is found here and only here
+                gc.unfreeze()  # only this finds cyclic garbage among the survivors
                 for _ in range(self._rounds):
                     self.collect()
                     await asyncio.sleep(self._period)
@@ -42,6 +42,6 @@ class Collector:
 
     @staticmethod
     def collect() -> None:
-        """Collect what is new, and hide what survives."""
+        """Collect new objects, and exclude the survivors from later collections."""
         gc.collect()
         gc.freeze()

@@ -1,7 +1,7 @@
-"""Which pods answer this operator: it counts calls that prove something, and no others.
+"""Records which pods answer this operator. Only calls that prove something are counted.
 
-A call proves something when this process was awake from its start to its end. A process that was stopped, or that got
-no processor for a while, finds its calls timed out though their answers may have been there all the time.
+A call proves something if this process was awake from its start to its end. When a process was stopped, or got no
+processor for a while, its calls time out, although their answers may have arrived in time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from backstay_spec.observed import Contact, Silence
 __all__ = ["TICK", "Attention", "Calls"]
 
 TICK: Final = 0.2
-# So much later than it is due, a tick shows that this process could not have noticed an answer in time.
+# A tick that is later than this shows that this process could not have noticed an answer in time.
 LATE: Final = 0.5
-# After so long without a tick, what was counted before is forgotten: the pods may have been paused together with us.
+# After this time without a tick, the counts are reset: the pods may have been paused together with this process.
 PAUSE: Final = 3.0
 
 
@@ -26,7 +26,7 @@ class Attention:
     """Whether this process was awake. Call `tick` every `TICK` seconds.
 
     Args:
-        clock: seconds, monotonic; it goes on while this process is stopped.
+        clock: seconds, monotonic; it continues while this process is stopped.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class Attention:
             self._paused = now
 
     def start(self) -> None:
-        """Ticks begin, or begin again: how long there were none says nothing."""
+        """Ticks begin, or begin again. The time without ticks is not a pause."""
         self._ticked = self._clock()
 
     def awake_since(self, began: float) -> bool:
@@ -61,38 +61,38 @@ class Attention:
 
 
 @dataclass
-class _Line:
+class _PodCalls:
     """The calls to one pod."""
 
     first: datetime
-    heard: datetime | None = None
+    answered_at: datetime | None = None
     unanswered: bool = True
     calls: int = 0
     long_calls: int = 0
 
 
 class Calls:
-    """What the calls to the servers of one job have shown."""
+    """The results of the calls to the servers of one job."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _PodCalls] = {}
 
     def keep(self, uids: Iterable[str]) -> None:
-        """Forget all pods but these."""
+        """Drop all pods except those in `uids`."""
         kept = set(uids)
         self._lines = {uid: line for uid, line in self._lines.items() if uid in kept}
 
     def reset(self) -> None:
-        """This process was paused: whatever was counted may be its own silence."""
+        """This process was paused: the counted misses may be caused by that pause."""
         self._lines.clear()
 
     def answered(self, uid: str, at: datetime) -> None:
         """The pod answered a progress call."""
-        self._lines[uid] = _Line(at, at, unanswered=False)
+        self._lines[uid] = _PodCalls(at, at, unanswered=False)
 
     def missed(self, uid: str, at: datetime, *, proves: bool) -> None:
-        """The pod left a progress call unanswered; `proves`: this process was awake meanwhile."""
-        line = self._lines.setdefault(uid, _Line(at))
+        """The pod did not answer a progress call; `proves`: this process was awake during the call."""
+        line = self._lines.setdefault(uid, _PodCalls(at))
         line.unanswered = True
         line.calls += proves
 
@@ -102,7 +102,7 @@ class Calls:
             line.long_calls = 0
 
     def long_missed(self, uid: str) -> None:
-        """The pod left a health request unanswered, and this process was awake meanwhile."""
+        """The pod did not answer a health request, and this process was awake during the request."""
         if (line := self._lines.get(uid)) is not None:
             line.long_calls += 1
 
@@ -120,9 +120,9 @@ class Calls:
         """The facts for the planner; `reachable` and `unreachable` are what workers report."""
         return Contact(
             taken=now,
-            heard={uid: line.heard for uid, line in self._lines.items() if line.heard is not None},
+            answered_at={uid: line.answered_at for uid, line in self._lines.items() if line.answered_at is not None},
             silent={
-                uid: Silence(line.heard or line.first, line.calls, line.long_calls)
+                uid: Silence(line.answered_at or line.first, line.calls, line.long_calls)
                 for uid, line in self._lines.items()
                 if line.unanswered
             },

@@ -1,11 +1,11 @@
 """Runs one task at a time for each key, and many keys at once (O1).
 
-A trigger while a key is being worked on is remembered, not queued: any number of them is one more run, because the work
-is level-based and reads everything afresh. Timers of our own stand in for Kopf's, which would force finalizers on
+A trigger during a run is recorded, and not queued: any number of triggers cause one more run. One run is enough,
+because a run reads the whole state. This module has its own timers, because Kopf's timers would force finalizers on
 the objects.
 
-Keys that are marked as urgent are worked on before all others. So the replacement of a dead pod does not wait until
-hundreds of other jobs have been looked at, as after the creation of many jobs or a change of the leader.
+Keys that are marked as urgent run before all others. So the replacement of a dead pod does not wait for the runs of
+hundreds of other jobs. Many jobs run at once after a change of the leader, for example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 log = logging.getLogger(__name__)
 
-# More than this, and keys that are not urgent get fewer slots; how often that is decided.
+# If this process is behind by more than this, keys that are not urgent get fewer slots.
 BEHIND_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 0.1
 
@@ -31,12 +31,12 @@ class _Slots(Generic[K]):
     """A semaphore with two queues; a key in the urgent queue gets the next free slot.
 
     While this process is behind with the watches' events, keys that are not urgent get fewer slots. Their work would
-    create more events, and a dead pod is one of the events. The number of these slots is halved or grows by one at each
-    look, as a TCP sender's window (RFC 5681). It is at least one.
+    create more events, and one of the waiting events may report a dead pod. The number of these slots is halved or
+    grows by one at each adjustment, like the window of a TCP sender (RFC 5681). It is at least one.
 
     Args:
         limit: slots in all.
-        behind: by how many seconds this process is behind.
+        behind: returns the seconds by which this process is behind.
     """
 
     def __init__(self, limit: int, behind: Callable[[], float]) -> None:
@@ -50,7 +50,7 @@ class _Slots(Generic[K]):
         """Wait for a slot. One key waits at most once.
 
         Returns:
-            Whether the slot was given as an urgent one; `release` needs it.
+            Whether the slot was acquired as an urgent one; `release` needs it.
         """
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._adjust)
@@ -65,24 +65,24 @@ class _Slots(Generic[K]):
             for queue in self._queues:
                 queue.pop(key, None)
             if admitted.done() and not admitted.cancelled():
-                self.release(urgent=admitted.result())  # admitted and cancelled in the same moment
+                self.release(urgent=admitted.result())  # admitted and cancelled at the same time
             raise
 
     def hurry(self, key: K) -> None:
-        """Move `key` to the urgent queue, if it waits."""
+        """Move `key` to the urgent queue, if it is waiting."""
         admitted = self._queues[1].pop(key, None)
         if admitted is not None:
             self._queues[0][key] = admitted
             self._admit()
 
     def release(self, *, urgent: bool) -> None:
-        """Give back a slot, which `acquire` gave as an urgent one or not."""
+        """Release a slot; `urgent` is what `acquire` returned."""
         self._taken -= 1
         self._taken_calmly -= not urgent
         self._admit()
 
     def close(self) -> None:
-        """No timer fires any more."""
+        """No timer fires after this."""
         if self._look is not None:
             self._look.cancel()
 
@@ -124,17 +124,17 @@ class Dispatcher(Generic[K]):
     """Calls ``work(key)`` for every key that was marked.
 
     Args:
-        work: does one key once, and answers after how many seconds it wants to run again (None: only when marked).
+        work: processes one key once. Returns the seconds after which it must run again (None: only when marked).
             An exception is logged and counted, and the key is tried again with back-off; nothing escapes.
-        limit: how many keys are worked on at once.
-        draw: a number in [0, 1), the chance in the back-off.
-        failed: is told of every exception that `work` raised.
+        limit: the number of keys that run at the same time.
+        draw: returns a random number in [0, 1) for the back-off.
+        failed: called with every exception that `work` raised.
         curve: the back-off after an exception.
-        impatient: while a key backs off, a trigger brings its next try forward to this many seconds from now, so that a
-            stream of triggers (which a failing write may itself cause) cannot turn into a busy loop.
-        settle: seconds from a trigger that is not urgent to the work. Events of one job that come at once, such as
-            those of its ten new pods, become one run.
-        behind: by how many seconds this process is behind with the watches' events.
+        impatient: while a key backs off, a trigger brings the next try forward to this many seconds from now. A
+            failing write may itself cause triggers, so an immediate try could become a busy loop.
+        settle: seconds from a trigger that is not urgent to the run. Events of one job that arrive together, such
+            as those of its ten new pods, cause one run.
+        behind: returns the seconds by which this process is behind with the watches' events.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class Dispatcher(Generic[K]):
         self._closed = False
 
     def mark(self, key: K, *, urgent: bool = False) -> None:
-        """Work on `key` as soon as a slot is free.
+        """Run `key` as soon as a slot is free.
 
         Args:
-            key: what to work on.
-            urgent: work on it before all keys that are not.
+            key: the key to run.
+            urgent: run it before all keys that are not urgent.
         """
         if self._closed:
             return
@@ -182,21 +182,21 @@ class Dispatcher(Generic[K]):
             self._wake_at(key, state, self._settle)
 
     def mark_after(self, key: K, seconds: float) -> None:
-        """Work on `key` after `seconds` at the latest; an earlier timer stays."""
+        """Run `key` after `seconds` at the latest; an earlier timer stays."""
         if self._closed:
             return
         state = self._states.setdefault(key, _State())
         self._wake_at(key, state, seconds)
 
     def busy(self) -> bool:
-        """Is any key being worked on?"""
+        """Whether a key is running."""
         return any(state.task is not None for state in self._states.values())
 
     def __len__(self) -> int:
         return len(self._states)
 
     async def close(self) -> None:
-        """Stop: no timer fires any more, and what runs is cancelled and awaited."""
+        """Stop: no timer fires after this, and running tasks are cancelled and awaited."""
         self._closed = True
         self._slots.close()
         tasks = []
@@ -240,11 +240,11 @@ class Dispatcher(Generic[K]):
             while True:
                 as_urgent = await self._slots.acquire(key, urgent=state.urgent)
                 try:
-                    # Only now, with a slot in hand, is what will be read newer than every trigger so far.
+                    # With the slot acquired, the run reads state that is newer than every trigger so far.
                     state.dirty = state.urgent = False
                     again = await self._work(key)
                     state.failures = 0
-                except Exception as error:  # noqa: BLE001  one job's trouble must not become another's
+                except Exception as error:  # noqa: BLE001  a fault of one job must not affect another
                     self._failed(key, error)
                     again = self._curve.seconds(state.failures, self._draw)
                     state.failures += 1

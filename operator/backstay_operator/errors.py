@@ -1,4 +1,4 @@
-"""What can go wrong when asking the API server, as an exception tree: which branch it is says what to do about it.
+"""The errors of requests to the API server, as an exception tree: each branch needs another reaction.
 
 ::
 
@@ -11,8 +11,8 @@
         Conflict      409: a stale resourceVersion, or a failed test       read again
           AlreadyExists 409 on create: the name is taken
         Gone          410: a continue token or resourceVersion is too old  list again
-        Invalid       422, and 400 on a create: this body can never be taken
-        Busy          429 and 5xx: the server cannot now                   try again, after `retry_after`
+            Invalid       422, and 400 on a create: this body can never be accepted
+            Busy          429 and 5xx: temporarily unavailable                 try again, after `retry_after`
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Answered(KubeError):  # noqa: N818
     Attributes:
         code: the HTTP status.
         reason: the `reason` of the Status object, such as ``AlreadyExists``; "" when there was none.
-        message: the server's own words.
-        retry_after: seconds that the server asks to wait; 0 when it does not say.
+        message: the server's message.
+        retry_after: seconds to wait, from the server's answer; 0 if it has none.
     """
 
     kind = "refused"
@@ -91,7 +91,7 @@ class Gone(Answered):
 
 
 class Invalid(Answered):
-    """422, or 400: the server can never take this body."""
+    """422, or 400: the server can never accept this body."""
 
     kind = "invalid"
 
@@ -115,12 +115,12 @@ _BY_CODE: Mapping[int, type[Answered]] = {
 
 
 def answered(what: str, code: int, status: Mapping[str, Any], retry_after: str | None) -> Answered:
-    """The exception for an error answer.
+    """The exception for an answer that is an error.
 
     Args:
         what: the request, for the message.
         code: the HTTP status, 400 or more.
-        status: the body, when it was a Status object.
+        status: the body, if it was a Status object.
         retry_after: the header of that name.
     """
     reason = str(status.get("reason") or "")

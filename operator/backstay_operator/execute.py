@@ -1,10 +1,10 @@
-"""Carries out a plan: the status first, then the actions, as `backstay_spec.actions` says.
+"""Carries out a plan: the status first, then the actions, in the order that `backstay_spec.actions` defines.
 
-Events are sent meanwhile: each is a request of its own, and a replacement must not wait for them.
+Events are sent at the same time: each is a separate request, and a replacement must not wait for them.
 
-Neighbouring actions of one kind are independent of each other and are sent at once. What the API server refuses is told
-to the planner; what it could not answer is tried again, each action with its own back-off, so that one pod over its
-quota never delays the replacement of another.
+Neighbouring actions of one kind are independent of each other and are sent at the same time. The planner gets the
+refusals of the API server. A request without an answer is tried again, and each action has its own back-off. So one pod
+that exceeds its quota never delays the replacement of another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from backstay_operator import errors
 from backstay_operator.backoff import Backoffs
 from backstay_operator.cluster import Cluster
+from backstay_operator.events import send_event
 from backstay_operator.kube import Kube
 from backstay_operator.memory import JobMemory
 from backstay_operator.merge import merge_patch
 from backstay_operator.metrics import Metrics
 from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES, Resource
 from backstay_operator.slim import Json
-from backstay_operator.tell import tell
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
 from backstay_spec.events import Event
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a plan.
+    """The result of carrying out a plan.
 
     Attributes:
-        again: something was done, so plan again with what is known now.
-        wait: seconds until something that failed may be tried again; None when nothing failed.
+        again: something was done, so the caller must plan again from the new state.
+        wait: seconds until a failed action may be tried again; None: no action failed.
     """
 
     again: bool = False
@@ -52,18 +52,18 @@ class Done:
 
 
 class Executor:
-    """Turns plans into API calls.
+    """Carries out plans by API calls.
 
     Args:
         kube: the API server.
-        cluster: is told of what was written.
+        cluster: records what was written.
         key: the operator's key, for the jobs' tokens.
         metrics: counts pods, deaths and errors.
         clock: seconds, monotonic; `now` the time of day.
-        draw: a number in [0, 1), the chance in back-offs and event names.
-        backoffs: of the actions, by (job, what).
-        instance: this operator, as events name it.
-        at_once: how many requests of one plan are under way at a time.
+        draw: returns a random number in [0, 1), for back-offs and names of events.
+        backoffs: of the actions, by (job, action).
+        instance: the name of this operator in events.
+        at_once: the number of requests of one plan that are in progress at the same time.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class Executor:
         self._at_once = at_once
 
     async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: JobMemory) -> Done:
-        """Do all of it that may be done now.
+        """Carry out all actions of a plan that are allowed now.
 
         Args:
             key: namespace and name of the job.
-            job: the job as it was planned from.
-            plan: what to do.
-            memory: of this job; what was refused and found missing is noted in it.
+            job: the job from which the plan was made.
+            plan: the status, actions and events.
+            memory: of this job; refused and missing objects are recorded in it.
 
         Raises:
             errors.KubeError: the status could not be written; nothing else was done.
@@ -118,7 +118,9 @@ class Executor:
 
     async def _send_events(self, key: JobKey, job: Json, events: Sequence[Event], memory: JobMemory) -> None:
         for event in events:
-            await tell(self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics)
+            await send_event(
+                self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics
+            )
 
     async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
         waits: list[float] = []
@@ -136,15 +138,15 @@ class Executor:
                 try:
                     await self._do(key, action, memory)
                 except errors.KubeError as error:
-                    asked = error.retry_after if isinstance(error, errors.Answered) else 0.0
-                    waits.append(self._backoffs.failed(what, self._clock(), asked))
+                    requested = error.retry_after if isinstance(error, errors.Answered) else 0.0
+                    waits.append(self._backoffs.failed(what, self._clock(), requested))
                     self._metrics.errors.labels(error.kind).inc()
                     log.warning("job %s/%s: %s", *key, error)
                 else:
                     self._backoffs.succeeded(what)
                     did = True
 
-        first = ""  # why a pod that comes before the next stage was refused
+        first = ""  # the reason why a pod of an earlier stage was refused
         for (kind, _), group in itertools.groupby(plan.actions, lambda a: (type(a), getattr(a, "stage", 0))):
             actions = list(group)
             if kind is act.CreatePod and first:
@@ -154,11 +156,11 @@ class Executor:
             await asyncio.gather(*(one(action) for action in actions))
             if kind is act.CreatePod:
                 refused = (memory.refused.get(_name(action)) for action in actions)
-                first = next((f"created after a pod that is refused: {r.message}" for r in refused if r), "")
+                first = next((f"waits for a pod that was refused: {r.message}" for r in refused if r), "")
         return Done(again=did, wait=min(waits, default=None))
 
     def forget(self, key: JobKey) -> None:
-        """The job is gone, and what was to be tried again for it."""
+        """Drop the back-offs of a deleted job."""
         self._backoffs.forget_where(lambda what: what[0] == key)
 
     async def _write_status(self, key: JobKey, job: Json, status: Json, memory: JobMemory) -> bool:
@@ -171,7 +173,7 @@ class Executor:
                 self._cluster.removed(JOBS, key, job["metadata"]["uid"])
                 return False
             except errors.Conflict:
-                # Somebody changed the job since (the user, `kubectl scale`, another operator): plan from that.
+                # Another client changed the job (the user, `kubectl scale`, another operator): plan from that.
                 await self._look_again(key, job)
                 return False
             self._cluster.wrote(JOBS, answer)
@@ -222,7 +224,7 @@ class Executor:
         role = ROLE_OF_LABEL[action.role]
         self._metrics.pods_created.labels(role).inc()
         ended = memory.ended.pop((action.role, action.index), None)
-        # A place that backs off is filled by a later plan, which no longer knows the cause.
+        # A slot that backs off is filled by a later plan, which no longer has the cause.
         died = memory.died.pop((action.role, action.index), None)
         cause = died if action.cause is None else str(action.cause)
         if cause is not None:
@@ -231,20 +233,20 @@ class Executor:
                 self._metrics.replacement_seconds.observe(self._clock() - ended)
 
     async def _create(self, key: JobKey, resource: Resource, manifest: Mapping[str, Any], memory: JobMemory) -> bool:
-        """Create; True when it is there as ours now, and was not before."""
+        """Create an object. Returns True if the object exists now, belongs to the job, and did not exist before."""
         name = manifest["metadata"]["name"]
         created = True
         try:
             answer = await self._kube.create(resource, key[0], manifest)
         except errors.AlreadyExists as error:
-            # A create that was answered too late, or an object that somebody else made.
+            # The answer to an earlier create was late, or another client created the object.
             answer = await self._kube.get(resource, key[0], name)
             if not _owned_by(answer, memory.uid):
-                self._refused(memory, name, error.reason, f"{error.message}, and it is not this job's")
+                self._refused(memory, name, error.reason, f"{error.message}, and it does not belong to this job")
                 return False
             created = False
         except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
-            # Told to the planner: it knows which refusals are final, and when to try the others again.
+            # The planner decides which refusals are final, and when to try the others again.
             self._refused(memory, name, error.reason or str(error.code), error.message)
             self._metrics.errors.labels(error.kind).inc()
             return False
@@ -259,7 +261,7 @@ class Executor:
         try:
             await self._kube.create(SECRETS, key[0], manifest)
         except errors.AlreadyExists:
-            pass  # its name holds the job's uid, its content is derived: it is the same
+            pass  # the name contains the job's uid, and the content is derived: it is the same
         except (errors.Invalid, errors.Forbidden, errors.NotFound) as error:
             self._refused(memory, name, error.reason or str(error.code), error.message)
             self._metrics.errors.labels(error.kind).inc()
@@ -274,12 +276,12 @@ class Executor:
             self._cluster.removed(PODS, key, action.uid)
             return
         if answer.get("kind") == "Pod" and answer["metadata"].get("deletionTimestamp"):
-            self._cluster.wrote(PODS, answer)  # it ends gracefully
+            self._cluster.wrote(PODS, answer)  # it terminates gracefully
         else:
             self._cluster.removed(PODS, key, action.uid)
 
     async def _delete(self, key: JobKey, resource: Resource, name: str, uid: str) -> None:
-        """Delete an object that ends at once; one that is gone already, or another of its name, is no error."""
+        """Delete an object that ends at once. A missing object, or another one of the same name, is not an error."""
         with contextlib.suppress(errors.NotFound, errors.Conflict):
             await self._kube.delete(resource, key[0], name, uid=uid)
         self._cluster.removed(resource, key, uid)
@@ -297,7 +299,7 @@ class Executor:
         try:
             answer = await self._kube.json_patch(SERVICES, key[0], action.name, list(action.patch))
         except (errors.Invalid, errors.Conflict):
-            # Its test failed: what is there is not what was planned from. Look, and plan again.
+            # The patch's test failed: the Service differs from the one in the plan. Read it, and plan again.
             answer = await self._kube.get(SERVICES, key[0], action.name)
         except errors.NotFound:
             for seen in self._cluster.objects(SERVICES, key):

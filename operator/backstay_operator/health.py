@@ -1,7 +1,8 @@
 """Liveness, readiness and metrics over HTTP.
 
-Alive means that the watch moves, not that HTTP answers: what we wrote must have come back through Kopf (the Lease's
-renewals, and any pod, service or status). An API server that is away makes us not ready, but not dead.
+Alive means that the watch receives events, not that HTTP answers. The operator's writes must come back through Kopf
+(the Lease's renewals, and any pod, service or status). If the API server does not answer, the operator is not ready,
+but it is alive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from backstay_operator.metrics import Metrics
 
 @dataclass(frozen=True)
 class Verdict:
-    """Is it well, and if not, why."""
+    """Whether a check passed, and a reason."""
 
     well: bool
     why: str
@@ -28,8 +29,8 @@ class Health:
 
     Args:
         metrics: what to export.
-        alive: the liveness verdict, asked at each probe.
-        ready: the readiness verdict.
+        alive: returns the liveness verdict; called at each probe.
+        ready: returns the readiness verdict.
     """
 
     def __init__(self, metrics: Metrics, alive: Callable[[], Verdict], ready: Callable[[], Verdict]) -> None:
@@ -39,7 +40,7 @@ class Health:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; port 0 takes a free one. Returns the port. Raises OSError when it is taken."""
+        """Listen; port 0 selects a free port. Returns the port. Raises OSError if the port is in use."""
         app = web.Application()
         app.router.add_get("/healthz", self._answer(self._alive))
         app.router.add_get("/readyz", self._answer(self._ready))

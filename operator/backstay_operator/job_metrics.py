@@ -233,25 +233,25 @@ class JobMetrics(Collector):
         progress: Progress | None,
         in_sync: int | None,
     ) -> None:
-        said = job.get("status") or {}
-        series.phase = said.get("phase") or "Pending"
+        reported = job.get("status") or {}
+        series.phase = reported.get("phase") or "Pending"
         trains = training(job)
         for name in ("step", "loss"):  # of a job whose servers have not answered this operator
             if name not in series.values:
-                series.set(name, said.get(name))
-        series.set("goal_steps", said.get("goalSteps"))
-        series.set("goodput_ratio", said.get("goodput"))
-        series.worker_seconds = said.get("workerSeconds") or {}
+                series.set(name, reported.get(name))
+        series.set("goal_steps", reported.get("goalSteps"))
+        series.set("goodput_ratio", reported.get("goodput"))
+        series.worker_seconds = reported.get("workerSeconds") or {}
         series.set("training", bool(trains) if series.phase in _TO_TRAIN else None)
         if series.phase not in _TO_TRAIN or not trains:
             for name in ("examples_per_second", "updates_per_second"):
                 series.set(name, 0 if series.phase in _TO_TRAIN else None)
         series.set("standbys_in_sync", in_sync)
-        stored = said.get("checkpoint") or {}
+        stored = reported.get("checkpoint") or {}
         series.set("checkpoint_step", stored.get("step"))
         series.set("checkpoint_timestamp_seconds", _unix(stored.get("time")))
-        series.set("start_timestamp_seconds", _unix(said.get("startTime")))
-        series.set("completion_timestamp_seconds", _unix(said.get("completionTime")))
+        series.set("start_timestamp_seconds", _unix(reported.get("startTime")))
+        series.set("completion_timestamp_seconds", _unix(reported.get("completionTime")))
         if spec is not None:
             self._specify(series, spec)
         limits = _limits(spec)
@@ -263,9 +263,9 @@ class JobMetrics(Collector):
                 limit=limits.get(role, 0),
                 disruptions=counts.get("disruptions", 0),
             )
-            for role, counts in (said.get("roles") or {}).items()
+            for role, counts in (reported.get("roles") or {}).items()
         }
-        series.state = _state(series.phase, trains, started=bool(said.get("step")))
+        series.state = _state(series.phase, trains, started=bool(reported.get("step")))
         uid = job["metadata"].get("uid")
         own = [pod for pod in pods if any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or ())]
         series.holding = _holding(own)

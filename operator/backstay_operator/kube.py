@@ -1,7 +1,7 @@
-"""The operator's writes, and the few reads that no watch gives: JSON over HTTP. Kopf does the watching.
+"""The operator's writes, and the few reads that no watch provides: JSON over HTTP. Kopf watches.
 
-The generated models of the `kubernetes` package are not used: they would triple the memory of a pod and turn what we do
-not know into nothing.
+The generated models of the `kubernetes` package are not used. They would triple the memory of a pod, and drop unknown
+fields.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Kube:
     Args:
         kubeconfig: the path of a kubeconfig, or None inside a cluster.
         timeout: seconds that one request may take.
-        observe: is told of each request: verb as RBAC names it, resource (with /subresource), status code
-            (0: no answer), seconds.
+        observe: called after each request: verb as in RBAC, resource (with /subresource), status code (0: no
+        answer),
+            seconds.
         headers: sent with each request.
     """
 
@@ -84,21 +85,21 @@ class Kube:
             if self._client is None:
                 credentials = await access.load(self._kubeconfig)
                 connector = aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=credentials.tls())
-                # With `trust_env` aiohttp looks for proxies and a netrc file in a thread, twice for each request.
+                # With `trust_env` aiohttp searches for proxies and a netrc file in a thread, twice for each request.
                 proxies = bool(getproxies())
                 session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=proxies)
                 self._client = _Client(credentials, session)
             return self._client
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Json:
-        """One object, as it is now."""
+        """Read one object."""
         return await self._request("get", resource, namespace, name)
 
     async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Json:
-        """Create an object; the answer is it as stored.
+        """Create an object. Returns the object as stored.
 
-        In a pod, part of which is a user's template, a field that the API server does not know is an error: left out
-        with a warning that nobody reads, a misspelt `nodeSelector` would select any node.
+        Part of a pod is a user's template, so a field that is unknown to the API server is an error. Otherwise a
+        misspelt `nodeSelector` would be dropped with a warning in an answer, and would select any node.
         """
         query = {"fieldValidation": "Strict"} if resource == PODS else None
         return await self._request("create", resource, namespace, body=body, query=query)
@@ -122,17 +123,17 @@ class Kube:
     async def delete(
         self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> Json:
-        """Ask for an object's deletion.
+        """Delete an object.
 
         Args:
             resource: the kind.
-            namespace: where.
-            name: which.
-            uid: delete that very object and no namesake; another one there is a Conflict.
-            grace: seconds, in place of the object's own grace period.
+            namespace: the object's namespace.
+            name: the object's name.
+            uid: delete only the object with this uid; another object of that name is a Conflict.
+            grace: seconds; replaces the object's own grace period.
 
         Returns:
-            The object (when it ends gracefully) or a Status.
+            The object (if it terminates gracefully) or a Status.
         """
         body: Json = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
@@ -148,7 +149,7 @@ class Kube:
 
         Args:
             resource: the kind.
-            namespace: where; None for everywhere.
+            namespace: the namespace to list; None: all.
             selector: a label selector; "" for all.
 
         Yields:

@@ -1,9 +1,9 @@
-"""One operator acts, by a Lease; and that Lease is the heartbeat that proves that our watch moves.
+"""Only the holder of a Lease acts. The same Lease is the heartbeat that proves that the watch receives events.
 
-Every few seconds the holder renews the Lease. The new version must come back through Kopf's watch: if the API server
-takes our writes and yet the watch does not show them, the watch is dead, and the liveness probe fails. An operator
-that is not the holder expects to see the holder's renewals the same way. While the API server itself is away nothing
-is expected, because a restart of the operator would not mend that.
+The holder renews the Lease every few seconds, and the new version must come back through Kopf's watch. If the API
+server accepts writes, but the watch does not show them, the watch is dead and the liveness probe fails. An operator
+that is not the holder expects to observe the holder's renewals in the same way. While the API server does not answer,
+nothing is expected, because a restart of the operator cannot repair that.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
     """A name for this process that no other running process has.
 
-    In a pod it is the pod's name and uid (``BACKSTAY_OPERATOR_POD``), so that a restarted container takes over from its
-    dead predecessor at once; elsewhere host, process-id namespace and process id tell whether a predecessor is dead.
+    In a pod it is the pod's name and uid (``BACKSTAY_OPERATOR_POD``), so a restarted container takes over from its dead
+    predecessor at once. Elsewhere it is host, process-id namespace and process id, which show whether a predecessor is
+    dead.
     """
     pod = environ.get("BACKSTAY_OPERATOR_POD")
     if pod:
@@ -39,19 +40,19 @@ def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
 
 
 def pod_reference(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The owner reference to this process' pod (``BACKSTAY_OPERATOR_POD``, name/uid); None outside a pod."""
+    """The owner reference to the pod of this process (``BACKSTAY_OPERATOR_POD``, name/uid); None outside a pod."""
     name, _, uid = environ.get("BACKSTAY_OPERATOR_POD", "").partition("/")
     return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid} if name and uid else None
 
 
 def is_dead(holder: str, me: str) -> bool:
-    """Is it certain that `holder` no longer runs? Only a process of this very machine can be known to be dead."""
+    """Whether it is certain that `holder` no longer runs. This can be certain only for a process of this machine."""
     theirs, mine = holder.split("_"), me.split("_")
     if len(theirs) != 4 or len(mine) != 4 or theirs[:2] != mine[:2] or not theirs[2].isdigit():
         return False
     pid = int(theirs[2])
     if pid == os.getpid():
-        return holder != me  # the process id is ours now
+        return holder != me  # this process has that process id now
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -75,22 +76,22 @@ class _Beat:
 
 
 class Leader:
-    """Holds, or waits for, the operator's Lease.
+    """Holds the operator's Lease, or waits for it.
 
-    The Lease of an operator in a pod is owned by that pod. When a chart is uninstalled, the rights are deleted
-    before its container is stopped, so it cannot give the Lease back. Kubernetes then deletes the Lease with the pod,
+    The Lease of an operator in a pod is owned by that pod. When a chart is uninstalled, the rights are deleted before
+    the container is stopped, so the container cannot release the Lease. Kubernetes then deletes the Lease with the pod,
     and the operator of the next installation acts at once.
 
     Args:
         kube: the API server.
-        namespace: where the Lease is.
-        me: this process (see `identity`).
+        namespace: the namespace of the Lease.
+        me: the identity of this process (see `identity`).
         clock: seconds, monotonic.
         now: the time of day, for people who read the Lease.
-        changed: is told when this operator begins (True) or ceases (False) to act.
-        owner: the owner reference that the Lease gets, to an object of its own namespace; None: none.
-        seconds: how long a Lease holds without being renewed.
-        period: how often it is renewed, or looked at.
+        changed: called when this operator begins (True) or stops (False) to act.
+        owner: the owner reference of the Lease, to an object of the same namespace; None: no owner.
+        seconds: how long a Lease is valid without a renewal.
+        period: seconds between two renewals or reads.
     """
 
     def __init__(
@@ -115,27 +116,27 @@ class Leader:
         self._seconds = seconds
         self._period = period
         self._owner = owner
-        self._until: float | None = None  # we act before this
+        self._until: float | None = None  # this operator acts until this time
         self._was = False
-        self._held: dict[str, Any] | None = None  # the Lease as the last renewal left it
-        self._foreign: tuple[str, int, float] | None = None  # holder, version, when we first saw that version
+        self._held: dict[str, Any] | None = None  # the Lease after the last renewal
+        self._foreign: tuple[str, int, float] | None = None  # holder, version, first time that this version was read
         self._beat: _Beat | None = None
         self._shown = -1
         self._wake = asyncio.Event()
         self._complained = False
-        self.reached = False  # did the API server answer the last time?
+        self.reached = False  # whether the API server answered the last request
 
     def leads(self) -> bool:
-        """May this operator act now?"""
+        """Whether this operator may act now."""
         return self._until is not None and self._clock() < self._until
 
     @property
     def seen(self) -> bool:
-        """Has the watch shown the Lease at all? Kopf shows nothing before all its first lists are in."""
+        """Whether the watch has shown the Lease. Kopf shows no event before all its first lists are complete."""
         return self._shown >= 0
 
     def behind(self) -> float:
-        """For how many seconds the watch has owed us a version of the Lease, while the API server answered."""
+        """Seconds for which the watch has not shown a written version of the Lease while the API server answered."""
         return 0.0 if self._beat is None else self._clock() - self._beat.at
 
     def saw(self, lease: Mapping[str, Any]) -> None:
@@ -146,26 +147,26 @@ class Leader:
         if self._beat is not None and version >= self._beat.version:
             self._beat = None
         elif self._beat is not None and version > self._shown:
-            self._beat.at = self._clock()  # it is late, but it moves
+            self._beat.at = self._clock()  # the watch is late, but it receives events
         self._shown = max(self._shown, version)
         if not (lease.get("spec") or {}).get("holderIdentity") and not self.leads():
-            self._wake.set()  # it was given back: take it now
+            self._wake.set()  # the holder released it: take it now
 
     def deleted(self, lease: Mapping[str, Any]) -> None:
-        """The watch showed that the Lease was deleted, as it is with its holder's pod: whoever is first holds it now.
+        """The watch showed that the Lease was deleted, for example with its holder's pod. Any operator may take it now.
 
-        The holder ceases to act until it has made the Lease anew, because another operator may be faster.
+        The holder stops acting until it has created the Lease again, because another operator may be faster.
         """
         if lease["metadata"].get("namespace") != self.namespace:
             return
         self._held = self._beat = self._until = None
-        self._tell()
+        self._notify()
         self._wake.set()
 
     async def run(self) -> None:
-        """Renew or wait for ever; cancel it to stop."""
+        """Renew or wait forever; cancel it to stop."""
         while True:
-            self._wake.clear()  # before the step: what wakes us meanwhile is not lost
+            self._wake.clear()  # before the step, so that a wake-up during the step is not lost
             await self.step()
             try:
                 await asyncio.wait_for(self._wake.wait(), self._period)
@@ -173,9 +174,9 @@ class Leader:
                 continue
 
     async def step(self) -> None:
-        """Look at the Lease once, and take or renew it if we may."""
+        """Read the Lease once, and take or renew it if that is allowed."""
         started = self._clock()
-        self._tell()  # it may have run out since the last look: what was not done meanwhile is to be done anew
+        self._notify()  # the Lease may have expired since the last step: dropped work must be done again
         try:
             lease = await self._attempt()
             if self._complained:
@@ -190,26 +191,26 @@ class Leader:
                 self._complained = True
             self.reached = isinstance(error, errors.Answered) and not isinstance(error, errors.Busy)
             if self._beat is not None and not self.reached:
-                self._beat.at = self._clock()  # nothing is owed while the API server is away
+                self._beat.at = self._clock()  # while the API server does not answer, no event is expected
             lease = None
         if lease is not None:
             version = version_of(lease["metadata"])
             if self._beat is None and version > self._shown:
                 self._beat = _Beat(version, self._clock())
-            # The Lease may have run out while the API server answered. Triggers of that time were dropped, so the lapse
+            # The Lease may have expired while the API server answered. Triggers of that time were dropped, so the lapse
             # is reported before the renewal ends it.
-            self._tell()
+            self._notify()
             if (lease.get("spec") or {}).get("holderIdentity") == self.me:
-                # A third less than the Lease holds for others, so that two clocks that drift never overlap.
+                # One third less than the Lease is valid for others, so that the clocks of two operators may drift.
                 self._until = started + self._seconds * 2 / 3
             else:
                 self._until = None
-        self._tell()
+        self._notify()
 
     async def release(self) -> None:
-        """Give the Lease back, so that a successor need not wait for it to run out.
+        """Release the Lease, so that a successor does not wait until it expires.
 
-        A Lease that ran out is given back too: others wait for longer than its holder acts.
+        An expired Lease is released too: others wait for longer than its holder acts.
         """
         if self._until is None:
             return
@@ -220,10 +221,11 @@ class Leader:
                 lease["spec"]["holderIdentity"] = ""
                 await self._kube.replace(LEASES, self.namespace, LEASE_NAME, lease)
         except errors.KubeError as error:
-            log.info("the Lease was not given back: %s", error)
+            log.info("the Lease was not released: %s", error)
 
     async def _attempt(self) -> dict[str, Any]:
-        # A renewal needs no GET: the version of the last one is sent, and a foreign write since then is a Conflict.
+        # A renewal needs no GET: it sends the version of the last one, and another client's write since then is a
+        # Conflict.
         held, self._held = self._held, None
         try:
             lease = held or await self._kube.get(LEASES, self.namespace, LEASE_NAME)
@@ -243,7 +245,7 @@ class Leader:
         except errors.Conflict:
             if held is None:
                 raise
-            return await self._attempt()  # somebody wrote the Lease since the last renewal: read it
+            return await self._attempt()  # another client wrote the Lease since the last renewal: read it
         except errors.NotFound:
             lease = await self._kube.create(LEASES, self.namespace, self._fresh())
         self._held = lease
@@ -258,7 +260,7 @@ class Leader:
                 log.info("another operator holds the Lease %s/%s: %s", self.namespace, LEASE_NAME, holder)
             self._foreign = (holder, version, self._clock())
             return False
-        # Its own clock is not compared with ours: what counts is for how long *we* saw no change.
+        # The holder's clock is not compared with this one: only the time without an observed change counts.
         lasts = float(lease["spec"].get("leaseDurationSeconds") or self._seconds)
         return self._clock() - self._foreign[2] >= lasts
 
@@ -284,7 +286,7 @@ class Leader:
     def _stamp(self) -> str:
         return self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         leads = self.leads()
         if leads != self._was:
             self._was = leads

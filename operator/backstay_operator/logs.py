@@ -1,4 +1,4 @@
-"""Log lines on stderr: for people, or one JSON object a line."""
+"""Log lines on stderr: text for people, or one JSON object for each line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with the fields that log collectors expect."""
+    """One JSON object for each line, with the fields that log collectors expect."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format one line."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -26,14 +26,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message."""
+    """Time, level and message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
 
 
 def set_up(kind: Literal["text", "json"], level: str) -> None:
-    """Log to stderr; Kopf's own lines only from WARNING on, as they tell of each event."""
+    """Log to stderr. Kopf's own lines are shown from WARNING on, because it logs each event."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     root = logging.getLogger()
@@ -42,5 +42,5 @@ def set_up(kind: Literal["text", "json"], level: str) -> None:
     for name in ("kopf", "aiohttp", "asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     if root.level > logging.DEBUG:
-        # While the API server is away each of Kopf's watches tells of each of its tries; our Lease tells it once.
+        # While the API server does not answer, each of Kopf's watches logs each try. The Lease's warning is enough.
         logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)

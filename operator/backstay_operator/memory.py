@@ -1,4 +1,4 @@
-"""What the operator remembers of a job between two runs, and may forget: a restart costs only a few reads."""
+"""State of a job that the operator keeps between two runs. It may be lost: a restart costs only a few reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_EVENTS = 64
 
 
 @dataclass
-class Told:
+class SentEvent:
     """An event that was sent: its object's name and how often it was repeated."""
 
     name: str
@@ -22,17 +22,17 @@ class Told:
 
 @dataclass
 class JobMemory:
-    """One job, by its uid: a job that was made again under an old name starts with nothing.
+    """The state of one job, by its uid: a job that was created again under an old name starts with an empty state.
 
     Attributes:
         uid: the job's.
         secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
             `backstay_spec.observed.Observed`.
-        account: of the seconds of its worker pods; None: it is to be continued from the job's status.
-        told: the events sent, by (type, reason, message).
-        died: (role, index) -> why the last pod of that place died; kept until its replacement is created.
-        ended: (role, index) -> the clock when a pod of that place was first seen to have ended.
-        planned_at: the clock when the newest plan was made; None: no plan yet.
+        account: of the seconds of its worker pods; None: it must be continued from the job's status.
+        sent_events: the events that were sent, by (type, reason, message).
+        died: (role, index) -> why the last pod of that slot died; kept until its replacement is created.
+        ended: (role, index) -> the clock when a pod of that slot was first observed to have ended.
+        planned_at: the clock when the newest plan was made; None: no plan was made yet.
     """
 
     uid: str
@@ -47,13 +47,13 @@ class JobMemory:
     refused: dict[str, Refusal] = field(default_factory=dict)
     status_written: datetime | None = None
     account: Account | None = None
-    told: dict[tuple[str, str, str], Told] = field(default_factory=dict)
+    sent_events: dict[tuple[str, str, str], SentEvent] = field(default_factory=dict)
     died: dict[tuple[str, int], str] = field(default_factory=dict)
     ended: dict[tuple[str, int], float] = field(default_factory=dict)
     planned_at: float | None = None
 
     def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
-        """Forget what speaks of pods that are neither the newest of their place nor serve it."""
+        """Drop entries about pods that are neither the newest of their slot nor serve it."""
         current = set()
         for key, incarnation in (*incarnations.items(), *active.items()):
             role, _, index = key.rpartition("-")
@@ -61,5 +61,5 @@ class JobMemory:
                 current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))
         self.missing &= current
         self.witnessed &= current
-        while len(self.told) > _MOST_EVENTS:
-            del self.told[next(iter(self.told))]
+        while len(self.sent_events) > _MOST_EVENTS:
+            del self.sent_events[next(iter(self.sent_events))]

@@ -1,4 +1,4 @@
-"""The JSON merge patch (RFC 7386) between two documents: a status is written whole, yet only changes are sent."""
+"""The JSON merge patch (RFC 7386) between two documents: the caller has a whole status, and sends only changes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """What turns `old` into `new`: null where a field goes, whole lists, nothing for what is equal; {} when all is.
+    """The patch that changes `old` to `new`: null removes a field, lists are replaced whole; {}: they are equal.
 
-    `new` holds no null of its own: a merge patch cannot say one.
+    `new` must not contain null, because a merge patch cannot express it.
     """
     patch: dict[str, Any] = {}
     for name in old.keys() - new.keys():

@@ -1,6 +1,7 @@
-"""Every metric that the operator exports, in one place, so that a dashboard can be tested against the list.
+"""Every metric that the operator exports, in one module, so that a test can compare the dashboards with the list.
 
-The label `role` is spelled as in a job's status, `ParameterServer`, `Worker` or `Evaluator`, here and in the pods' own.
+The values of the label `role` are `ParameterServer`, `Worker` and `Evaluator`, as in a job's status and in the pods'
+metrics.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _SLOW: Final = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 
 
 class WatchCollector(Collector):
-    """How the watches do, computed at each scrape."""
+    """The state of the watches, computed at each scrape."""
 
     def __init__(self, ages: Callable[[], Mapping[str, float]], owed: Callable[[], float]) -> None:
         """
         Args:
-            ages: resource -> seconds since its watch last brought an event.
-            owed: seconds for which a watch that owes the operator its own write has brought nothing.
+            ages: returns resource -> seconds since its watch last received an event.
+            owed: returns seconds without an event from a watch that has not shown a write of the operator.
         """
         self.ages, self.owed = ages, owed
 
@@ -48,7 +49,7 @@ class WatchCollector(Collector):
         """One sample for each watched resource."""
         family = GaugeMetricFamily(
             "backstay_operator_watch_age_seconds",
-            "Seconds since the watch of a resource last brought an event.",
+            "Seconds since the watch of a resource last received an event.",
             labels=["resource"],
         )
         for resource, age in self.ages().items():
@@ -56,13 +57,13 @@ class WatchCollector(Collector):
         yield family
         yield GaugeMetricFamily(
             "backstay_operator_watch_overdue_seconds",
-            "Seconds for which a watch has not brought a write of the operator itself; 0: none is outstanding.",
+            "Seconds without an event from a watch that has not shown a write of the operator; 0: all were shown.",
             self.owed(),
         )
 
 
 class Metrics:
-    """The metrics of one operator, in a registry of its own."""
+    """The metrics of one operator, in a separate registry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -77,13 +78,13 @@ class Metrics:
         self.reconciles = Counter("backstay_operator_reconciles_total", "Runs of a job's reconciliation.", registry=to)
         self.reconcile_seconds = Histogram(
             "backstay_operator_reconcile_duration_seconds",
-            "Time that one run took, its API calls included.",
+            "Duration of one run, including its API calls.",
             buckets=_FAST,
             registry=to,
         )
         self.errors = Counter(
             "backstay_operator_errors_total",
-            "Errors after which the operator tried again, by kind.",
+            "Errors after which the operator tries again, by kind.",
             ["kind"],
             registry=to,
         )
@@ -98,35 +99,35 @@ class Metrics:
         )
         self.pod_deaths = Counter(
             "backstay_operator_pod_deaths_total",
-            "Pods found dead before their job was done, by role and cause.",
+            "Pods that died before their job was complete, by role and cause.",
             ["role", "cause"],
             registry=to,
         )
         self.replacement_seconds = Histogram(
             "backstay_operator_replacement_duration_seconds",
-            "From a pod's end being seen to its replacement being created, where nothing had to be waited for.",
+            "Time from the observed end of a pod to the creation of its replacement, if nothing delayed the creation.",
             buckets=_FAST,
             registry=to,
         )
         self.api_requests = Counter(
             "backstay_operator_api_requests_total",
-            "Requests to the API server (watches apart) by verb, resource and status code (0: no answer).",
+            "Requests to the API server (except watches) by verb, resource and status code (0: no answer).",
             ["verb", "resource", "code"],
             registry=to,
         )
         self.api_seconds = Histogram(
             "backstay_operator_api_request_duration_seconds",
-            "Time to the answer of a request to the API server.",
+            "Time until a request to the API server is answered.",
             ["verb"],
             buckets=_FAST,
             registry=to,
         )
         self.watch_events = Counter(
-            "backstay_operator_watch_events_total", "Events that the watches brought.", ["resource"], registry=to
+            "backstay_operator_watch_events_total", "Events that the watches received.", ["resource"], registry=to
         )
         self.ghosts = Counter(
             "backstay_operator_missed_deletions_total",
-            "Objects that a list no longer had although no watch had told of their deletion.",
+            "Objects that a list no longer contained, although no watch had reported their deletion.",
             ["resource"],
             registry=to,
         )
@@ -138,7 +139,7 @@ class Metrics:
         )
         self.recovery_seconds = Histogram(
             "backstay_operator_recovery_duration_seconds",
-            "From a pod's death being seen to its replacement at work: a worker has contributed, another pod is ready.",
+            "Time from a pod's observed death until its replacement works: a worker contributed, another pod is ready.",
             ["role"],
             buckets=_SLOW,
             registry=to,
@@ -147,7 +148,7 @@ class Metrics:
             clock, wall, recovered=lambda role, seconds: self.recovery_seconds.labels(role).observe(seconds)
         )
         self.registry.register(self.job)
-        # `increase` does not see the first step of a counter whose series begins with it.
+        # `increase` ignores the first increment of a counter whose series begins with it.
         for role in get_args(Role):
             self.pods_created.labels(role)
             self.recovery_seconds.labels(role)
@@ -156,22 +157,22 @@ class Metrics:
                 self.pods_replaced.labels(role, str(cause))
 
     def request(self, verb: str, resource: str, code: int, seconds: float) -> None:
-        """One request to the API server; what `Kube` is told to observe with."""
+        """Count one request; this is the argument `observe` of `Kube`."""
         self.api_requests.labels(verb, resource, str(code)).inc()
         self.api_seconds.labels(verb).observe(seconds)
 
     def watch_moved(self, resource: str) -> None:
-        """The watch of `resource` brought an event."""
+        """The watch of `resource` received an event."""
         self.moved[resource] = self.clock()
         self.watch_events.labels(resource).inc()
 
     def watch_ages(self) -> dict[str, float]:
-        """Seconds since each watch moved."""
+        """Seconds since each watch last received an event."""
         now = self.clock()
         return {resource: now - at for resource, at in list(self.moved.items())}
 
     async def page(self) -> bytes:
-        """The text that a scrape gets. At 1,000 jobs it takes a second of a processor: a thread makes it."""
+        """The text of a scrape, computed in a thread. At 1,000 jobs it takes one second of CPU time."""
         self._overdue = self.watch_overdue()
         return await asyncio.to_thread(generate_latest, self.registry)
 

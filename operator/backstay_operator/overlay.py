@@ -1,9 +1,8 @@
-"""What is known of the cluster: Kopf's indexes, overlaid with what we ourselves have written since (O1).
+"""The known objects of the cluster: Kopf's indexes, overlaid with the operator's newer writes (O1).
 
-A watch tells of our own writes only some time after they were made. Planning from the index alone would, in between,
-create a pod again or believe in one that was just deleted. So a write's answer is kept, by uid, until the watch has
-shown that version or a later one; and a uid that is known to be gone stays gone, whatever late event still speaks of
-it.
+A watch shows the operator's writes only some time after they were made. A plan from the index alone would then create a
+pod again, or use a pod that was deleted. So the answer to a write is kept, by uid, until the watch has shown that
+version or a later one. A uid that was deleted stays deleted, although late events may still contain it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any, Final, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-#: No answer to a request comes later than this many seconds after the object's deletion was shown.
+#: Seconds after the deletion of an object was shown. No answer to a request arrives later than this.
 _REST: Final = 120.0
 
 
 def version_of(metadata: Mapping[str, Any]) -> int:
-    """The resourceVersion as a number, which Kubernetes orders by since 1.35; -1 when it is not one."""
+    """The resourceVersion as a number, by which Kubernetes orders since 1.35; -1 if it is not a number."""
     try:
         return int(metadata.get("resourceVersion") or -1)
     except ValueError:
@@ -29,7 +28,7 @@ def version_of(metadata: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seen(Generic[T]):
-    """One object at one resourceVersion; `value` is what of it was worth keeping."""
+    """One object at one resourceVersion; `value` is the part of it that is kept."""
 
     uid: str
     name: str
@@ -38,7 +37,7 @@ class Seen(Generic[T]):
 
     @classmethod
     def of(cls, obj: Mapping[str, Any], value: T) -> Seen[T]:
-        """From an object of the API."""
+        """Create it from an object of the API."""
         metadata = obj["metadata"]
         return cls(metadata["uid"], metadata["name"], version_of(metadata), value)
 
@@ -61,11 +60,11 @@ class Overlay(Generic[K, T]):
         self._clock = clock
         self._index: Mapping[K, Iterable[Seen[T]]] = {} if index is None else index
         self._writes: dict[K, dict[str, _Write[T]]] = {}
-        self._gone: set[str] = set()  # known to be no more before the watch said so
-        self._buried: dict[str, float] = {}  # the watch said so, and when: an answer may come later still
+        self._gone: set[str] = set()  # deleted, and the watch has not shown it yet
+        self._deleted: dict[str, float] = {}  # the watch showed the deletion, at this time; an answer may arrive later
 
     def attach(self, index: Mapping[K, Iterable[Seen[T]]]) -> None:
-        """Read from another index from now on; nothing of a former watch is believed any more."""
+        """Read from another index from now on; the state of the previous watch is dropped."""
         self._index = index
         self._gone.clear()
 
@@ -88,8 +87,8 @@ class Overlay(Generic[K, T]):
         return sorted((seen for uid, seen in found.items() if uid not in self._gone), key=lambda seen: seen.name)
 
     def wrote(self, key: K, seen: Seen[T]) -> None:
-        """The API server answered a write with this."""
-        if seen.uid in self._gone or seen.uid in self._buried:
+        """The API server answered a write with this object."""
+        if seen.uid in self._gone or seen.uid in self._deleted:
             return
         shown = next((other for other in self._indexed(key) if other.uid == seen.uid), None)
         if shown is not None and shown.version >= seen.version:
@@ -99,18 +98,18 @@ class Overlay(Generic[K, T]):
         if before is None:
             writes[seen.uid] = _Write(seen, self._clock())
         elif before.seen.version <= seen.version:
-            before.seen = seen  # `at` stays: the watch owes us since then
+            before.seen = seen  # `at` stays: the watch has been late since then
 
     def removed(self, key: K, uid: str) -> None:
-        """This very object is no more, although a watch may not have said so yet."""
+        """The object with this uid no longer exists, although a watch may not have shown that yet."""
         self._gone.add(uid)
         self._drop(key, uid)
 
     def shown(self, key: K, uid: str, version: int, *, deleted: bool) -> None:
-        """The watch told of an object; what we wrote before that is of no more use."""
+        """The watch showed an object. Earlier writes of that object are no longer needed."""
         if deleted:
             self._gone.discard(uid)
-            self._bury(uid)
+            self._record_deletion(uid)
             self._drop(key, uid)
             return
         write = self._writes.get(key, {}).get(uid)
@@ -118,22 +117,22 @@ class Overlay(Generic[K, T]):
             self._drop(key, uid)
 
     def is_gone(self, uid: str) -> bool:
-        """Is this uid known to be no more?"""
+        """Whether the object with this uid was deleted."""
         return uid in self._gone
 
     def owed_since(self) -> float | None:
-        """The clock at the oldest write that the watch has not shown; None when it owes nothing."""
+        """The clock at the oldest write that the watch has not shown; None: the watch has shown all writes."""
         return min((write.at for writes in self._writes.values() for write in writes.values()), default=None)
 
-    def pardon(self) -> None:
-        """Count from now what the watch owes: the API server was away meanwhile, which is not the watch's fault."""
+    def restart_clock(self) -> None:
+        """Measure the watch's delay from now: the API server did not answer, and the watch could not show writes."""
         now = self._clock()
         for writes in self._writes.values():
             for write in writes.values():
                 write.at = now
 
     def missing_from(self, listed: Mapping[str, int], version: int) -> Iterator[tuple[K, Seen[T]]]:
-        """What is believed in and a list did not have, although it is older than the list.
+        """The objects that are missing in a list, although they are older than the list.
 
         Args:
             listed: uid -> resourceVersion, the whole list.
@@ -144,11 +143,11 @@ class Overlay(Generic[K, T]):
                 if seen.uid not in listed and seen.version < version:
                     yield key, seen
 
-    def _bury(self, uid: str) -> None:
+    def _record_deletion(self, uid: str) -> None:
         now = self._clock()
-        while self._buried and next(iter(self._buried.values())) < now - _REST:
-            del self._buried[next(iter(self._buried))]
-        self._buried[uid] = now
+        while self._deleted and next(iter(self._deleted.values())) < now - _REST:
+            del self._deleted[next(iter(self._deleted))]
+        self._deleted[uid] = now
 
     def _indexed(self, key: K) -> Iterable[Seen[T]]:
         return self._index.get(key, ())

@@ -1,10 +1,10 @@
 """The control channel (O8): every 2 s the operator sends each server the settings of its job and reads its state.
 
-One task for a job, so that a slow job delays no other; their starts are spread by chance and the number of calls is
-bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new one.
+One task for each job, so a slow job does not delay the others. Their starts are spread at random, and the number of
+calls is bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new channel.
 
-A server that does not answer also gets a health request with a long deadline, which a starved process answers, and
-workers are asked whether it answers them. `contact` counts what proves something.
+A server that does not answer also gets a health request with a long deadline. A process without enough CPU time
+answers it. Reports of workers show whether the server answers them. `contact` counts the calls that prove something.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ from backstay_spec.observed import Contact, Progress, Stalled, StoredReport, Ter
 
 log = logging.getLogger(__name__)
 
-# A worker calls each server every 2 s; one that answered so lately is not hung.
-ANSWERED_LATELY: Final = 6.0
+# A worker calls each server every 2 s; a server that answered within this time is not hung.
+RECENT_SECONDS: Final = 6.0
 _LONGEST_REPORT: Final = 64 << 10
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server pod that can be called."""
+    """A server pod that can be called."""
 
     shard: int
     incarnation: int
     pod_uid: str
     address: str  # host:port
-    serves: bool = True  # its answers are the job's; a standby's are not
+    serves: bool = True  # whether its answers are about the job; a standby's are not
     health: str = ""  # URL of its health port; empty: it has none
 
 
 @dataclass(frozen=True)
 class Round:
-    """What to call for one job, and with what.
+    """The calls to make for one job, and their content.
 
     Attributes:
-        servers: its servers that run now, standbys and those that were replaced included: they must hear who serves.
+        servers: its running servers, including standbys and replaced servers: they must receive the serving
+            incarnations.
         token: the job's.
         world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
         record: returns the job's history as JSON, for shard 0.
         record_id: another text whenever something happened to the job.
         workers: URLs of the health ports of some running workers, by uid of the pod.
-        worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: there is none.
+        worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: no such pod exists.
     """
 
     servers: Sequence[Server]
@@ -101,10 +102,10 @@ def combine(
     replies: Mapping[int, control_pb2.ProgressReply],
     taken: datetime,
 ) -> Progress | None:
-    """One round's answers as the planner wants them.
+    """The answers of one round, in the planner's form.
 
-    What the whole job does is said by the coordinator (shard 0); that a worker is stalled, has handed in a gradient, or
-    lives, by any shard. None when no server answered.
+    The coordinator (shard 0) reports the state of the whole job. Any shard reports workers that are stalled, that have
+    contributed, or that are alive. None if no server answered.
     """
     if not replies:
         return None
@@ -117,12 +118,12 @@ def combine(
         for found, told in ((contributed, reply.contributed), (beating, reply.beating)):
             for rank, incarnation in told.items():
                 found[rank] = max(incarnation, found.get(rank, 0))
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     coordinator = replies.get(0)
     if coordinator is not None:
         stored = coordinator.checkpoint if coordinator.HasField("checkpoint") else None
-        said = {
-            # A server that is still loading is in no term, and at no step.
+        fields = {
+            # A server that is still loading has no term and no step.
             "term": coordinator.term or None,
             "step": coordinator.step if coordinator.term else None,
             "loss": coordinator.loss if coordinator.has_loss else None,
@@ -150,9 +151,9 @@ def combine(
             "done": coordinator.done,
         }
         if stored is not None:
-            said["checkpoint_error"] = stored.error
+            fields["checkpoint_error"] = stored.error
             if stored.uri:
-                said |= {"checkpoint_step": stored.step, "checkpoint_uri": stored.uri}
+                fields |= {"checkpoint_step": stored.step, "checkpoint_uri": stored.uri}
     return Progress(
         taken=taken,
         reached=frozenset(replies),
@@ -160,12 +161,12 @@ def combine(
         stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
         contributed=contributed,
         beating=beating,
-        **said,
+        **fields,
     )
 
 
 def carried(before: Progress | None, after: Progress) -> Progress:
-    """`after`, and of `before` what servers that `after` did not reach have left: their standbys, and the last step."""
+    """`after`, with the last reported standbys and step of the servers that `after` did not reach."""
     here = (after.term, after.step) if after.term is not None and after.step is not None else None
     if before is None:
         return replace(after, last=here)
@@ -191,7 +192,7 @@ def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:
-    """Does `after` say more than that training goes on: something to plan for now, and not in ten seconds?"""
+    """Whether `after` contains news for which a plan is needed now, and not in ten seconds."""
     if before is None:
         return True
     fields = ("reached", "term", "world", "stalled", "contributed", "in_sync", "checkpoint_error", "reports", "done")
@@ -200,7 +201,7 @@ def urgent(before: Progress | None, after: Progress) -> bool:
 
 @dataclass
 class _Line:
-    """To one server's pod."""
+    """The channel to one server's pod."""
 
     channel: grpc.aio.Channel
     stub: control_pb2_grpc.ControlStub
@@ -216,37 +217,37 @@ class Poll:
     lines: dict[str, _Line] = field(default_factory=dict)
     calls: Calls = field(default_factory=Calls)
     since: float = float("-inf")  # when its newest round began
-    asked: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
+    checks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
     hung: set[str] = field(default_factory=set)  # those of them that left the request unanswered
     recorded: dict[str, str] = field(default_factory=dict)  # by uid of shard 0's server: the id of its record
 
 
 class Poller:
-    """Calls the servers of every job that it was told to follow.
+    """Calls the servers of the jobs that `follow` was called for.
 
     Args:
-        what: the round to make for a job now; None when it has none to be called.
-        heard: gets each round's answers, combined.
-        contacted: gets what each round shows about who answers.
+        what: returns the round for a job; None: it has no servers to call.
+        on_progress: called with each round's answers, combined.
+        on_contact: called with each round's result about which pods answer.
         metrics: counts calls by outcome.
         now: the time of day.
         clock: seconds, monotonic.
-        draw: a number in [0, 1): where in the period a job's first call falls.
+        draw: returns a random number in [0, 1): where in the period a job's first call is.
         period: seconds between two rounds of a job.
         deadline: seconds that one call may take.
         patience: seconds that a health request to a server that does not answer may take.
-        at_once: how many calls, of all jobs, are under way.
+        at_once: the number of calls, of all jobs, that are in progress at the same time.
     """
 
     def __init__(
         self,
         what: Callable[[JobKey], Round | None],
-        heard: Callable[[JobKey, Progress], None],
+        on_progress: Callable[[JobKey, Progress], None],
         metrics: Metrics,
         *,
         now: Callable[[], datetime],
         draw: Callable[[], float],
-        contacted: Callable[[JobKey, Contact], None] = lambda *_: None,
+        on_contact: Callable[[JobKey, Contact], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         period: float = 2.0,
         deadline: float = 1.5,
@@ -254,8 +255,8 @@ class Poller:
         at_once: int = 64,
     ) -> None:
         self._what = what
-        self._heard = heard
-        self._contacted = contacted
+        self._on_progress = on_progress
+        self._on_contact = on_contact
         self._metrics = metrics
         self._now = now
         self._clock = clock
@@ -279,7 +280,7 @@ class Poller:
             self._polls[key] = Poll(task)
 
     def hurry(self, key: JobKey) -> None:
-        """Another server serves: begin the next round at once."""
+        """Another server serves the job: begin the next round at once."""
         if key in self._polls:
             self._polls[key].now.set()
 
@@ -317,17 +318,17 @@ class Poller:
                 except Exception:  # a reply that cannot be read must not end the calls
                     log.exception("job %s/%s: a round of progress calls failed", *key)
                     self._metrics.errors.labels("progress").inc()
-                # A server that uses up its deadline must not make the calls to the others rarer.
+                # A server that uses up its deadline must not reduce the rate of the calls to the others.
                 delay = max(self._period / 4, self._period * (0.9 + 0.2 * self._draw()) - (self._clock() - began))
         finally:
             self._polls.pop(key, None)
             for line in poll.lines.values():
                 await self._close(line)
-            for task in poll.asked.values():
+            for task in poll.checks.values():
                 await _cancel(task)
 
     async def round(self, key: JobKey, poll: Poll, todo: Round) -> None:
-        """Call all servers of a job once; the lines to them are kept from round to round, by the uid of the pod."""
+        """Call all servers of a job once; their channels are kept from round to round, by the uid of the pod."""
         for uid in poll.lines.keys() - {server.pod_uid for server in todo.servers}:
             await self._close(poll.lines.pop(uid))
             poll.recorded.pop(uid, None)
@@ -345,15 +346,15 @@ class Poller:
         if self._attention.paused_since(began):
             poll.calls.reset()
             poll.hung.clear()
-            return  # it begins anew: what was not answered meanwhile proves nothing
+            return  # the counts were reset: calls during the pause prove nothing
         now = self._now()
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
-        self._contacted(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung)))
+        self._on_contact(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung)))
         replies = {server.shard: reply for server, reply in answered if server.serves}
         combined = combine(replies, now)
         if combined is not None:
-            await self._ask_workers(poll, todo, combined.stalled)
-            self._heard(key, combined)
+            await self._check_workers(poll, todo, combined.stalled)
+            self._on_progress(key, combined)
 
     async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
         line = poll.lines.get(server.pod_uid)
@@ -387,24 +388,24 @@ class Poller:
         found: control_pb2.ProgressReply = reply
         return found
 
-    # A worker without heartbeats.
+    # Workers without heartbeats.
 
-    async def _ask_workers(self, poll: Poll, todo: Round, stalled: Sequence[Stalled]) -> None:
-        """Send a health request to each worker whose heartbeats have stopped; forget the others."""
+    async def _check_workers(self, poll: Poll, todo: Round, stalled: Sequence[Stalled]) -> None:
+        """Send a health request to each worker whose heartbeats have stopped; drop the results of the others."""
         silent = (s for s in stalled if s.reason.startswith(contract.NO_HEARTBEAT))
         found = dict(pod for s in silent if (pod := todo.worker(s.rank, s.incarnation)) is not None)
-        for uid in poll.asked.keys() - found.keys():
-            await _cancel(poll.asked.pop(uid))
+        for uid in poll.checks.keys() - found.keys():
+            await _cancel(poll.checks.pop(uid))
         poll.hung &= found.keys()
         for uid, url in found.items():
-            if uid not in poll.hung and (uid not in poll.asked or poll.asked[uid].done()):
-                poll.asked[uid] = asyncio.get_running_loop().create_task(self._ask_worker(poll, uid, url))
+            if uid not in poll.hung and (uid not in poll.checks or poll.checks[uid].done()):
+                poll.checks[uid] = asyncio.get_running_loop().create_task(self._check_worker(poll, uid, url))
 
-    async def _ask_worker(self, poll: Poll, uid: str, url: str) -> None:
+    async def _check_worker(self, poll: Poll, uid: str, url: str) -> None:
         if await self._health(url) is False:
             poll.hung.add(uid)
 
-    # A server that does not answer.
+    # Servers that do not answer.
 
     def _call_longer(self, poll: Poll, line: _Line, server: Server) -> None:
         if server.health and (line.long_call is None or line.long_call.done()):
@@ -418,8 +419,8 @@ class Poller:
             poll.calls.long_missed(server.pod_uid)
 
     async def _health(self, url: str) -> bool | None:
-        """Whether a pod answers one health request; a connection that is refused is tried again until the time is over.
-        None: this process was late itself, so nothing is known."""
+        """Whether a pod answers one health request; a refused connection is tried again until the time is over.
+        None: this process was late, so the result is unknown."""
         began = self._clock()
         while (left := began + self._patience - self._clock()) > 0:
             if await self._get(f"{url}/healthz", left) is not None:
@@ -428,7 +429,7 @@ class Poller:
         return False if self._attention.awake_since(began) else None
 
     async def _witness(self, url: str) -> str | None:
-        """What a worker reports about the servers that it calls; None without an answer."""
+        """The report of a worker about the servers that it calls; None without an answer."""
         return await self._get(f"{url}/peers", self._deadline)
 
     async def _get(self, url: str, seconds: float) -> str | None:
@@ -453,21 +454,21 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """Which of `shards` answer a worker's heartbeats, and which do not, by reports of the form
-    ``{"0": {"answered": 1.2, "missed": 0}}``: seconds since the last answer, and calls of 5 s without one since then.
+    """Which of `shards` answer a worker's heartbeats, and which do not.
 
-    A worker that was paused itself has an old answer and no missed calls; it proves neither.
+    The reports have the form ``{"0": {"answered": 1.2, "missed": 0}}``: seconds since the last answer, and calls of 5 s
+    without an answer since then. A worker that was paused has an old answer and no missed calls, which prove nothing.
     """
     reachable, unreachable = set(), set()
     for report in reports:
         try:
             found = json.loads(report or "{}")
-            peers = {int(shard): (float(said["answered"]), int(said["missed"])) for shard, said in found.items()}
+            peers = {int(shard): (float(times["answered"]), int(times["missed"])) for shard, times in found.items()}
         except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # an older trainer does not know the question
+            continue  # an older trainer, which has no such report
         for shard in shards:
             answered, missed = peers.get(shard, (float("inf"), 0))
-            if answered < ANSWERED_LATELY:
+            if answered < RECENT_SECONDS:
                 reachable.add(shard)
             elif missed:
                 unreachable.add(shard)
@@ -481,6 +482,6 @@ def health_of(pod_ip: str) -> str:
 
 
 def address_of(pod_ip: str) -> str:
-    """Where a pod's control service listens, as gRPC writes it."""
+    """The address of a pod's control service, in gRPC's form."""
     host = f"[{pod_ip}]" if ":" in pod_ip else pod_ip
     return f"{host}:{contract.PORT_CONTROL}"

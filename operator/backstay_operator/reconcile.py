@@ -1,4 +1,4 @@
-"""One look at one job (O1): what is observed goes to the planner, its plan is carried out, until there is none."""
+"""Reconciles one job (O1): plans from the observed state, and carries the plan out, until no action is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _ROUNDS: Final = 6
 _OVER: Final = ("Succeeded", "Failed")
-# What training alone changes in a status is written no more often (O8).
+# Seconds between two writes of a status in which only the progress of training changed (O8).
 _PACE: Final = 10.0
 _MOST_WITNESSES: Final = 4
 
@@ -48,17 +48,17 @@ class _Parsed:
 
 
 class Reconciler:
-    """Brings one job's objects to what its spec says; `Dispatcher` calls it for one job at a time.
+    """Brings one job's objects to the state that its spec describes; `Dispatcher` calls it for one job at a time.
 
     Args:
-        cluster: what is known.
+        cluster: the known objects.
         executor: carries plans out.
         settings: the planner's.
         key: the operator's key.
         metrics: of the operator and of the jobs.
         clock: seconds, monotonic.
         now: the time of day, aware.
-        leads: may this operator act?
+        leads: whether this operator may act.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Reconciler:
         self.mark_after: Callable[[JobKey, float], None] = lambda *_: None
 
     async def __call__(self, key: JobKey) -> float | None:
-        """Reconcile `key`; returns seconds until it wants to be looked at again though nothing happens.
+        """Reconcile `key`. Returns the seconds after which it must run again, also if no event arrives.
 
         Raises:
             backstay_operator.errors.KubeError: the status could not be written.
@@ -122,9 +122,9 @@ class Reconciler:
                 typed = _typed(job, spec)
                 memory.prune(key[1], typed.status.incarnations, typed.status.active)
                 if spec.run_policy.suspend and not self._cluster.objects(PODS, key):
-                    memory.progress = None  # what was said before the suspension is not news after it
+                    memory.progress = None  # the progress before the suspension is outdated
                 planned = plan(typed, self._observed(key, memory, typed), self._now(), self._settings)
-            hurried = hurried or _serves_anew(job, planned.status)
+            hurried = hurried or _servers_changed(job, planned.status)
             done = await self._executor.carry_out(key, job, planned, memory)
             if not done.again or not self._leads():
                 again = _soonest(planned.requeue_after, done.wait)
@@ -136,7 +136,7 @@ class Reconciler:
                 self.hurry(key)
         return again
 
-    # What is observed.
+    # The observed state.
 
     def _memory(self, key: JobKey, job: Json) -> JobMemory:
         uid = job["metadata"]["uid"]
@@ -148,7 +148,7 @@ class Reconciler:
         return memory
 
     def _spec(self, key: JobKey, job: Json) -> TrainingJobSpec | SpecErrors:
-        """The spec as typed, validated once a generation: an older CRD, or none, may have let a bad one in."""
+        """The typed spec, validated once for each generation: an older CRD may have accepted an invalid one."""
         metadata = job["metadata"]
         kept = self._parsed.get(key)
         if kept is None or kept[0] != metadata["uid"] or kept[1].generation != metadata.get("generation", 0):
@@ -205,7 +205,7 @@ class Reconciler:
     # The control channel.
 
     def round(self, key: JobKey) -> Round | None:
-        """What to tell and ask this job's servers now; None when there is none to be asked, or we do not act."""
+        """The calls to this job's servers; None: it has no servers to call, or this operator does not act."""
         job = self._cluster.job(key)
         memory = self._memories.get(key)
         if job is None or memory is None or not self._leads():
@@ -214,7 +214,7 @@ class Reconciler:
         status = job.get("status") or {}
         if isinstance(spec, SpecErrors) or status.get("phase") in _OVER:
             return None
-        # Of shards with standbys the incarnation that serves, not the newest: who is older stops.
+        # Of shards with standbys, the incarnation that serves, not the newest: a server with an older one stops.
         active: Mapping[str, int] = status.get("active") or {}
         incarnations: Mapping[str, int] = {**(status.get("incarnations") or {}), **active}
         servers = [
@@ -243,8 +243,8 @@ class Reconciler:
             worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )
 
-    def contacted(self, key: JobKey, contact: Contact) -> None:
-        """A round of calls ended: who answered."""
+    def on_contact(self, key: JobKey, contact: Contact) -> None:
+        """A round of calls ended, with this result about which pods answer."""
         memory = self._memories.get(key)
         if memory is None:
             return
@@ -254,12 +254,12 @@ class Reconciler:
             self.mark(key)
 
     def took_over(self) -> None:
-        """This operator begins to act: whatever it knew about who answers is from before."""
+        """This operator begins to act. Its records of which pods answer are outdated."""
         for memory in self._memories.values():
             memory.contact = None
 
-    def heard(self, key: JobKey, progress: Progress) -> None:
-        """The servers answered."""
+    def on_progress(self, key: JobKey, progress: Progress) -> None:
+        """The servers answered with this progress."""
         memory = self._memories.get(key)
         if memory is None:
             return
@@ -284,25 +284,25 @@ class Reconciler:
         if now_urgent:
             self.mark(key)
         else:
-            # Counted from the newest plan and not from the newest write: a plan that finds nothing to write would
-            # else follow each round of calls. A plan that is not due to write progress asks to be made again then.
+            # Counted from the newest plan and not from the newest write. Otherwise a plan that finds nothing to write
+            # would follow each round of calls. A plan that must not write progress yet requests another run.
             since = _PACE if memory.planned_at is None else self._clock() - memory.planned_at
             self.mark_after(key, max(0.0, _PACE - since))
 
     def _trains(self, key: JobKey) -> bool | None:
-        """What the condition Training of the job's status says; None: nothing yet."""
+        """The status of the job's condition Training; None: it has no such condition yet."""
         job = self._cluster.job(key)
         return None if job is None else training(job)
 
     def ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
-        """The watch showed that a pod has ended: its replacement's delay counts from here."""
+        """The watch showed that a pod has ended: the delay of its replacement is measured from now."""
         memory = self._memories.get(key)
         labels = raw["metadata"].get("labels") or {}
         role, index = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX, "")
         if memory is not None and role in names.ROLE_OF_LABEL and index.isdigit():
             memory.ended.setdefault((role, int(index)), self._clock())
 
-    # What is reported.
+    # Metrics of the jobs.
 
     def _report(self, key: JobKey) -> None:
         job = self._cluster.job(key)
@@ -340,13 +340,13 @@ def _status(job: Json) -> TrainingJobStatus:
 
 
 def _is_gated(pod: Json) -> bool:
-    """Whether the pod waits for whoever set scheduling gates on it."""
+    """Whether the pod has scheduling gates, which another controller removes."""
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any(c.get("type") == "PodScheduled" and c.get("reason") == Blocked.GATED for c in conditions)
 
 
 def _in_sync(job: Json, progress: Progress | None) -> int | None:
-    """How many shards would lose nothing with their server; None without standbys."""
+    """The number of shards that would lose nothing with their server; None without standbys."""
     active: Mapping[str, int] = (job.get("status") or {}).get("active") or {}
     if not active or progress is None:
         return None
@@ -355,8 +355,8 @@ def _in_sync(job: Json, progress: Progress | None) -> int | None:
     )
 
 
-def _serves_anew(job: Json, status: Mapping[str, Any] | None) -> bool:
-    """Does the new status have other servers than the old one, in a job with standbys?"""
+def _servers_changed(job: Json, status: Mapping[str, Any] | None) -> bool:
+    """Whether the new status has other servers than the old one, in a job with standbys."""
 
     def servers(of: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
         numbers = (of.get("incarnations") or {}).items()
@@ -366,7 +366,7 @@ def _serves_anew(job: Json, status: Mapping[str, Any] | None) -> bool:
 
 
 def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -> Server | None:
-    """`leaving`: also one that is being deleted."""
+    """The server in `pod`, if it can be called; `leaving`: also a pod that is being deleted."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels = metadata.get("labels") or {}
     if not any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or []):
@@ -384,7 +384,7 @@ def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -
 
 
 def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
-    """Some running workers that can be asked whether the servers answer them: the URLs of their health ports."""
+    """Health URLs of some running workers, which report whether the servers answer them."""
     return {
         pod["metadata"]["uid"]: health_of(pod["status"]["podIP"])
         for pod in itertools.islice(_running_workers(pods, uid), _MOST_WITNESSES)
@@ -392,7 +392,7 @@ def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
 
 
 def _worker(pods: Sequence[Json], uid: str, rank: int, incarnation: int) -> tuple[str, str] | None:
-    """Uid and health URL of one running worker's pod."""
+    """The uid and the health URL of one running worker's pod."""
     for pod in _running_workers(pods, uid):
         labels = pod["metadata"]["labels"]
         if (labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_INCARNATION)) == (str(rank), str(incarnation)):

@@ -1,7 +1,7 @@
-"""What the operator may ask of the API server, and no more (O6).
+"""The operator's rights at the API server (O6).
 
-The chart's ClusterRole is tested against this table, and a test records every request of a running operator and holds
-that the two are the same set.
+A test compares the chart's ClusterRole with this table. Another test records every request of a running operator, and
+checks that the two sets are the same.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ EVENTS: Final = Resource("", "v1", "events")
 NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases")
 
-#: The name of the operator's Lease; the chart restricts the rights on Leases to this one name, creation apart.
+#: The name of the operator's Lease; the chart restricts the rights on Leases to this name, except for creation.
 LEASE_NAME: Final = "backstay-operator"
 
-#: (group, resource or resource/subresource) -> verbs, in the jobs' namespaces (all, or the one that is served).
+#: (group, resource or resource/subresource) -> verbs, in the jobs' namespaces (all, or the one in the options).
 RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
     (JOBS.group, JOBS.plural): frozenset({"get", "list", "watch", "delete"}),
     (JOBS.group, f"{JOBS.plural}/status"): frozenset({"patch"}),
@@ -50,7 +50,7 @@ RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
     (EVENTS.group, EVENTS.plural): frozenset({"create", "patch"}),
 }
 
-#: The same for the operator's own Lease, in the operator's own namespace, by its name alone where the API allows.
+#: The same for the operator's own Lease, in the operator's namespace, restricted to its name where the API allows it.
 LEASE_RIGHTS: Final[dict[tuple[str, str], frozenset[str]]] = {
     (LEASES.group, LEASES.plural): frozenset({"get", "list", "watch", "create", "update"}),
 }

@@ -1,4 +1,4 @@
-"""How the operator is run, and how Kopf is set up for production."""
+"""The operator's options, and the settings of Kopf."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from backstay_spec import contract
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         kubeconfig: path of a kubeconfig; None: the pod's own service account.
-        namespace: the one namespace to serve; None: all of them.
-        operator_namespace: where the operator itself runs; each job's NetworkPolicy lets its calls in.
+        namespace: the one namespace to watch; None: all of them.
+        operator_namespace: the operator's namespace; each job's NetworkPolicy admits calls from it.
         operator_labels: the labels of the operator's pods there; empty: any pod of that namespace.
-        key_file: holds the operator's key, from which the jobs' tokens are made.
+        key_file: the file with the operator's key, from which the jobs' tokens are derived.
         bind: address of the HTTP port.
-        metrics_port: HTTP port of /metrics, /healthz and /readyz; 0 takes a free one.
+        metrics_port: HTTP port of /metrics, /healthz and /readyz; 0 selects a free port.
         log_format: of the log lines on stderr.
-        log_level: of our own log lines; Kopf's are shown from WARNING on.
-        die_with_parent: stop when the process that started this one is gone.
-        parallel: how many jobs are reconciled at once.
-        verify_seconds: how often the watches are compared with a list.
+        log_level: of the operator's log lines; Kopf's lines are shown from WARNING on.
+        die_with_parent: stop when the process that started this one has ended.
+        parallel: the number of jobs that are reconciled at the same time.
+        verify_seconds: seconds between two comparisons of the watches with a list.
     """
 
     kubeconfig: str | None = None
@@ -36,7 +36,7 @@ class Options:
     operator_namespace: str = "default"
     operator_labels: Mapping[str, str] = field(default_factory=dict)
     key_file: str | None = None
-    bind: str = "0.0.0.0"  # noqa: S104  a pod's port; the chart's NetworkPolicy and `--bind` narrow it
+    bind: str = "0.0.0.0"  # noqa: S104  the port of a pod; the chart's NetworkPolicy and `--bind` restrict it
     metrics_port: int = 8080
     log_format: Literal["text", "json"] = "text"
     log_level: str = "INFO"
@@ -46,14 +46,14 @@ class Options:
 
     @property
     def lease_namespace(self) -> str:
-        """Where the Lease is: two operators for one namespace must meet there, whichever namespaces they run in."""
+        """The namespace of the Lease: the same for all operators that watch one namespace."""
         return self.namespace or self.operator_namespace
 
 
 class Patience:
-    """Delays between tries, without end: while the API server is away, Kopf must wait and not give up.
+    """Delays between tries, without end: while the API server does not answer, Kopf must wait and not end.
 
-    Kopf iterates over it anew for each request; a finite list would end the operator when it is used up.
+    Kopf starts a new iteration for each request; a finite list would end the operator after its last element.
     """
 
     def __init__(self, *first: float, then: float) -> None:
@@ -67,23 +67,23 @@ class Patience:
 
 
 class NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
-    """Nothing is stored in objects, so nothing is read from them.
+    """A storage that stores nothing in objects and reads nothing from them.
 
-    Kopf asks at each event for the part of the object that its handlers may compare. Its own storages copy the whole
-    object for that, twice, which is almost half of the time that an event takes. And an object that is nested deeper
-    than Python's stack allows would never reach our handlers.
+    At each event, Kopf requests the part of the object that its handlers may compare. Its own storages copy the whole
+    object twice for that, which is almost half of the time of an event. They also fail for an object that is nested
+    deeper than Python's stack allows, and the operator's handlers would never receive that object.
     """
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
-        """Of an object that Kopf may compare: nothing."""
+        """The part of an object that Kopf may compare: nothing."""
         return kopf.BodyEssence({})
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
-        """Of `essence` without Kopf's own fields: all of it, as there are none."""
+        """`essence` without Kopf's own fields: it has none."""
         return essence
 
     def fetch(self, **_: Any) -> None:
-        """What was stored in an object: nothing."""
+        """The stored value: none."""
 
     def store(self, **_: Any) -> None:
         """Store nothing."""
@@ -96,15 +96,15 @@ class NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
 
 
 def kopf_settings() -> kopf.OperatorSettings:
-    """Kopf as a source of events and nothing else: it writes nothing to any object."""
+    """Settings that make Kopf a source of events only: it writes nothing to any object."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True
-    # Namespaces and CRDs would have to be readable cluster-wide; we wait for our CRD by discovery instead.
+    # Namespaces and CRDs would have to be readable cluster-wide. The operator waits for its CRD by discovery instead.
     settings.scanning.disabled = True
     settings.process.ultimate_exiting_timeout = None
 
-    # The server ends a watch after this long; a dead connection is noticed by the missing bookmarks (one a minute).
+    # The server ends a watch after this time. A dead connection is detected by missing bookmarks (one a minute).
     settings.watching.server_timeout = 600
     settings.watching.client_timeout = 660
     settings.watching.connect_timeout = 10
@@ -120,12 +120,12 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = Patience(0.1, 0.2, 0.5, 1, 2, then=5)
 
-    # A worker of Kopf's lives for each object with news; ours is a hand-over, done in microseconds.
+    # Kopf has one worker for each object with events; this operator's handlers take only microseconds.
     settings.queueing.worker_limit = None
     settings.queueing.idle_timeout = 1.0
     settings.queueing.exit_timeout = 1.0
 
-    # No handler of ours keeps state in objects, and none needs a finalizer.
+    # No handler of this operator keeps state in objects, and none needs a finalizer.
     settings.persistence.finalizer = f"{contract.ANNOTATION_PREFIX}/finalizer"
     settings.persistence.progress_storage = settings.persistence.diffbase_storage = NoState()
     return settings

@@ -1,7 +1,7 @@
-"""What is kept in memory of a watched object: what the planner and the progress calls read, and no more.
+"""The parts of a watched object that are kept in memory: those that the planner and the progress calls read.
 
-A pod as the API server shows it is 10 kB of JSON, most of it spec that we wrote ourselves and managedFields. At 2000
-pods that would be most of the operator's memory.
+A pod from the API server is 10 kB of JSON, most of it managedFields and the spec that the operator wrote. With 2000
+pods this would be most of the operator's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _metadata(body: Mapping[str, Any], *, annotations: bool) -> Json:
 
 
 def pod(body: Mapping[str, Any]) -> Json:
-    """Who it is, whose it is, where it runs, and how it fares."""
+    """Its identity, owner, node and state."""
     status: Mapping[str, Any] = body.get("status") or {}
     kept: Json = {field: status[field] for field in _STATUS if field in status}
     for field in ("containerStatuses", "initContainerStatuses"):
@@ -40,8 +40,8 @@ def pod(body: Mapping[str, Any]) -> Json:
     spec: Mapping[str, Any] = body.get("spec") or {}
     kept_spec = _only(spec, ("nodeName",))
     kept_spec["containers"] = [
-        # A lost Service is created again under the address that its job's living pods have; a worker that was created
-        # after training is told by its variable.
+        # A lost Service is created again with the address that its job's running pods have. A worker that was created
+        # after training is recognized by its variable.
         {"name": contract.CONTAINER, "env": [var]}
         for container in spec.get("containers") or []
         if container.get("name") == contract.CONTAINER
@@ -52,18 +52,18 @@ def pod(body: Mapping[str, Any]) -> Json:
 
 
 def service(body: Mapping[str, Any]) -> Json:
-    """Whose it is and what it selects."""
+    """Its owner and its selector."""
     spec: Mapping[str, Any] = body.get("spec") or {}
     return {"metadata": _metadata(body, annotations=False), "spec": dict(spec)}
 
 
 def policy(body: Mapping[str, Any]) -> Json:
-    """Whose it is."""
+    """Its owner."""
     return {"metadata": _metadata(body, annotations=False)}
 
 
 def job(body: Mapping[str, Any]) -> Json:
-    """All of it but managedFields."""
+    """The whole object without managedFields."""
     kept = dict(body)
     kept["metadata"] = _metadata(body, annotations=True)
     annotations = kept["metadata"].get("annotations")

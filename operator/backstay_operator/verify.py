@@ -1,9 +1,9 @@
-"""Compares what the watches have shown with a list, now and then.
+"""Compares the objects that the watches have shown with a list, from time to time.
 
-Kopf lists again when a watch cannot be continued, and then does not tell of what was deleted in between: such an
-object would stay in its index for ever, and a dead pod would never be replaced. So a list of the metadata (500 at a
-time, without specs) finds what is believed in and no longer exists. It is taken some time after each listing by Kopf,
-and every few minutes.
+If Kopf cannot continue a watch, it lists again, and does not report the objects that were deleted in between. Such an
+object would stay in its index forever, and a dead pod would never be replaced. So a list of the metadata (500 at a
+time, without specs) finds known objects that no longer exist. It is requested some time after each list by Kopf, and
+every few minutes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Finds the deletions that no watch told of.
+    """Finds the deletions that no watch reported.
 
     Args:
         kube: the API server.
-        cluster: what is believed.
-        namespace: what is watched; None for everywhere.
-        metrics: counts what was found.
-        changed: is told which job to look at again.
+        cluster: the known objects.
+        namespace: the namespace that is watched; None: all.
+        metrics: counts the deletions that were found.
+        changed: called with the key of a job that must be reconciled again.
         every: seconds between two comparisons.
-        settle: seconds to wait after Kopf listed something.
+        settle: seconds to wait after a list by Kopf.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Verifier:
         self._listed = asyncio.Event()
 
     def listed(self) -> None:
-        """Kopf listed something: it may have missed a deletion before that."""
+        """Kopf listed objects: it may have missed a deletion before that."""
         self._listed.set()
 
     async def run(self) -> None:
-        """Compare for ever; cancel it to stop."""
+        """Compare forever; cancel it to stop."""
         while True:
             try:
                 await asyncio.wait_for(self._listed.wait(), self._every)
@@ -77,20 +77,20 @@ class Verifier:
                 self._metrics.errors.labels(error.kind).inc()
 
     async def compare(self) -> list[tuple[Resource, str]]:
-        """Compare once; returns what was found to be gone, as (resource, name)."""
+        """Compare once. Returns the deleted objects that were found, as (resource, name)."""
         found = []
         for resource in INDEXED:
             selector = "" if resource == JOBS else contract.LABEL_JOB
             listed: dict[str, int] = {}
             version = -1
             async for page, of_list in self._kube.metadata(resource, self._namespace, selector):
-                # All pages are of one moment, the first one's.
+                # All pages show the state at the time of the first one.
                 version = version if version >= 0 else version_of({"resourceVersion": of_list})
                 for item in page:
                     listed[item["metadata"]["uid"]] = version_of(item["metadata"])
             overlay = self._cluster.overlays[resource]
             for key, seen in list(overlay.missing_from(listed, version)):
-                log.warning("%s %s/%s is gone, although no watch said so", resource.plural, key[0], seen.name)
+                log.warning("%s %s/%s was deleted, and no watch reported it", resource.plural, key[0], seen.name)
                 self._metrics.ghosts.labels(resource.plural).inc()
                 overlay.removed(key, seen.uid)
                 found.append((resource, seen.name))

@@ -1,6 +1,7 @@
-"""Kopf's part: it lists and watches, keeps the indexes, and says when to look at a job again (O1).
+"""Kopf lists and watches, keeps the indexes, and reports which job must be reconciled again (O1).
 
-Only `on.event` and `index` are used. They write nothing to any object, need no finalizer, and keep no state but memory.
+Only `on.event` and `index` are used. They write nothing to any object, need no finalizer, and keep state only in
+memory.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ JobKey: TypeAlias = tuple[str, str]  # namespace, name
 
 log = logging.getLogger(__name__)
 
-#: What is watched and kept in an index; the operator's Lease is watched besides.
+#: The resources that are watched and kept in an index; the operator's Lease is watched too.
 INDEXED: Final = (JOBS, PODS, SERVICES, NETWORK_POLICIES)
 
-#: Called for each event: resource, key, the object as the watch showed it, was it deleted, was it listed (not watched).
+#: Called for each event: resource, key, object, whether it was deleted, whether it came from a list (not a watch).
 Sink: TypeAlias = Callable[[Resource, JobKey, Mapping[str, Any], bool, bool], None]
 
 
 def job_key(body: Mapping[str, Any]) -> JobKey | None:
-    """The job that a pod or service says it belongs to."""
+    """The job that a pod or Service is labelled with."""
     metadata = body.get("metadata") or {}
     name = (metadata.get("labels") or {}).get(contract.LABEL_JOB)
     return (metadata.get("namespace") or "", name) if name else None
@@ -43,16 +44,16 @@ def own_key(body: Mapping[str, Any]) -> JobKey:
 
 
 class Watch:
-    """Kopf, set up and running.
+    """Runs Kopf.
 
     Args:
         kubeconfig: see `access.load`.
-        namespace: the one to watch; None for all.
-        slim: what is kept in memory of an object of each resource.
-        sink: is told of each event, after the indexes know of it and not before all first lists are in.
-        indexed: is given the index of each resource when Kopf starts.
-        lease: is given the operator's Lease at each event, and whether it was deleted.
-        me: this process. Kopf would else ask for the user's name, and the user of a pod often has none.
+        namespace: the namespace to watch; None: all.
+        slim: for each resource, selects the part of an object that is kept in memory.
+        sink: called for each event, after the indexes are updated, and not before all first lists are complete.
+        indexed: called with the index of each resource when Kopf starts.
+        lease: called with the operator's Lease at each of its events, and whether it was deleted.
+        me: the identity of this process. Otherwise Kopf uses the user's name, and a pod's user often has none.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Watch:
         self.started = asyncio.Event()
 
     def stop(self) -> None:
-        """Let `run` return."""
+        """Make `run` return."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Watch until `stop`, or until Kopf gives up (its exception escapes)."""
+        """Watch until `stop`, or until Kopf ends with an exception, which escapes."""
         await kopf.operator(
             registry=self._registry(),
             settings=kopf_settings(),
@@ -144,7 +145,7 @@ def _index_name(resource: Resource) -> str:
 
 
 async def wait_for_crd(kube: Kube, *, pause: float = 1.0) -> None:
-    """Return once the API server serves TrainingJobs; until then say so, from time to time."""
+    """Return once the API server serves TrainingJobs; until then log a warning from time to time."""
     path = f"/apis/{JOBS.group}/{JOBS.version}"
     tries = 0
     while True:

@@ -31,7 +31,7 @@ from backstay_spec.events import Event
 
 @dataclass(frozen=True, slots=True)
 class CreateSecret:
-    """Create the job's Secret; the token is put in by the operator, so that no plan ever holds one."""
+    """Create the job's Secret; the operator adds the token, so that no plan ever contains one."""
 
     manifest: dict[str, Any]
 
@@ -58,7 +58,7 @@ class CreateService:
 
 @dataclass(frozen=True, slots=True)
 class DeleteSecret:
-    """Delete the job's Secret. Its name holds the job's uid, so it cannot be another's; Secrets are never read (O7)."""
+    """Delete the job's Secret. Its name contains this job's uid. Secrets are never read (O7)."""
 
     name: str
 
@@ -94,7 +94,7 @@ class CreatePod:
     Attributes:
         manifest: the pod.
         role: value of its role label; `index` and `incarnation` likewise.
-        cause: why its predecessor died; None when it has none that died.
+        cause: why its predecessor died; None: it has no predecessor that died.
         stage: pods of one stage are created before those of the next: 0 the servers, 1 the quorum, 2 the rest.
     """
 
@@ -132,7 +132,7 @@ class LookUpPod:
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Delete the TrainingJob itself, in the background, with its uid as a precondition: its time is over."""
+    """Delete the TrainingJob itself, in the background, with its uid as a precondition: its time to live has ended."""
 
     name: str
     uid: str
@@ -155,7 +155,7 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A pod that the plan found dead, reported once: the status that records it goes with it.
+    """A pod that the plan found dead, reported once: together with the status that records it.
 
     Attributes:
         role: value of its role label; `index` and `incarnation` likewise.

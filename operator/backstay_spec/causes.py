@@ -186,25 +186,25 @@ def outcome_of(pod: Manifest) -> Outcome | None:
     if state is None:
         return None
     try:
-        said = json.loads(state.get("message") or "")
+        message = json.loads(state.get("message") or "")
     except ValueError:
         return None
-    if not isinstance(said, dict) or said.get("result") not in _RESULTS:
+    if not isinstance(message, dict) or message.get("result") not in _RESULTS:
         return None
-    if said["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
+    if message["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
         return None
-    metrics = said.get("metrics")
+    metrics = message.get("metrics")
     return Outcome(
-        result=said["result"],
-        reason=_text(said.get("reason")),
-        message=_text(said.get("message")),
-        step=_count(said.get("step")),
-        term=_count(said.get("term")),
-        checkpoint=_text(said.get("checkpoint")),
-        loss=finite(said).get("loss"),
+        result=message["result"],
+        reason=_text(message.get("reason")),
+        message=_text(message.get("message")),
+        step=_count(message.get("step")),
+        term=_count(message.get("term")),
+        checkpoint=_text(message.get("checkpoint")),
+        loss=finite(message).get("loss"),
         metrics=finite(metrics) if isinstance(metrics, dict) else None,
-        returned=_count(said.get("returned")),
-        traceback=_text(said.get("traceback")),
+        returned=_count(message.get("returned")),
+        traceback=_text(message.get("traceback")),
     )
 
 
@@ -230,27 +230,27 @@ def verdict_of(pod: Manifest) -> Verdict:
     status: Mapping[str, Any] = pod.get("status") or {}
     disruption = _condition(status, "DisruptionTarget")
     reason = status.get("reason") or ""
-    said = status.get("message") or ""
+    reported = status.get("message") or ""
     state = terminated_state(pod)
     if disruption is not None and disruption.get("status") == "True":
         why = disruption.get("reason") or ""
         cause = _DISRUPTIONS.get(why, Cause.EVICTED)
         if why == "TerminationByKubelet" and reason in _REASONS:
             cause = _REASONS[reason]
-        return Verdict(cause, _joined(why, disruption.get("message") or said))
+        return Verdict(cause, _joined(why, disruption.get("message") or reported))
     if reason in _REASONS or reason.lower().startswith("outof"):
-        return Verdict(_REASONS.get(reason, Cause.NOT_ADMITTED), _joined(reason, said))
+        return Verdict(_REASONS.get(reason, Cause.NOT_ADMITTED), _joined(reason, reported))
     if _deleted_before_it_ended(pod, state):
         return Verdict(Cause.DELETED, "deleted")
-    return _exit_verdict(status, state, reason, said)
+    return _exit_verdict(status, state, reason, reported)
 
 
-def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, reason: str, said: str) -> Verdict:
+def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, reason: str, reported: str) -> Verdict:
     states = [(s.get("state") or {}).get("terminated") for s in status.get("containerStatuses") or ()]
     if any(s is not None and s.get("reason") == "OOMKilled" for s in states):
         return Verdict(Cause.OUT_OF_MEMORY, "a container needed more memory than its limit (OOMKilled)")
     if state is None:
-        return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", said))
+        return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", reported))
     if state.get("reason") == "ContainerStatusUnknown":
         return Verdict(Cause.NODE_LOST, "the node lost its container (ContainerStatusUnknown)")
     code = state.get("exitCode")
@@ -285,8 +285,8 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
             waiting = state.get("waiting") or {}
             blocked = _WAITING.get(waiting.get("reason") or "")
             if blocked is not None:
-                said = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")
-                return Obstacle(blocked, said)
+                reported = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")
+                return Obstacle(blocked, reported)
             started = started or "running" in state or "terminated" in state
     if started or status.get("phase") not in (None, "Pending"):
         return None
@@ -298,8 +298,10 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
     # Kubernetes reports a volume that cannot be mounted, such as the code's ConfigMap, only in the pod's events.
     metadata = pod.get("metadata") or {}
-    ask = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
-    why = f"`{ask}` shows the reason: an image that is being pulled, or a ConfigMap, Secret or volume that is missing"
+    command = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
+    why = (
+        f"`{command}` shows the reason: an image that is being pulled, or a ConfigMap, Secret or volume that is missing"
+    )
     return Obstacle(Blocked.NOT_STARTED, f"its containers have not started; {why}")
 
 
@@ -328,8 +330,8 @@ def _deleted_before_it_ended(pod: Manifest, state: Mapping[str, Any] | None) -> 
     if ended is None:
         return (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")
     # deletionTimestamp is the end of the grace period, not the time of the request.
-    asked = deadline - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
-    return ended >= asked
+    requested = deadline - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
+    return ended >= requested
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
@@ -354,11 +356,11 @@ def _final_message(message: str, code: int) -> str:
     A process that a signal ended printed nothing about its end. The last lines of its log may be old, and the lines
     with its progress do not explain the end.
     """
-    said = _json(message)
-    if said is not None:
-        reason, text = _text(said.get("reason")), _text(said.get("message"))
+    parsed = _json(message)
+    if parsed is not None:
+        reason, text = _text(parsed.get("reason")), _text(parsed.get("message"))
         words = shortened(text, 600) if text.startswith(f"{reason}: ") else _joined(reason, text)
-        errors = shortened("\n".join(_text(said.get("stderr")).strip().splitlines()[-5:]), 400)
+        errors = shortened("\n".join(_text(parsed.get("stderr")).strip().splitlines()[-5:]), 400)
         if errors and not words:
             return f"; its standard error ends: {errors}"
         return f": {words}" if words else ""
@@ -374,16 +376,16 @@ def _final_message(message: str, code: int) -> str:
 
 def _log_line(line: str) -> str:
     """A line of a log without what only machines need of it, where it is one of JSON."""
-    said = _json(line)
-    return _text(said.get("message")) or line if said is not None else line
+    parsed = _json(line)
+    return _text(parsed.get("message")) or line if parsed is not None else line
 
 
 def _json(text: str) -> dict[str, Any] | None:
     try:
-        said = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return None
-    return said if isinstance(said, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _joined(head: str, tail: str) -> str:

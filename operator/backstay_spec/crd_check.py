@@ -92,10 +92,10 @@ def _fields(schema: Schema, path: str) -> Iterator[tuple[str, str]]:
 @cache
 def _where_is() -> dict[str, list[str]]:
     """All paths of each field name in spec, the shortest first."""
-    places: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for name, path in _fields(spec_schema(), "spec"):
-        places.setdefault(name, []).append(path)
-    return {name: sorted(paths, key=lambda path: path.count(".")) for name, paths in places.items()}
+        by_name.setdefault(name, []).append(path)
+    return {name: sorted(paths, key=lambda path: path.count(".")) for name, paths in by_name.items()}
 
 
 def _close(word: str, words: list[str]) -> str | None:
@@ -112,10 +112,10 @@ def _unknown(name: str, names: list[str], path: str) -> str:
     near = _close(name, names)
     if near is not None:
         return f"is not a field of {parent}: did you mean {near}?"
-    places = _where_is().get(name, [])
-    below = [place for place in places if place.startswith(f"{path}.")]
-    if places:
-        likely = [one for one in below or places if one.count(".") == (below or places)[0].count(".")]
+    paths = _where_is().get(name, [])
+    below = [one for one in paths if one.startswith(f"{path}.")]
+    if paths:
+        likely = [one for one in below or paths if one.count(".") == (below or paths)[0].count(".")]
         return f"is not a field of {parent}: it belongs at {' or '.join(likely)}"
     return f"is not a field of {parent}: its fields are {', '.join(names)}"
 
@@ -141,18 +141,18 @@ class Check:
         """Whether nothing at, below or above a path is malformed."""
         return not any(_related(path, bad) for bad in self.malformed)
 
-    def value(self, value: Any, schema: Schema, path: str, place: str, *, lenient: bool = False) -> Any:
+    def value(self, value: Any, schema: Schema, path: str, schema_path: str, *, lenient: bool = False) -> Any:
         """The value with nulls dropped and defaults filled in, as far as it can be used.
 
         Args:
             value: what a person wrote; not changed.
             schema: what it must be.
             path: where it is, for messages.
-            place: the same with ``[]`` for every item of a list and ``{}`` for every value of a map.
+            schema_path: the same with ``[]`` for every item of a list and ``{}`` for every value of a map.
             lenient: drop unknown fields instead of refusing them.
         """
         if INT_OR_STRING in schema:
-            return self._int_or_string(value, schema, path, place)
+            return self._int_or_string(value, schema, path, schema_path)
         kind = schema.get("type")
         if kind is None:
             return self._free(value, path)
@@ -170,16 +170,16 @@ class Check:
             self.refuse(path, self._wrong_type(value, kind))
             return None
         if kind == "object":
-            return self._object(value, schema, path, place, lenient)
+            return self._object(value, schema, path, schema_path, lenient)
         if kind == "array":
-            self._size(len(value), schema, path, place, "Items")
+            self._size(len(value), schema, path, schema_path, "Items")
             items = schema["items"]
             return [
-                self.value(one, items, f"{path}[{index}]", f"{place}[]", lenient=lenient)
+                self.value(one, items, f"{path}[{index}]", f"{schema_path}[]", lenient=lenient)
                 for index, one in enumerate(value)
             ]
         if kind == "string":
-            self._string(value, schema, path, place)
+            self._string(value, schema, path, schema_path)
         elif kind in {"integer", "number"}:
             self._range(value, schema, path)
         return value
@@ -200,12 +200,14 @@ class Check:
             shown = display(value)
         return f"is {shown}: must be {_TYPES[kind]}{hint}"
 
-    def _object(self, value: Mapping[Any, Any], schema: Schema, path: str, place: str, lenient: bool) -> dict[str, Any]:
+    def _object(
+        self, value: Mapping[Any, Any], schema: Schema, path: str, schema_path: str, lenient: bool
+    ) -> dict[str, Any]:
         properties: Schema = schema.get("properties", {})
         extra = schema.get("additionalProperties")
         clean: dict[str, Any] = {}
         for name, inner in value.items():
-            here, there = join(path, name), join(place, name)
+            here, there = join(path, name), join(schema_path, name)
             if not isinstance(name, str):
                 self.refuse(here, f"is a field named by {kind_of(name)}: must be named by a string; write it in quotes")
             elif name in properties:
@@ -213,36 +215,38 @@ class Check:
                     clean[name] = self.value(inner, properties[name], here, there, lenient=lenient)
             elif extra is not None:
                 if inner is not None:
-                    clean[name] = self.value(inner, extra, here, f"{place}{{}}", lenient=lenient)
+                    clean[name] = self.value(inner, extra, here, f"{schema_path}{{}}", lenient=lenient)
             elif schema.get(PRESERVE):
                 clean[name] = self._free(inner, here)
             elif not lenient:
                 self.errors.append(SpecError(here, _unknown(name, list(properties), path)))
         for name, inner in properties.items():
             if name not in clean and "default" in inner:
-                clean[name] = self.value(inner["default"], inner, join(path, name), join(place, name))
+                clean[name] = self.value(inner["default"], inner, join(path, name), join(schema_path, name))
         for name in schema.get("required", ()):
             if name not in clean:
-                self.refuse(join(path, name), self._missing(properties[name], join(place, name)))
-        self._size(len(clean), schema, path, place, "Properties")
+                self.refuse(join(path, name), self._missing(properties[name], join(schema_path, name)))
+        self._size(len(clean), schema, path, schema_path, "Properties")
         return clean
 
     @staticmethod
-    def _missing(schema: Schema, place: str) -> str:
-        return f"is missing: must be {_VALID.get(place) or _TYPES[schema['type']]}"
+    def _missing(schema: Schema, schema_path: str) -> str:
+        return f"is missing: must be {_VALID.get(schema_path) or _TYPES[schema['type']]}"
 
-    def _int_or_string(self, value: Any, schema: Schema, path: str, place: str) -> Any:
+    def _int_or_string(self, value: Any, schema: Schema, path: str, schema_path: str) -> Any:
         value = _whole(value)
         if isinstance(value, str):
-            self._string(value, schema, path, place)
+            self._string(value, schema, path, schema_path)
         elif isinstance(value, int) and not isinstance(value, bool):
             self._range(value, schema, path)
         else:
             hint = f"; write {display(str(value))} in quotes" if isinstance(value, float) else ""
-            self.refuse(path, f"is {display(value)}: must be {_VALID.get(place) or 'a whole number or a string'}{hint}")
+            self.refuse(
+                path, f"is {display(value)}: must be {_VALID.get(schema_path) or 'a whole number or a string'}{hint}"
+            )
         return value
 
-    def _string(self, value: str, schema: Schema, path: str, place: str) -> None:
+    def _string(self, value: str, schema: Schema, path: str, schema_path: str) -> None:
         choices: list[str] = schema.get("enum", [])
         if choices and value not in choices:
             near = _close(value, choices) if len(choices) > 1 else None
@@ -252,12 +256,12 @@ class Check:
         # In the API server, a dollar sign matches the end only. In Python it also matches before a last line break.
         pattern = str(schema.get("pattern", "")).removesuffix("$")
         if len(value) < schema.get("minLength", 0):
-            self.refuse(path, f"is empty: must be {_VALID.get(place) or 'a string that is not empty'}")
+            self.refuse(path, f"is empty: must be {_VALID.get(schema_path) or 'a string that is not empty'}")
         elif len(value) > schema.get("maxLength", len(value)):
             longest = f", of at most {schema['maxLength']} characters"
-            self.refuse(path, f"is {display(value)}: must be {_VALID.get(place) or 'a string'}{longest}")
+            self.refuse(path, f"is {display(value)}: must be {_VALID.get(schema_path) or 'a string'}{longest}")
         elif pattern and re.search(rf"{pattern}\Z", value) is None:
-            self.refuse(path, f"is {display(value)}: must be {_VALID[place]}")
+            self.refuse(path, f"is {display(value)}: must be {_VALID[schema_path]}")
 
     def _range(self, value: float, schema: Schema, path: str) -> None:
         low, high = schema.get("minimum"), schema.get("maximum")
@@ -272,11 +276,11 @@ class Check:
         else:
             self.refuse(path, f"is {display(value)}: must be at most {high}")
 
-    def _size(self, size: int, schema: Schema, path: str, place: str, keyword: str) -> None:
+    def _size(self, size: int, schema: Schema, path: str, schema_path: str, keyword: str) -> None:
         noun = {"Items": "items", "Properties": "fields"}[keyword]
         low, high = schema.get(f"min{keyword}", 0), schema.get(f"max{keyword}", size)
         if size < low:
-            self.refuse(path, f"is empty: must be {_VALID[place]}")
+            self.refuse(path, f"is empty: must be {_VALID[schema_path]}")
         elif size > high:
             self.refuse(path, f"has {size} {noun}: must have at most {high}")
 

@@ -153,15 +153,15 @@ def _whole() -> Schema:
         "required": ["spec"],
     }
     for bound in BOUNDS:
-        place = _reach(root, bound.path)
-        place.update(bound.keywords())
-        if place.get("format") == "int64" and place.get("maximum", 2**31) < 2**31:
-            place["format"] = "int32"
+        part = _reach(root, bound.path)
+        part.update(bound.keywords())
+        if part.get("format") == "int64" and part.get("maximum", 2**31) < 2**31:
+            part["format"] = "int32"
     for rule in RULES:
         if rule.cel is None:
             continue
-        place = root if rule.field == "metadata.name" else _reach(root, rule.at)
-        place.setdefault(VALIDATIONS, []).append(_cel(rule.cel, rule.message, rule.field))
+        part = root if rule.field == "metadata.name" else _reach(root, rule.at)
+        part.setdefault(VALIDATIONS, []).append(_cel(rule.cel, rule.message, rule.field))
     spec = root["properties"]["spec"]
     for change in CHANGES:
         spec.setdefault(VALIDATIONS, []).append(_cel(change.cel, change.message, change.field))

@@ -67,8 +67,8 @@ class Raised:
     @property
     def summary(self) -> str:
         """Such as ``KeyError: 'x' (train.py:12)``."""
-        said = f"{self.type}: {self.text}" if self.text and self.text != self.type else self.type
-        return f"{said} ({self.at})" if self.at else said
+        message = f"{self.type}: {self.text}" if self.text and self.text != self.type else self.type
+        return f"{message} ({self.at})" if self.at else message
 
 
 def raised_by(pod: Manifest) -> Raised | None:
@@ -86,17 +86,17 @@ def raised_by(pod: Manifest) -> Raised | None:
     if code == _LAST_CODE or state.get("reason") in ("StartError", "ContainerCannotRun"):
         return Raised("StartError", "", message.strip()) if message.strip() else None
     try:
-        said = json.loads(message)
+        parsed = json.loads(message)
     except ValueError:
         return _from_log(message)
-    return _from_message(said) if isinstance(said, dict) else None
+    return _from_message(parsed) if isinstance(parsed, dict) else None
 
 
-def _from_message(said: dict[str, Any]) -> Raised | None:
-    reason, at, text, traceback = (str(said.get(name) or "") for name in ("reason", "at", "message", "traceback"))
+def _from_message(message: dict[str, Any]) -> Raised | None:
+    reason, at, text, traceback = (str(message.get(name) or "") for name in ("reason", "at", "message", "traceback"))
     if not reason:
         return None
-    transient = said.get("transient") is True or _is_transient(reason, text)
+    transient = message.get("transient") is True or _is_transient(reason, text)
     return Raised(reason, at, text, traceback, transient)
 
 

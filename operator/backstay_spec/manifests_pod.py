@@ -29,7 +29,7 @@ ALLOCATOR: Final = {
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
     "MALLOC_TOP_PAD_": "67108864",
 }
-# gRPC prints a line for each connection that a leaving server closes. What fails is raised, and logged by Backstay.
+# gRPC prints a line for each connection that a leaving server closes. Failed calls raise errors, which Backstay logs.
 GRPC_LOG: Final = {"GRPC_VERBOSITY": "NONE"}
 _SERVES: Final = (contract.ROLE_SERVER, contract.ROLE_EVALUATOR)
 
@@ -96,8 +96,8 @@ def pod(
 
     Args:
         job: the job.
-        slot: the pod's place in it.
-        incarnation: how many pods this place has had, this one included.
+        slot: the slot that the pod fills.
+        incarnation: the number of the pod in its slot.
         servers: ``host:port`` of each shard's Service, by shard.
         log_format: ``text`` or ``json``.
         active: of a server with standbys, the incarnation that serves its shard.
@@ -155,7 +155,7 @@ def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment:
         ours = built
         containers.insert(0, ours)
     theirs = [e for e in ours.get("env") or () if not str(e.get("name", "")).startswith(contract.ENV_PREFIX)]
-    # Ours first: `$(BACKSTAY_INDEX)` in a user's variable refers only to what stands before it.
+    # Our variables first: `$(BACKSTAY_INDEX)` in a user's variable refers only to variables before it.
     ours["env"] = [*environment, *theirs]
     ours["terminationMessagePath"] = contract.TERMINATION_LOG
 
@@ -165,7 +165,7 @@ def _environment(
 ) -> list[dict[str, Any]]:
     meta = job.metadata
     config = runtime_config(job.spec, log_format).model_dump(mode="json", exclude_none=True)
-    said = {
+    variables = {
         contract.ENV_JOB: meta.name,
         contract.ENV_NAMESPACE: meta.namespace,
         contract.ENV_JOB_UID: meta.uid,
@@ -181,10 +181,10 @@ def _environment(
         contract.ENV_CONFIG: json.dumps(config, separators=(",", ":")).replace("$(", "$$("),
     }
     if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
-        said[contract.ENV_ACTIVE] = str(active)
+        variables[contract.ENV_ACTIVE] = str(active)
     token = {"name": names.secret_name(meta.name, meta.uid), "key": contract.SECRET_KEY_TOKEN}
     return [
-        *({"name": name, "value": value} for name, value in said.items()),
+        *({"name": name, "value": value} for name, value in variables.items()),
         {"name": contract.ENV_POD_NAME, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": contract.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": contract.ENV_TOKEN, "valueFrom": {"secretKeyRef": token}},

@@ -22,7 +22,7 @@ HELD: Final = "HeldBack"
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A worker that the servers hold for hung: it answers no heartbeat, or gives no gradient for too long."""
+    """A worker that the servers consider hung: it sends no heartbeats, or no contribution for too long."""
 
     rank: int
     incarnation: int
@@ -148,7 +148,7 @@ class Progress:
     done: bool = False
 
     def followed(self, shard: int, serving: int) -> bool:
-        """Whether the shard's server, of incarnation `serving`, said last that a standby holds all that it does."""
+        """Whether the shard's server, of incarnation `serving`, last reported that a standby has its complete state."""
         return self.in_sync.get(shard, 0) > serving
 
 
@@ -210,11 +210,11 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Which of a job's pods this operator can talk to, after its newest round of calls.
+    """The result of this operator's newest round of calls to a job's pods.
 
     Attributes:
         taken: when the round ended, aware.
-        heard: uid of a server's pod, a standby's too -> when it answered last.
+        answered_at: uid of a server's pod (also a standby's) -> the time of its last answer.
         silent: uid of a server's pod -> its silence; a pod that answered the newest call is not in it.
         reachable: shards whose active server has answered a worker lately, as that worker reports.
         unreachable: shards whose active server leaves a worker's heartbeats unanswered, as that worker reports.
@@ -223,7 +223,7 @@ class Contact:
     """
 
     taken: datetime
-    heard: Mapping[str, datetime] = field(default_factory=dict)
+    answered_at: Mapping[str, datetime] = field(default_factory=dict)
     silent: Mapping[str, Silence] = field(default_factory=dict)
     reachable: frozenset[int] = frozenset()
     unreachable: frozenset[int] = frozenset()
@@ -231,19 +231,19 @@ class Contact:
 
     def answers(self, uid: str) -> bool:
         """Whether the pod answered the newest call."""
-        return uid in self.heard and uid not in self.silent
+        return uid in self.answered_at and uid not in self.silent
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The API server's answer to a create that it refused; the object certainly does not exist as ours.
+    """The API server's refusal of a create; an object of this job certainly does not exist.
 
     Attributes:
         reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
             by an object of another owner). After ``Invalid`` and ``BadRequest``, another attempt would fail too.
         message: its `message`.
         at: when; the planner tries again `planner.creating.REFUSED_RETRY` later.
-        since: when it was refused for that reason first, each try since then included; None: at `at`.
+        since: when it was refused for that reason for the first time, before the tries since then; None: at `at`.
     """
 
     reason: str
@@ -260,7 +260,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All that is known of one job's objects.
+    """The known objects of one job, and the answers of its servers.
 
     Attributes:
         pods, services, network_policies: raw manifests of every object in the job's namespace with the label
@@ -273,10 +273,10 @@ class Observed:
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.
         spent: the seconds of the worker pods by part; None: no worker pod had a node yet.
-        gated: uid of a pod -> when this operator last saw scheduling gates on it.
-        witnessed: names of pods that this process has seen: one of them that is missing did exist.
+        gated: uid of a pod -> when this operator last observed scheduling gates on it.
+        witnessed: names of pods that this process has observed: if one of them is missing, it did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
-        refused: name of an object -> why its last create was refused; forgotten once a create succeeds.
+        refused: name of an object -> why its last create was refused; dropped once a create succeeds.
         status_written: when this process last wrote the job's status; None when it did not. Paces what progress
             alone changes (O8).
     """

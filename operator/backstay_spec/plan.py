@@ -61,7 +61,7 @@ class _Outline:
 
     Attributes:
         record, effects: after all policies.
-        said: what the conditions say.
+        updated: what the conditions say.
         desired: pods of each role; None: as in the last status.
         fields: other fields of the status.
         all_created: as in `NewStatus`.
@@ -69,7 +69,7 @@ class _Outline:
 
     record: Record
     effects: Effects = NOTHING
-    said: tuple[Statement, ...] = ()
+    statements: tuple[Statement, ...] = ()
     desired: Mapping[Role, int] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     all_created: bool = False
@@ -89,18 +89,18 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         return Plan()  # the garbage collector does the rest
     facts = facts_of(job, observed, now, settings)
     outline = _outline(facts, Record.of(job.status).including(facts.pods))
-    said, events = conditions.updated(facts.conditions, outline.said, now, job.metadata.generation)
+    updated, events = conditions.updated(facts.conditions, outline.statements, now, job.metadata.generation)
     if not facts.has_standbys and not job.spec.run_policy.suspend:
-        said.pop(status.STANDBYS_IN_SYNC, None)
+        updated.pop(status.STANDBYS_IN_SYNC, None)
     effects = outline.effects
-    if end.has_ended(said):
+    if end.has_ended(updated):
         completed = outline.fields.get("completion_time", job.status.completion_time) or now
-        cleaned = end.clean_up(facts, completed, succeeded=status.holds(said, status.SUCCEEDED))
+        cleaned = end.clean_up(facts, completed, succeeded=status.holds(updated, status.SUCCEEDED))
         effects = replace(effects, actions=cleaned.actions, wake=earliest((effects.wake, cleaned.wake)))
     desired = {role: r.desired for role, r in job.status.roles.items()} if outline.desired is None else outline.desired
     new = NewStatus(
         record=outline.record,
-        conditions=said,
+        conditions=updated,
         desired=desired,
         ready=_ready(facts, outline.record, desired),
         fields={**outline.fields, **_scale(facts, effects.actions)},
@@ -123,13 +123,13 @@ def refuse(
     """
     before = {c.type: c for c in old.conditions}
     ended_before = end.has_ended(before)
-    said, record, fields = before, Record.of(old), {}
+    updated, record, fields = before, Record.of(old), {}
     events: tuple[Event, ...] = ()
     if not ended_before:
         statements = conditions.ended(Failure(_INVALID_SPEC, message))
-        said, events = conditions.updated(before, statements, now, metadata.generation)
+        updated, events = conditions.updated(before, statements, now, metadata.generation)
         record, fields = replace(record, backoff={}), {"completion_time": status.whole_seconds(now)}
-    failed = said.get(status.FAILED)
+    failed = updated.get(status.FAILED)
     actions: tuple[Action, ...] = ()
     if failed is not None and failed.reason == _INVALID_SPEC:
         actions = tuple(
@@ -141,7 +141,7 @@ def refuse(
     if ended_before:
         return Plan(actions=actions)
     desired = {role: r.desired for role, r in old.roles.items()}
-    new = NewStatus(record=record, conditions=said, desired=desired, ready={}, fields=fields)
+    new = NewStatus(record=record, conditions=updated, desired=desired, ready={}, fields=fields)
     written = report.judge(metadata, old, new, Observed(), now)
     return _plan(written, Effects(actions=actions, events=events), old, now)
 
@@ -161,7 +161,7 @@ def _plan(written: report.Report, effects: Effects, old: TrainingJobStatus, now:
 def _outline(facts: Facts, record: Record) -> _Outline:
     if end.has_ended(facts.conditions):
         return _Outline(record)
-    outline = _Outline(record, said=tuple(conditions.checkpointing(facts)))
+    outline = _Outline(record, statements=tuple(conditions.checkpointing(facts)))
     trained = after_training.trained(facts, record)
     if trained is not None:
         return _after_training(facts, outline, trained)
@@ -175,7 +175,7 @@ def _ended(facts: Facts, outline: _Outline, ending: end.Success | Failure) -> _O
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
-        said=outline.said + tuple(conditions.ended(ending)),
+        statements=outline.statements + tuple(conditions.ended(ending)),
         fields={
             **outline.fields,
             **ending.fields,
@@ -195,8 +195,8 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
     if not isinstance(verdict, after_training.Ended) and late.failure is not None:
         verdict = after_training.interrupted(trained, late.failure)
     if isinstance(verdict, after_training.Ended):
-        said = after_training.said(trained, verdict)
-        return _ended(facts, replace(outline, said=outline.said + tuple(said)), verdict.ending)
+        statements = outline.statements + tuple(after_training.statements(trained, verdict))
+        return _ended(facts, replace(outline, statements=statements), verdict.ending)
     record, found = verdict.record, verdict.effects + late
     result = after_training.restored_from(trained, facts)
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
@@ -208,7 +208,9 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
         + services.missing(facts, record, lacks_config=lacks_config)
         + Effects(actions=created)
         + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), ()),
-        said=outline.said + tuple(conditions.resumed(facts)) + tuple(after_training.said(trained, verdict)),
+        statements=outline.statements
+        + tuple(conditions.resumed(facts))
+        + tuple(after_training.statements(trained, verdict)),
         fields={**outline.fields, **trained.fields, "examples_per_second": None, "updates_per_second": None},
     )
 
@@ -222,7 +224,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
         outline,
         record=replace(outline.record, backoff={}),
         effects=end.suspended(facts),
-        said=outline.said + tuple(conditions.suspended(facts)),
+        statements=outline.statements + tuple(conditions.suspended(facts)),
         desired=dict.fromkeys(facts.old.roles, 0),
         fields={"start_time": None, "examples_per_second": None, "updates_per_second": None},
     )
@@ -230,7 +232,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
 
 def _running(facts: Facts, outline: _Outline) -> _Outline:
     """A job that must train: first what every slot needs, then the objects that follow from it."""
-    outline = replace(outline, said=outline.said + tuple(conditions.resumed(facts)))
+    outline = replace(outline, statements=outline.statements + tuple(conditions.resumed(facts)))
     slots = desired_slots(facts.job)
     decided = _judge_slots(facts, outline.record, slots)
     outline = replace(outline, record=decided.record, effects=decided.effects)
@@ -245,10 +247,10 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     record, obstructed = decided.record, decided.effects.obstructed
     objects = _objects(facts, decided, slots)
     trains = conditions.training(facts, record, slots)
-    said = [
+    found = [
         *conditions.pods_created(facts, decided.effects),
         conditions.pods_ready(facts, record, slots, obstructed),
-        *trains.said,
+        *trains.statements,
         *conditions.standbys_in_sync(facts, record, obstructed),
     ]
     outline = replace(
@@ -258,9 +260,9 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         + Effects(events=news.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
         fields={
             **outline.fields,
-            **({"examples_per_second": 0.0, "updates_per_second": None} if trains.stands_still else {}),
+            **({"examples_per_second": 0.0, "updates_per_second": None} if trains.interrupted else {}),
         },
-        said=outline.said + tuple(said),
+        statements=outline.statements + tuple(found),
         all_created=conditions.all_created(facts, record, slots, decided.effects),
     )
     if not facts.can_create:

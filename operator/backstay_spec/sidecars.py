@@ -1,8 +1,7 @@
 """Warns of a container whose name looks like a misspelt `trainer`.
 
-A pod template may add containers, so a name of its own is valid, as in every pod template. Where the name is close to
-that of the container that trains, a slip is more likely than a side-car: the resources, volumes or variables that it
-sets would silently not reach the training.
+A pod template may add containers with other names. But if such a name is similar to that of the container that trains,
+it is probably a mistake. The resources, volumes or variables that the template sets would then not apply to training.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SIMILAR: Final = 0.8
 
 
 def misspelt_containers(spec: TrainingJobSpec) -> Iterator[str]:
-    """A sentence for each container of a template that is probably meant to be the one that trains."""
+    """A sentence for each container of a template that is probably meant to be the container that trains."""
     templates: tuple[tuple[str, dict[str, Any] | None], ...] = (
         ("parameterServers", spec.parameter_servers.template),
         ("workers", spec.workers.template),

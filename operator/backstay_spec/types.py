@@ -129,8 +129,8 @@ class Update(SpecModel):
     for an update of N gradients."""
 
     grace: str = "0s"
-    """Sync only: how long an update still waits for more gradients when (workers - backups) of them are complete: a
-    duration such as `500ms` or `2s`, or `Auto`: the wait that gives the most applied gradients a second. An update
+    """Sync only: how long an update still waits for more gradients when (workers - backups) of them are complete. It is
+    a duration such as `500ms` or `2s`, or `Auto`: the wait that gives the most applied gradients a second. An update
     never waits for a worker that is known to be dead, replaced or stalled. May change while the job runs."""
 
     weighting: Weighting = "Equal"
@@ -152,10 +152,10 @@ class Wire(SpecModel):
     exactly, and so do checkpoints."""
 
     gradients: GradientCodec = "Exact"
-    """What workers send. `BFloat16` halves the bytes; `Int8` and `Int4` take about a quarter and an eighth."""
+    """The encoding of contributions. `BFloat16` halves the bytes; `Int8` takes about a quarter, `Int4` an eighth."""
 
     parameters: ParameterCodec = "Exact"
-    """What servers send. With `BFloat16` the servers keep full precision."""
+    """The encoding of parameters. With `BFloat16` the servers keep full precision."""
 
     error_feedback: bool | None = None
     """Whether a worker adds what rounding took from a contribution to its next one. Needs `gradients: Int8` or `Int4`.

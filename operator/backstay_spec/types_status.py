@@ -131,7 +131,7 @@ class RoleStatus(StatusModel):
     """The pods of one role."""
 
     desired: int = 0
-    """Pods that there should be, standbys included."""
+    """Pods that must exist, standbys included."""
 
     ready: int = 0
     """Pods that are ready."""
@@ -140,11 +140,11 @@ class RoleStatus(StatusModel):
     """Pods replaced after a crash: charged to `maxRestarts`."""
 
     disruptions: int = 0
-    """Pods replaced after an eviction, a preemption, a lost node or a deletion: charged to nobody."""
+    """Pods replaced after an eviction, a preemption, a lost node or a deletion, without charge."""
 
 
 class Backoff(StatusModel):
-    """A slot whose pods die before they did any work, and which therefore waits before the next one."""
+    """A slot whose pods die before they did any work; its next pod waits."""
 
     failures: int = 0
     """Crashes in a row before the first gradient."""

@@ -34,7 +34,7 @@ def test_what_was_dumped_is_read_as_the_safe_loader_reads_it(value: Any) -> None
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(10, 9), (2, 60), (50, 200)])
 def test_o7_aliases_that_stand_for_too_much_are_refused(width: int, height: int, merge: bool) -> None:
-    with pytest.raises(yaml.YAMLError, match="aliases stand for more than"):
+    with pytest.raises(yaml.YAMLError, match="aliases expand to more than"):
         bounded_yaml.load_all(bomb(width, height, merge))
 
 
@@ -46,9 +46,9 @@ def test_o7_aliases_that_stand_for_too_much_are_refused(width: int, height: int,
         ("[" * 5000, "deeper than"),
         ("{a: " * 500 + "1" + "}" * 500, "deeper than"),
         ("- " * 3000 + "1", "deeper than"),
-        ("a: 1\na: 2", "stands twice"),
-        ("<<: {a: 1, a: 2}", "stands twice"),
-        ("b: &b {a: 1}\nc: {a: 2, a: 3, <<: *b}", "stands twice"),
+        ("a: 1\na: 2", "is duplicated"),
+        ("<<: {a: 1, a: 2}", "is duplicated"),
+        ("b: &b {a: 1}\nc: {a: 2, a: 3, <<: *b}", "is duplicated"),
         ("a: {<<: 1}", "expected a mapping"),
     ],
 )

@@ -69,13 +69,13 @@ def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> No
         (b"a: [", "is not YAML"),
         (b"\xff\xfe\x00", "is not UTF-8"),
         (b"", "holds 0 TrainingJobs"),
-        (b"a: 1\na: 2\n", "stands twice"),
+        (b"a: 1\na: 2\n", "is duplicated"),
         (b"a: " + b"9" * 6000, "invalid value"),
         (b"[" * 5000, "deeper than"),
         (
             b"l0: &l0 [1]\n"
             + b"".join(b"l%d: &l%d [%s]\n" % (n, n, b",".join([b"*l%d" % (n - 1)] * 9)) for n in range(1, 9)),
-            "aliases stand for more than",
+            "aliases expand to more than",
         ),
         (b"- 1\n", "must be a mapping"),
         (b"kind: TrainingJob\n---\nkind: TrainingJob\n", "holds 2 TrainingJobs"),

@@ -143,16 +143,16 @@ async def test_a_changed_selector_cuts_old_connections_and_new_ones_go_to_the_ne
     """O3: failing over is one patch of the selector; nobody goes on talking to the old incarnation."""
     for ip, incarnation in zip(world.ips, "12", strict=False):
         await world.serve(ip)
-        world.proxy.see_pod(("default", f"p{incarnation}"), pod(f"p{incarnation}", ip, incarnation=incarnation))
-    world.proxy.see_service(("default", "s"), service(world.service_ip, incarnation="1"))
+        world.proxy.pod_changed(("default", f"p{incarnation}"), pod(f"p{incarnation}", ip, incarnation=incarnation))
+    world.proxy.service_changed(("default", "s"), service(world.service_ip, incarnation="1"))
     who, reader, writer = await world.call()
     assert who == world.ips[0]
-    world.proxy.see_service(("default", "s"), service(world.service_ip, incarnation="2"))
+    world.proxy.service_changed(("default", "s"), service(world.service_ip, incarnation="2"))
     await ended(reader)
     writer.close()
     who, reader, writer = await world.call()
     assert who == world.ips[1]
-    world.proxy.see_pod(("default", "p2"), pod("p2", world.ips[1], phase="Failed", incarnation="2"))
+    world.proxy.pod_changed(("default", "p2"), pod("p2", world.ips[1], phase="Failed", incarnation="2"))
     await ended(reader)
     writer.close()
 
@@ -160,13 +160,13 @@ async def test_a_changed_selector_cuts_old_connections_and_new_ones_go_to_the_ne
 async def test_without_a_pod_a_caller_is_refused(world):
     await world.serve(world.ips[0])
     key, ready = ("default", "p"), pod("p", world.ips[0], a="1")
-    world.proxy.see_service(("default", "s"), service(world.service_ip, a="1"))
+    world.proxy.service_changed(("default", "s"), service(world.service_ip, a="1"))
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(world.service_ip, 7077)
-    world.proxy.see_pod(key, ready)
+    world.proxy.pod_changed(key, ready)
     _, reader, writer = await world.call()
     # No longer ready: no new connections, but what is connected stays.
-    world.proxy.see_pod(key, pod("p", world.ips[0], ready=False, a="1"))
+    world.proxy.pod_changed(key, pod("p", world.ips[0], ready=False, a="1"))
     async with asyncio.timeout(30):
         while True:
             try:
@@ -177,15 +177,15 @@ async def test_without_a_pod_a_caller_is_refused(world):
     writer.write(b"still")
     assert await reader.readexactly(5) == b"still"
     # Another pod of the same name is not the one that was connected to.
-    world.proxy.see_pod(key, pod("p", world.ips[0], uid="another", a="1"))
+    world.proxy.pod_changed(key, pod("p", world.ips[0], uid="another", a="1"))
     await ended(reader)
     writer.close()
 
 
 async def test_bulk_goes_through_whole_in_both_directions_with_half_close(world):
     await world.serve(world.ips[0])
-    world.proxy.see_pod(("default", "p"), pod("p", world.ips[0], a="1"))
-    world.proxy.see_service(("default", "s"), service(world.service_ip, a="1"))
+    world.proxy.pod_changed(("default", "p"), pod("p", world.ips[0], a="1"))
+    world.proxy.service_changed(("default", "s"), service(world.service_ip, a="1"))
     _, reader, writer = await world.call()
     data = random.Random(0).randbytes(8 << 20)
     back = asyncio.create_task(reader.read(-1))
@@ -200,8 +200,8 @@ async def test_bulk_goes_through_whole_in_both_directions_with_half_close(world)
 async def test_a_taken_port_is_listened_on_once_it_is_free(world):
     await world.serve(world.ips[0])
     taken = await asyncio.start_server(lambda *_: None, world.service_ip, 7077)
-    world.proxy.see_pod(("default", "p"), pod("p", world.ips[0], a="1"))
-    world.proxy.see_service(("default", "s"), service(world.service_ip, a="1"))
+    world.proxy.pod_changed(("default", "p"), pod("p", world.ips[0], a="1"))
+    world.proxy.service_changed(("default", "s"), service(world.service_ip, a="1"))
     await asyncio.sleep(0)
     taken.close()
     who, _, writer = await world.call()

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from backstay_cluster.kubelet.scheduler import why_not
+from backstay_cluster.kubelet.scheduler import unschedulable_reason
 
 LABELS = {"kubernetes.io/os": "linux", "zone": "a", "n": "5"}
 NODE = {"cpu": "2", "memory": "4Gi", "pods": "3", "nvidia.com/gpu": "2"}
@@ -46,7 +46,7 @@ def affinity(*expressions) -> dict:
     ],
 )
 def test_why_not(spec, used, reason):
-    found = why_not(pod(**spec), LABELS, NODE, {name: Decimal(value) for name, value in used.items()})
+    found = unschedulable_reason(pod(**spec), LABELS, NODE, {name: Decimal(value) for name, value in used.items()})
     if reason is None:
         assert found is None
     else:

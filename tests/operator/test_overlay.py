@@ -91,7 +91,7 @@ def test_an_answer_that_comes_after_the_deletion_was_shown_raises_nothing_from_t
     for number in range(50):  # what is remembered of the dead does not grow for ever
         clock.now += 10.0
         overlay.shown(KEY, f"b{number}", 10 + number, deleted=True)
-    assert len(overlay._buried) <= 14
+    assert len(overlay._deleted) <= 14
 
 
 def test_a_write_that_was_deleted_again_does_not_linger() -> None:
@@ -113,7 +113,7 @@ def test_the_watch_owes_the_oldest_write_until_it_is_pardoned() -> None:
     overlay.shown(KEY, "a", 7, deleted=False)
     assert overlay.owed_since() == 10.0
     clock.now = 50.0
-    overlay.pardon()
+    overlay.restart_clock()
     assert overlay.owed_since() == 50.0
 
 

@@ -151,7 +151,9 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
                 Server(0, 1, "u0", a), Server(1, 1, "u1", b), Server(2, 1, "u2", c), Server(3, 1, "u3", "127.0.0.1:1")
             )
             contacts: list[Contact] = []
-            it = poller(lambda _: todo, heard, metrics, deadline=0.3, contacted=lambda _, found: contacts.append(found))
+            it = poller(
+                lambda _: todo, heard, metrics, deadline=0.3, on_contact=lambda _, found: contacts.append(found)
+            )
             it.follow(KEY)
             await heard.more(2)
             stuck.free.set()
@@ -162,7 +164,7 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
         assert set(contacts[0].silent) == {"u1", "u2", "u3"}
         assert set(contacts[-1].silent) == {"u2", "u3"}
         assert contacts[-1].silent["u2"].calls == len(contacts), "each call counts: the operator was not late"
-        assert set(contacts[-1].heard) == {"u0", "u1"}
+        assert set(contacts[-1].answered_at) == {"u0", "u1"}
         assert outcome(metrics, "DEADLINE_EXCEEDED") >= 1
         assert outcome(metrics, "FAILED_PRECONDITION") >= 2
         assert outcome(metrics, "UNAVAILABLE") >= 1
@@ -329,7 +331,7 @@ def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
                 lambda _: todo,
                 Heard(),
                 Metrics(),
-                contacted=lambda _, contact: contacts.append(contact),
+                on_contact=lambda _, contact: contacts.append(contact),
                 clock=time.monotonic,
                 patience=0.3,
             )

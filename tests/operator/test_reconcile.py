@@ -469,7 +469,7 @@ def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
     operator = operator_on(kube)
     operator.settle()
     progress = Progress(taken=operator.now(), reached=frozenset({0, 1}), term=1, step=7)
-    operator.reconciler.heard(KEY, progress)
+    operator.reconciler.on_progress(KEY, progress)
     operator.settle()
     plans, due = 0, float("inf")
 
@@ -480,7 +480,7 @@ def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
     operator.reconciler.mark_after = mark_after
     for _ in range(30):
         operator.seconds += 2.0
-        operator.reconciler.heard(KEY, progress)
+        operator.reconciler.on_progress(KEY, progress)
         if operator.seconds >= due:
             plans, due = plans + 1, float("inf")
             operator.reconcile()

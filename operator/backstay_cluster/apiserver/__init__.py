@@ -1,7 +1,7 @@
-"""The Kubernetes API in one asyncio process, in memory: what Kopf, our own clients, kubectl and the tests use of it.
+"""The Kubernetes API in one asyncio process, in memory: the part that Kopf, our clients, kubectl and the tests use.
 
-It is held honest by `tests/apiserver`, which replays what a real kube-apiserver answered; where it deliberately
-deviates is listed in `docs/decisions/0004-embedded-api-server.md`.
+`tests/apiserver` replays the answers of a real kube-apiserver against it. The file
+`docs/decisions/0004-embedded-api-server.md` lists the deliberate differences.
 """
 
 from backstay_cluster.apiserver.server import ApiServer

@@ -1,7 +1,7 @@
 """The rules of a definition (`x-kubernetes-validations`), evaluated with cel-python.
 
-Programs are compiled on first use and kept. A rule is evaluated only where the value that it is about changed: an
-unchanged value was accepted before, and Kubernetes ratchets in the same way.
+Programs are compiled on first use and kept. A rule is evaluated only if its value changed: an unchanged value was
+accepted before, and Kubernetes ratchets in the same way.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _celpy() -> Any:
 
 
 def _equal(left: Any, right: Any) -> Any:
-    """As CEL defines it, values of two types are unequal instead of an error: an int-or-string field may change."""
+    """Equality as in CEL: values of two types are unequal, without an error. An int-or-string field may change."""
     boolean = _celpy().celtypes.BoolType
     if isinstance(left, Exception) or isinstance(right, Exception):
         return left if isinstance(left, Exception) else right
@@ -103,7 +103,7 @@ def _functions() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2048)
 def program(rule: str) -> Any:
-    """A compiled expression, with the functions that an API server adds to CEL; `evaluate` takes its variables."""
+    """A compiled expression, with the functions that an API server adds to CEL; its `evaluate` takes the variables."""
     environment = _environment()
     return environment.program(environment.compile(rule), _functions())
 
@@ -114,7 +114,7 @@ def _environment() -> Any:
 
 
 def compile_error(rule: str) -> str | None:
-    """What keeps a rule from being compiled, or None."""
+    """The reason why a rule cannot be compiled; None: it can."""
     celpy = _celpy()
     try:
         program(rule)
@@ -125,7 +125,7 @@ def compile_error(rule: str) -> str | None:
 
 @functools.cache
 def _comparable(name: str) -> Any:
-    """A container of cel-python in which, as CEL defines it, values of two types are unequal instead of an error: an
+    """A container class of cel-python with CEL's equality: values of two types are unequal, without an error. An
     int-or-string field may change its type."""
     base, boolean = getattr(_celpy().celtypes, name), _celpy().celtypes.BoolType
 
@@ -144,7 +144,7 @@ def _comparable(name: str) -> Any:
 
 
 def _mixes_booleans(left: Any, right: Any) -> bool:
-    """Whether two containers have a boolean opposite a number: to cel-python, as to Python, they are equal."""
+    """Whether two containers have a boolean opposite a number. They are equal in cel-python, as in Python."""
     if isinstance(left, dict) and isinstance(right, dict):
         pairs = [(left[key], right[key]) for key in left if key in right]
     elif isinstance(left, list) and isinstance(right, list):
@@ -156,7 +156,7 @@ def _mixes_booleans(left: Any, right: Any) -> bool:
 
 
 def to_cel(value: Any, schema: Obj) -> Any:
-    """A JSON value as rules see it (`self`, `oldSelf`), with property names escaped as `schema` says."""
+    """A JSON value as the variables of rules (`self`, `oldSelf`), with property names escaped according to `schema`."""
     types = _celpy().celtypes
     if value is None:
         return None
@@ -183,7 +183,7 @@ def to_cel(value: Any, schema: Obj) -> Any:
 
 
 def has_rules(schema: Any) -> bool:
-    """Whether there is a rule anywhere in the schema."""
+    """Whether any part of the schema has a rule."""
     if isinstance(schema, dict):
         if schema.get("x-kubernetes-validations"):
             return True
@@ -197,22 +197,22 @@ class Rules:
 
     def __init__(self, schema: Obj) -> None:
         self._schema = schema
-        self._bearing: dict[int, bool] = {}
+        self._with_rules: dict[int, bool] = {}
 
     def check(self, value: Any, old: Any = None) -> list[Cause]:
-        """The causes against `value`, an update of `old` when that is not None."""
+        """The rules that `value` breaks, as causes; `old` is the previous value of an update, or None."""
         causes: list[Cause] = []
         self._walk(self._schema, value, old, "", causes)
         return causes
 
-    def _bears(self, schema: Obj) -> bool:
-        found = self._bearing.get(id(schema))
+    def _has_rules(self, schema: Obj) -> bool:
+        found = self._with_rules.get(id(schema))
         if found is None:
-            found = self._bearing[id(schema)] = has_rules(schema)
+            found = self._with_rules[id(schema)] = has_rules(schema)
         return found
 
     def _walk(self, schema: Obj, value: Any, old: Any, path: str, causes: list[Cause]) -> None:
-        if value is None or not self._bears(schema):
+        if value is None or not self._has_rules(schema):
             return
         if old is not None and same(value, old):
             return

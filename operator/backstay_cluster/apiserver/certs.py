@@ -1,4 +1,4 @@
-"""A certificate for a server on loopback, made at its start; its key is on disk for a moment only.
+"""A certificate for a server on loopback, created at its start; its key is on disk only for a moment.
 
 kubectl sends a bearer token over https only, so the server needs one.
 """
@@ -27,9 +27,9 @@ class Certificate:
     key: str
 
     def server_context(self) -> ssl.SSLContext:
-        """For a server that shows this certificate."""
+        """The TLS context of a server with this certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # OpenSSL reads keys from files only; the file is this user's alone and gone after the next lines.
+        # OpenSSL reads keys from files only; only this user can read the file, and the next lines remove it.
         handle, name = tempfile.mkstemp(suffix=".pem")
         try:
             with os.fdopen(handle, "w") as file:
@@ -44,7 +44,7 @@ def make_certificate(hosts: list[str], *, days: int = 365, for_clients: bool = F
     """A new self-signed certificate (RFC 5280) for names and addresses, valid from an hour ago for `days` days.
 
     Args:
-        for_clients: whether it proves a client, too.
+        for_clients: whether it also authenticates a client.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)

@@ -1,6 +1,6 @@
-"""Between bytes and objects: request bodies read as the real server does, objects written in a resource's version.
+"""Converts bytes and objects: reads request bodies as the real server does, writes objects in a resource's version.
 
-An object is stored once, without apiVersion and kind; events have two groups and are stored in the core one's form.
+An object is stored once, without apiVersion and kind. Events have two groups and are stored in the core group's form.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _integer(text: str) -> int | float:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"json parse error: {text[:20]} is no number that can be kept")
+        raise ValueError(f"json parse error: {text[:20]} is not a number in the range of a 64-bit float")
     return value
 
 
@@ -115,7 +115,7 @@ def _unrecognized(kind: str, why: str) -> ApiError:
 def decode_builtin(
     resource: Resource, obj: Obj, *, type_name: str = "", kind: str = "", version: str = ""
 ) -> tuple[Obj, list[str]]:
-    """Check kind and version of a built-in object and keep the fields its type has.
+    """Check kind and version of a built-in object, and keep the fields of its type.
 
     Returns:
         The object without apiVersion and kind, and the paths of unknown fields.
@@ -136,7 +136,7 @@ def decode_builtin(
 
 
 def check_version(obj: Obj, kind: str, version: str) -> None:
-    """Refuse an object of another kind or version than the request is for.
+    """Refuse an object of another kind or version than the request's.
 
     Raises:
         ApiError: 400.
@@ -155,14 +155,14 @@ def check_version(obj: Obj, kind: str, version: str) -> None:
 
 
 def to_storage(resource: Resource, obj: Obj) -> Obj:
-    """From the form of the resource's version to the stored one."""
+    """Convert from the form of the resource's version to the stored one."""
     if resource.group != "events.k8s.io":
         return obj
     return {_EVENT_FIELDS.get(k, k): v for k, v in obj.items()}
 
 
 def from_storage(resource: Resource, obj: Obj) -> Obj:
-    """From the stored form to the one of the resource's version; without apiVersion and kind."""
+    """Convert from the stored form to that of the resource's version; without apiVersion and kind."""
     if resource.group != "events.k8s.io":
         return obj
     back = {core: name for name, core in _EVENT_FIELDS.items()}
@@ -170,12 +170,12 @@ def from_storage(resource: Resource, obj: Obj) -> Obj:
 
 
 def full(resource: Resource, obj: Obj) -> Obj:
-    """The object as a client sees it."""
+    """The object in the form for clients."""
     return {"kind": resource.kind, "apiVersion": resource.group_version, **from_storage(resource, obj)}
 
 
 def body_bytes(resource: Resource, stored: Stored) -> bytes:
-    """The object's JSON without kind and apiVersion, made once for each version of the object."""
+    """The object's JSON without kind and apiVersion, computed once for each version of the object."""
     if resource.group != "events.k8s.io":
         return stored.body
     if stored.views is None:
@@ -187,10 +187,10 @@ def body_bytes(resource: Resource, stored: Stored) -> bytes:
 
 
 def head(resource: Resource) -> bytes:
-    """The start of an object's JSON, up to where `body_bytes` goes on after its brace."""
+    """The start of an object's JSON, which is followed by `body_bytes` without its first brace."""
     return b'{"kind":"%s","apiVersion":"%s",' % (resource.kind.encode(), resource.group_version.encode())
 
 
 def full_bytes(resource: Resource, stored: Stored) -> bytes:
-    """The object's JSON as a client sees it."""
+    """The object's JSON in the form for clients."""
     return head(resource) + body_bytes(resource, stored)[1:]

@@ -1,7 +1,7 @@
-"""What a real cluster's controller manager does for the API's own promises: owner references are honoured, a deleted
-namespace is emptied, a definition becomes a resource and goes with its objects.
+"""The parts of a controller manager that the API itself promises. Owner references are followed, a deleted namespace is
+emptied, and a definition becomes a resource, which is deleted with its objects.
 
-They follow the changes of the store and work them off in the event loop right after the request that caused them.
+They follow the changes of the store, and act in the event loop immediately after the request that caused the change.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _REMEMBERED: Final = 65536  # uids of deleted objects
 
 
 class Controllers:
-    """Keeps the API's promises that take more than one write."""
+    """Keeps the promises of the API that need more than one write."""
 
     def __init__(self, api: Api, definitions: Definitions) -> None:
         self._api = api
         self._definitions = definitions
-        self._live: dict[str, Place] = {}  # uid -> where it is
+        self._live: dict[str, Place] = {}  # uid -> its storage and key
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._dependents: dict[str, dict[Place, None]] = {}  # owner's uid -> who names it; ordered
+        self._dependents: dict[str, dict[Place, None]] = {}  # owner's uid -> its dependents; ordered
         self._terminating: set[str] = set()
         self._work: deque[Callable[[], None]] = deque()
         self._scheduled = False
         api.store.observers.append(self._observe)
 
-    # Noticing
+    # Observing changes
 
     def _observe(self, storage: tuple[str, str], change: Change) -> None:
         obj = change.after.obj
@@ -107,7 +107,7 @@ class Controllers:
         elif change.before is None or change.before.obj["spec"] != obj["spec"]:
             self._later(lambda: self._definitions.establish(name))
 
-    # Working it off
+    # Acting on changes
 
     def _later(self, work: Callable[[], None]) -> None:
         self._work.append(work)
@@ -116,7 +116,7 @@ class Controllers:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # before the server runs: `drain` is called by hand
+            return  # before the server runs, the caller calls `drain`
         self._scheduled = True
         loop.call_soon(self._run)
 
@@ -125,7 +125,7 @@ class Controllers:
         self.drain()
 
     def drain(self) -> None:
-        """Do all that is to be done now."""
+        """Do all pending work now."""
         while self._work:
             work = self._work.popleft()
             try:
@@ -142,7 +142,7 @@ class Controllers:
         return None if resource is None or stored is None else (resource, stored.obj)
 
     def _present(self, owner: Obj, namespace: str) -> bool:
-        """Whether the owner exists, as far as this server can tell."""
+        """Whether the owner exists, as far as this server can determine."""
         place = self._live.get(owner["uid"])
         if place is not None:
             return place[1][0] in {"", namespace}
@@ -159,7 +159,7 @@ class Controllers:
         return bool(data.get("deletionTimestamp")) and FOREGROUND in (data.get("finalizers") or ())
 
     def _check(self, place: Place) -> None:
-        """Delete a dependent without an owner; drop references to owners that are gone."""
+        """Delete a dependent without owners; drop references to deleted owners."""
         found = self._find(place)
         if found is None:
             return
@@ -236,7 +236,7 @@ class Controllers:
         self._api.modify(resource, key, change)
 
     def _empty(self, namespace: str) -> None:
-        """Delete what is in a namespace that is being deleted, and then the namespace."""
+        """Delete the objects in a namespace that is being deleted, and then the namespace."""
         left = False
         for storage, resource in self._api.registry.storages(namespaced=True).items():
             for stored in list(self._api.store.storage(storage).select(namespace)):

@@ -1,4 +1,4 @@
-"""Custom types: what a definition's version says about its objects, ready to be used at every request."""
+"""Custom types: the schema and the rules of a definition's version, prepared for use in every request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.strategy import Strategy
 from backstay_cluster.apiserver.structural import BLOCKING, UNCHECKED, Validator, default, prune
 
-_WRONG_KIND: Final = "__kind__"  # carried from decoding to validation, never stored
+_WRONG_KIND: Final = "__kind__"  # passed from decoding to validation, never stored
 
 
 class CustomType:
@@ -33,10 +33,10 @@ class CustomType:
         self._rules = cel.Rules(self.schema)
 
     def decode(self, obj: Obj) -> tuple[Obj, list[str]]:
-        """The object without what the schema does not know, and the paths of that.
+        """The object without fields that are not in the schema, and the paths of these fields.
 
         Raises:
-            ApiError: 400 for metadata that cannot be read or a wrong version.
+            ApiError: 400 for metadata that cannot be read or another version.
         """
         kind, version = obj.get("kind"), obj.get("apiVersion")
         if not kind or not version:
@@ -59,13 +59,13 @@ class CustomType:
         if kind == self.resource.kind:
             prune(self.schema, clean, "", unknown, root=True)
         else:
-            clean[_WRONG_KIND] = kind  # as in the real server, such an object is not defaulted, and then refused
+            clean[_WRONG_KIND] = kind  # as in the real server, such an object gets no defaults and is then refused
         clean.pop("apiVersion", None)
         clean.pop("kind", None)
         return clean, unknown
 
     def validate(self, obj: Obj, old: Obj | None, *, status: bool = False) -> list[Cause]:
-        """What is wrong with an object, or after a write to its status with that."""
+        """The errors of an object; with `status`, of an object after a write to its status."""
         wrong = obj.get(_WRONG_KIND)
         causes: list[Cause] = []
         if wrong:

@@ -132,7 +132,7 @@ def _structural(schema: Any, path: str, causes: list[Cause], *, root: bool = Fal
 
 
 class Definitions:
-    """The custom types that are served. Follows the definitions in the store."""
+    """The custom types that are served. It follows the definitions in the store."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -140,11 +140,11 @@ class Definitions:
         api.use(STORAGE, DefinitionStrategy)
 
     def type_of(self, resource: Resource) -> CustomType:
-        """What the definition of a custom resource says."""
+        """The type that the definition of a custom resource describes."""
         return self.types[resource.group, resource.version, resource.plural]
 
     def establish(self, name: str) -> None:
-        """Accept a new definition, and serve what it says now."""
+        """Accept a new definition, and serve its current content."""
         resource = self.api.registry.must(*STORAGE)
 
         def accept(obj: Obj) -> None:
@@ -197,7 +197,7 @@ class Definitions:
             self.api.registry.add(resource)
 
     def forget(self, obj: Obj) -> None:
-        """Serve it no more."""
+        """Stop serving it."""
         spec = obj["spec"]
         group, plural = spec["group"], spec["names"]["plural"]
         for key in [k for k in self.types if k[0] == group and k[2] == plural]:

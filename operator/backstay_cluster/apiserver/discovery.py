@@ -1,4 +1,4 @@
-"""Discovery: the answers from which clients learn which resources there are, in the old form and the aggregated one."""
+"""Discovery: the documents that list the resources for clients, in the old form and the aggregated one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def group(registry: Registry, name: str) -> Obj:
     """`/apis/GROUP`.
 
     Raises:
-        PlainNotFound: there is no such group.
+        PlainNotFound: the group does not exist.
     """
     if name not in registry.groups():
         raise PlainNotFound
@@ -70,7 +70,7 @@ def resources(registry: Registry, group_name: str, version: str) -> Obj:
     """`/api/v1` and `/apis/GROUP/VERSION`.
 
     Raises:
-        PlainNotFound: there is no such version.
+        PlainNotFound: the version does not exist.
     """
     found = [r for r in registry.all() if (r.group, r.version) == (group_name, version)]
     if not found:
@@ -123,7 +123,7 @@ def _discovered(resource: Resource) -> Obj:
 
 
 def aggregated(registry: Registry, *, core: bool) -> Obj:
-    """`/api` (core) or `/apis` in the aggregated form: everything at once."""
+    """`/api` (core) or `/apis` in the aggregated form: all resources at once."""
     items: list[Obj] = []
     for name in [""] if core else registry.groups():
         listed = []

@@ -1,5 +1,5 @@
-"""The errors of the Kubernetes API: each is a `Status` with a code, a machine-readable reason and, if the caller's
-object was at fault, causes that name the field. Clients and tests decide by reason and cause, people read the message.
+"""The errors of the Kubernetes API. Each is a `Status` with a code and a machine-readable reason. If the caller's
+object was invalid, it has causes that name the fields. Clients and tests use reason and cause; people read the message.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from backstay_cluster.apiserver.objects import Obj
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing that is wrong with a field of an object (metav1.StatusCause)."""
+    """One error in a field of an object (metav1.StatusCause)."""
 
     field: str
     reason: str
     message: str
 
     def json(self) -> Obj:
-        """As it stands in `details.causes`."""
+        """Its form in `details.causes`."""
         return {"reason": self.reason, "message": self.message, "field": self.field}
 
 
 def required(field: str, detail: str = "") -> Cause:
-    """A field that must be there and is not."""
+    """A required field that is missing."""
     return Cause(field, "FieldValueRequired", "Required value" + (f": {detail}" if detail else ""))
 
 
 def invalid_value(field: str, value: Any, detail: str) -> Cause:
-    """A field whose value breaks a rule; `value` is shown as Go's validation shows it."""
+    """A field whose value breaks a rule; `value` is printed as in Go's validation."""
     return Cause(field, "FieldValueInvalid", f"Invalid value: {show(value)}: {detail}")
 
 
 def forbidden_field(field: str, detail: str) -> Cause:
-    """A field that may not be set, or not be changed."""
+    """A field that may not be set or changed."""
     return Cause(field, "FieldValueForbidden", f"Forbidden: {detail}")
 
 
 def not_supported(field: str, value: Any, supported: list[str]) -> Cause:
-    """A field whose value is none of the values it can take."""
+    """A field whose value is not one of the supported values."""
     listed = ", ".join(show(v) for v in supported)
     return Cause(field, "FieldValueNotSupported", f"Unsupported value: {show(value)}: supported values: {listed}")
 
 
 def show(value: Any) -> str:
-    """A value as field errors print it: strings quoted, objects by their JSON."""
+    """A value in the form of field errors: strings quoted, objects as JSON."""
     import json
 
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -80,8 +80,8 @@ class ApiError(Exception):
         return body
 
 
-class PlainNotFound(Exception):  # noqa: N818  # it is an answer, not a fault
-    """A path that nothing serves; the real server answers these in plain text."""
+class PlainNotFound(Exception):  # noqa: N818  # an answer, not an error of the server
+    """A path that nothing serves; the real server answers these requests in plain text."""
 
 
 def _details(group: str, kind: str, name: str, **more: Any) -> Obj:
@@ -95,7 +95,7 @@ def qualified(group: str, plural: str) -> str:
 
 
 def not_found(group: str, plural: str, name: str) -> ApiError:
-    """404: there is no such object."""
+    """404: the object does not exist."""
     text = f'{qualified(group, plural)} "{name}" not found'
     return ApiError(404, "NotFound", text, details=_details(group, plural, name))
 
@@ -136,7 +136,7 @@ def forbidden(group: str, plural: str, name: str, why: str, causes: list[Cause] 
 
 
 def unauthorized() -> ApiError:
-    """401: no token, or not ours."""
+    """401: no token, or an invalid one."""
     return ApiError(401, "Unauthorized", "Unauthorized")
 
 
@@ -153,21 +153,21 @@ def unsupported_media_type(message: str, *, details: Obj | None = None) -> ApiEr
 
 
 def expired(message: str) -> ApiError:
-    """410: the history that was asked for is gone; list again."""
+    """410: the requested history no longer exists; the client must list again."""
     return ApiError(410, "Expired", message)
 
 
-def too_large_resource_version(asked: int, current: int) -> ApiError:
-    """504: the caller has seen a version that this server has not (it was started anew)."""
+def too_large_resource_version(requested: int, current: int) -> ApiError:
+    """504: the caller has a version that is newer than this server's, because the server was restarted."""
     details = {
         "causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}],
         "retryAfterSeconds": 1,
     }
     return ApiError(
-        504, "Timeout", f"Timeout: Too large resource version: {asked}, current: {current}", details=details
+        504, "Timeout", f"Timeout: Too large resource version: {requested}, current: {current}", details=details
     )
 
 
 def rejected_patch() -> ApiError:
-    """422 without a name: what the real server says of a JSON patch that cannot be applied."""
+    """422 without a name: the real server's answer to a JSON patch that cannot be applied."""
     return ApiError(422, "Invalid", "the server rejected our request due to an error in our request", details={})

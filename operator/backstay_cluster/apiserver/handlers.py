@@ -1,4 +1,4 @@
-"""The verbs of the API over HTTP: from a request to the operation in `rest` and back to bytes."""
+"""The verbs of the API over HTTP: converts a request to an operation of `rest`, and its result to bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SYNTHETIC = {"apiVersion", "kind"}
 
 @dataclass
 class Call:
-    """One request, read."""
+    """One request, parsed."""
 
     method: str
     path: str
@@ -54,7 +54,7 @@ class Answer:
 
 
 class Handlers:
-    """What the API answers. `custom` knows the types that definitions added."""
+    """Answers requests for objects. `custom` returns the types that definitions added."""
 
     def __init__(self, api: Api, custom: Callable[[Resource], CustomType]) -> None:
         self.api = api
@@ -65,9 +65,9 @@ class Handlers:
     def get(self, target: Target, call: Call) -> Answer:
         """One object."""
         form = request.accepted(call.accept)
-        asked = request.version_option(call.query)
-        if asked and asked > self.api.store.version:
-            raise too_large_resource_version(asked, self.api.store.version)
+        requested = request.version_option(call.query)
+        if requested and requested > self.api.store.version:
+            raise too_large_resource_version(requested, self.api.store.version)
         stored = self.api.get(target.resource, self.key(target))
         return Answer(self.render(target.resource, stored, form, call.query))
 
@@ -84,11 +84,11 @@ class Handlers:
         """The selected objects."""
         form, query = request.accepted(call.accept), call.query
         limit = request.number(query, "limit") or 0
-        asked = request.version_option(query)
+        requested = request.version_option(query)
         exact = query.get("resourceVersionMatch") == "Exact"
-        if asked and asked > self.api.store.version:
-            raise too_large_resource_version(asked, self.api.store.version)
-        if exact and asked and asked != self.api.store.version:
+        if requested and requested > self.api.store.version:
+            raise too_large_resource_version(requested, self.api.store.version)
+        if exact and requested and requested != self.api.store.version:
             raise ApiError(410, "Expired", "The resourceVersion for the provided list is too old.")
         page = self.api.select(
             target.resource,
@@ -101,7 +101,7 @@ class Handlers:
         return Answer(self.render_list(target.resource, page, form, query))
 
     def render(self, resource: Resource, stored: Stored, form: request.Form, query: Mapping[str, str]) -> bytes:
-        """One object in the form that was asked for."""
+        """One object in the requested form."""
         if form == "object":
             return codec.full_bytes(resource, stored)
         if form == "metadata":
@@ -112,7 +112,7 @@ class Handlers:
     def render_event(
         self, resource: Resource, form: request.Form, query: Mapping[str, str]
     ) -> Callable[[Stored], bytes]:
-        """How a watch writes objects of the resource."""
+        """The function with which a watch writes objects of the resource."""
         if form == "object":
             head = codec.head(resource)
             return lambda stored: head + codec.body_bytes(resource, stored)[1:]
@@ -122,7 +122,7 @@ class Handlers:
         return table_event(resource, columns, _include(query))
 
     def render_list(self, resource: Resource, page: Page, form: request.Form, query: Mapping[str, str]) -> bytes:
-        """A list in the form that was asked for."""
+        """A list in the requested form."""
         data: Obj = {"resourceVersion": str(page.version)}
         if page.token:
             data["continue"] = page.token
@@ -135,20 +135,20 @@ class Handlers:
             items = [_partial(s) for s in page.items]
             kind = "PartialObjectMetadataList"
             return encode({"kind": kind, "apiVersion": "meta.k8s.io/v1", "metadata": data, "items": items})
-        head = codec.head(resource) if resource.custom else b"{"  # items of built-in lists do not say what they are
+        head = codec.head(resource) if resource.custom else b"{"  # items of built-in lists have no kind
         items_bytes = b",".join([head + codec.body_bytes(resource, s)[1:] for s in page.items])
         start = encode({"kind": resource.list_kind, "apiVersion": resource.group_version, "metadata": data})
         return start[:-1] + b',"items":[' + items_bytes + b"]}"
 
     @staticmethod
     def key(target: Target) -> tuple[str, str]:
-        """Where the object is stored."""
+        """The object's key in the store."""
         return target.namespace or "", target.name
 
     # Writing
 
     def create(self, target: Target, call: Call) -> Answer:
-        """A new object."""
+        """Create an object."""
         resource = target.resource
         obj = codec.read_object(resource, call.body, call.content_type)
         clean, warnings = self._decode(resource, obj, call)
@@ -156,7 +156,7 @@ class Handlers:
         return Answer(self._written(resource, stored, call), 201, warnings)
 
     def replace(self, target: Target, call: Call) -> Answer:
-        """Another version of an object, or of its status."""
+        """Replace an object, or its status."""
         resource = target.resource
         obj = codec.read_object(resource, call.body, call.content_type)
         clean, warnings = self._decode(resource, obj, call)
@@ -167,7 +167,7 @@ class Handlers:
         return Answer(self._written(resource, stored, call), 200 if existed else 201, warnings)
 
     def patch(self, target: Target, call: Call) -> Answer:
-        """A change of an object, or of its status."""
+        """Change an object, or its status."""
         resource, key = target.resource, self.key(target)
         self.check_patch_type(resource, call.content_type)
         change = self.read_patch(call)
@@ -192,7 +192,7 @@ class Handlers:
 
     @staticmethod
     def check_patch_type(resource: Resource, content_type: str) -> None:
-        """Refuse the patches that are not served.
+        """Refuse the kinds of patches that are not supported.
 
         Raises:
             ApiError: 415.
@@ -212,7 +212,7 @@ class Handlers:
 
     @staticmethod
     def apply(resource: Resource, before: Obj, change: Any, content_type: str) -> Obj:
-        """The object with a patch applied; the old one is left as it is.
+        """The object with a patch applied; the old object is unchanged.
 
         Raises:
             ApiError: 400, 422.
@@ -226,7 +226,7 @@ class Handlers:
         else:
             patched = copy(strategic_merge(resource.type_name, before, change))
         if not isinstance(patched, dict):
-            raise bad_request("the patched object is no JSON object")
+            raise bad_request("the patched object is not a JSON object")
         return patched
 
     def _decode(self, resource: Resource, obj: Obj, call: Call) -> tuple[Obj, list[str]]:
@@ -253,7 +253,7 @@ class Handlers:
     # Deleting
 
     def delete(self, target: Target, call: Call) -> Answer:
-        """An object goes, or is marked."""
+        """Delete an object, or mark it as being deleted."""
         resource, key = target.resource, self.key(target)
         stored, gone = self.api.delete(resource, key, self.delete_options(call))
         if gone and not self.api.strategy(resource).returns_deleted:
@@ -263,12 +263,12 @@ class Handlers:
         return Answer(self.render(resource, stored, request.accepted(call.accept), call.query))
 
     def delete_collection(self, target: Target, call: Call) -> Answer:
-        """All selected objects go, or are marked; the answer lists them as they were."""
+        """Delete or mark all selected objects; the answer lists them in their previous state."""
         resource = target.resource
         options = self.delete_options(call)
         page = self.api.select(resource, target.namespace, self.matcher(target, call.query))
         for stored in page.items:
-            if self.api.find(resource, stored.key) is not None:  # one deletion may have taken another with it
+            if self.api.find(resource, stored.key) is not None:  # an earlier deletion may have deleted it too
                 self.api.delete(resource, stored.key, options)
         return Answer(self.render_list(resource, page, request.accepted(call.accept), call.query))
 
@@ -321,7 +321,7 @@ class Handlers:
     # Reviews
 
     def review(self, target: Target, call: Call) -> Answer:
-        """Access reviews: whoever has the token may do everything."""
+        """Access reviews: a client with the token may do everything."""
         resource = target.resource
         obj = codec.read_object(resource, call.body, call.content_type)
         clean, _ = codec.decode_builtin(resource, obj)
@@ -341,7 +341,7 @@ class Handlers:
         """Answer a request for objects (watches and other subresources than status are served elsewhere).
 
         Raises:
-            ApiError: whatever is wrong with it.
+            ApiError: the error of the request.
         """
         verbs = target.resource.verbs
         if call.method == "GET":
@@ -366,7 +366,7 @@ class Handlers:
 
 
 def success(details: Obj | None = None, *, code: int | None = None) -> Obj:
-    """A `Status` that says it worked."""
+    """A `Status` that reports success."""
     status: Obj = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     if details:
         status["details"] = details

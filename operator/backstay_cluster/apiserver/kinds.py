@@ -1,4 +1,4 @@
-"""The built-in kinds that have rules of their own, pods aside (see `pods`) and definitions (see `definitions`)."""
+"""The built-in kinds that have their own rules, except pods (see `pods`) and definitions (see `definitions`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NamespaceStrategy(Strategy):
-    """A namespace is held by its `kubernetes` finalizer until its content is gone (`controllers` does that)."""
+    """The finalizer `kubernetes` keeps a namespace until its content is deleted (`controllers` does that)."""
 
     name_rule = staticmethod(metadata.label)
     returns_deleted = True
@@ -49,7 +49,7 @@ class NamespaceStrategy(Strategy):
 
 
 class SecretStrategy(Strategy):
-    """`stringData` becomes `data`; the type does not change, nor anything of an immutable one."""
+    """`stringData` becomes `data`; the type is immutable, and an immutable Secret does not change."""
 
     def default(self, obj: Obj) -> None:
         for key, text in (obj.pop("stringData", None) or {}).items():
@@ -68,7 +68,7 @@ class SecretStrategy(Strategy):
 
 
 class ConfigMapStrategy(Strategy):
-    """Keys are file names; nothing of an immutable one changes."""
+    """Keys are file names; an immutable ConfigMap does not change."""
 
     def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
         causes = _immutable_data(obj, old)
@@ -110,7 +110,7 @@ def _data_keys(data: Obj, path: str) -> list[Cause]:
 
 
 class ServiceStrategy(Strategy):
-    """Services get an address of the service network; it stays theirs until they are deleted."""
+    """A Service gets an address of the service network, and keeps it until it is deleted."""
 
     name_rule = staticmethod(metadata.label_1035)
     returns_deleted = True
@@ -141,11 +141,11 @@ class ServiceStrategy(Strategy):
         spec = obj["spec"]
         if self.validate(obj, None) or spec["type"] == "ExternalName":
             return
-        asked = spec.get("clusterIP")
-        if asked == "None":
+        requested = spec.get("clusterIP")
+        if requested == "None":
             spec["clusterIPs"] = ["None"]
             return
-        address = asked or self._free()
+        address = requested or self._free()
         if not dry_run:
             self.taken[address] = obj["metadata"]["uid"]
         spec["clusterIP"] = address
@@ -188,10 +188,10 @@ class ServiceStrategy(Strategy):
                 text = "may not change once set"
                 causes.append(invalid_value("spec.clusterIPs[0]", spec.get("clusterIPs", [address]), text))
         elif old is None and address and address != "None" and self.taken.get(address) != obj["metadata"].get("uid"):
-            causes += self._asked(address)
+            causes += self._check_address(address)
         return causes
 
-    def _asked(self, address: str) -> list[Cause]:
+    def _check_address(self, address: str) -> list[Cause]:
         path, shown = "spec.clusterIPs[0]", address
         try:
             inside = ipaddress.ip_address(address) in self.network
@@ -235,7 +235,7 @@ _EVENT_LIMIT: Final = 8192
 
 
 class EventStrategy(Strategy):
-    """Events are a log: the oldest ones go when there are too many (a real server forgets them after an hour)."""
+    """Events are a log: the oldest ones are deleted when there are too many (a real server: after an hour)."""
 
     create_on_update = True
 
@@ -261,12 +261,12 @@ class EventStrategy(Strategy):
             return
         every = [s for space in storage.spaces.values() for s in space.values()]
         every.sort(key=lambda s: s.version)
-        for stored in every[: _EVENT_LIMIT // 8]:  # many at once, so that sorting stays rare
+        for stored in every[: _EVENT_LIMIT // 8]:  # many at once, so that sorting is rare
             self.api.remove(self.resource, stored.key)
 
 
 class RbacStrategy(Strategy):
-    """Names of RBAC objects are path segments: `system:node` is one."""
+    """Names of RBAC objects are path segments, such as `system:node`."""
 
     name_rule = staticmethod(metadata.path_segment)
     returns_deleted = False
@@ -277,13 +277,13 @@ class RbacStrategy(Strategy):
 
 
 class ReturnedStrategy(Strategy):
-    """Kinds that answer a delete with the object."""
+    """Kinds whose deletion returns the object."""
 
     returns_deleted = True
 
 
 class ClaimStrategy(ReturnedStrategy):
-    """A claim is bound at once: its volume is a folder of the one node, which the kubelet makes for it."""
+    """A claim is bound at once: its volume is a folder of the one node, which the kubelet creates."""
 
     def before_create(self, obj: Obj, *, dry_run: bool) -> None:
         del dry_run
@@ -293,13 +293,13 @@ class ClaimStrategy(ReturnedStrategy):
 
 
 class LeaseStrategy(Strategy):
-    """A replace of a lease that is not there creates it."""
+    """A replace of a missing Lease creates it."""
 
     create_on_update = True
 
 
 class NodeStrategy(Strategy):
-    """A node says what it has when it is created."""
+    """A node reports its resources when it is created."""
 
     keeps_status_on_create = True
 
@@ -309,7 +309,7 @@ class NodeStrategy(Strategy):
 
 
 class WorkloadStrategy(Strategy):
-    """Deployments and their like can be stored and read; nothing here runs them."""
+    """Deployments and similar kinds can be stored and read; no controller runs them."""
 
     def default(self, obj: Obj) -> None:
         spec = obj.setdefault("spec", {})
@@ -330,7 +330,7 @@ class WorkloadStrategy(Strategy):
 
 
 def install(api: Api, network: str) -> None:
-    """Give `api` the rules of the built-in kinds; Services get addresses of `network`."""
+    """Add the rules of the built-in kinds to `api`; Services get addresses of `network`."""
     api.use(("", "namespaces"), NamespaceStrategy)
     api.use(("", "pods"), PodStrategy)
     api.use(("", "secrets"), SecretStrategy)

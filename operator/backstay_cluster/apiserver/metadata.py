@@ -1,4 +1,4 @@
-"""The rules of ObjectMeta that hold for every kind: names, labels, annotations and owners."""
+"""The rules of ObjectMeta for every kind: names, labels, annotations and owners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _too_long(limit: int) -> str:
 
 
 def subdomain(name: str) -> list[str]:
-    """What keeps `name` from being a DNS-1123 subdomain."""
+    """The errors of `name` as a DNS-1123 subdomain."""
     found = [_too_long(253)] if len(name) > 253 else []
     if not re.fullmatch(_SUBDOMAIN, name):
         found.append(
@@ -36,7 +36,7 @@ def subdomain(name: str) -> list[str]:
 
 
 def label(name: str) -> list[str]:
-    """What keeps `name` from being a DNS-1123 label."""
+    """The errors of `name` as a DNS-1123 label."""
     found = [_too_long(63)] if len(name) > 63 else []
     if not re.fullmatch(_LABEL, name):
         found.append(
@@ -48,7 +48,7 @@ def label(name: str) -> list[str]:
 
 
 def label_1035(name: str) -> list[str]:
-    """What keeps `name` from being a DNS-1035 label (the names of Services)."""
+    """The errors of `name` as a DNS-1035 label (the names of Services)."""
     found = [_too_long(63)] if len(name) > 63 else []
     if not re.fullmatch(_DNS1035, name):
         found.append(
@@ -60,19 +60,19 @@ def label_1035(name: str) -> list[str]:
 
 
 def path_segment(name: str) -> list[str]:
-    """What keeps `name` from being one segment of a path (the names of RBAC objects)."""
+    """The errors of `name` as one segment of a path (the names of RBAC objects)."""
     if name in {".", ".."}:
         return [f"may not be '{name}'"]
     return [f"may not contain '{c}'" for c in "/%" if c in name]
 
 
 def generate_name(prefix: str) -> str:
-    """`prefix` and five random characters, at most 63 in all."""
+    """`prefix` and five random characters, at most 63 characters in total."""
     return prefix[:58] + "".join(random.choices(_SUFFIX, k=5))  # noqa: S311  # not a secret
 
 
 def qualified_name(key: str) -> list[str]:
-    """What keeps `key` from being the key of a label or an annotation."""
+    """The errors of `key` as the key of a label or an annotation."""
     prefix, slash, name = key.rpartition("/")
     found = []
     if slash:
@@ -94,7 +94,7 @@ def qualified_name(key: str) -> list[str]:
 
 
 def check_labels(labels: Any, path: str) -> list[Cause]:
-    """The causes against a map of labels at `path`."""
+    """The errors of a map of labels at `path`, as causes."""
     causes: list[Cause] = []
     for key, value in (labels or {}).items():
         causes += [invalid_value(path, key, text) for text in qualified_name(key)]
@@ -114,7 +114,7 @@ def check_labels(labels: Any, path: str) -> list[Cause]:
 
 
 def check(data: Obj, rule: NameRule) -> list[Cause]:
-    """The causes against an object's metadata."""
+    """The errors of an object's metadata, as causes."""
     causes: list[Cause] = []
     if "generateName" in data and not data.get("name"):
         causes += [invalid_value("metadata.generateName", data["generateName"], t) for t in rule(data["generateName"])]

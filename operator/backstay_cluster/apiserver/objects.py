@@ -1,7 +1,7 @@
-"""The shape of an API object in this package, and the few helpers that every module needs.
+"""The form of an API object in this package, and small functions that every module needs.
 
-Objects are plain JSON dictionaries. A stored one is never changed in place: whoever wants another version copies
-what it changes. That makes every version that was ever handed to a watch a consistent snapshot.
+Objects are plain JSON dictionaries. A stored object is never changed in place: code that needs another version copies
+the parts that it changes. So every version that a watch received stays a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def copy(value: Any) -> Any:
 
 
 def meta(obj: Obj) -> Obj:
-    """The object's metadata; an empty dictionary that is not part of the object when it has none."""
+    """The object's metadata; if it has none, an empty dictionary that is not part of the object."""
     found = obj.get("metadata")
     return cast("Obj", found) if isinstance(found, dict) else {}
 
 
 def now() -> str:
-    """The present in the form of metav1.Time: seconds, UTC."""
+    """The current time as a metav1.Time: seconds, UTC."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -45,7 +45,7 @@ def new_uid() -> str:
 
 
 def dig(value: Any, *path: str) -> Any:
-    """The value at a path of keys, or None where the path ends early."""
+    """The value at a path of keys; None if a key is missing."""
     for key in path:
         if not isinstance(value, dict):
             return None
@@ -54,7 +54,7 @@ def dig(value: Any, *path: str) -> Any:
 
 
 def show_go(value: Any) -> str:
-    """A value as Go prints it with `%v`."""
+    """A value in the format of Go's `%v`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):

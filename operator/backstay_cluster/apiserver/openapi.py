@@ -1,7 +1,7 @@
-"""OpenAPI: from which kubectl learns that the server validates fields (`apply`) and what fields there are (`explain`).
+"""OpenAPI: kubectl reads from it that the server validates fields (`apply`), and which fields exist (`explain`).
 
-Version 3 is served by group and version. Version 2 is an empty document in the protobuf form that kubectl asks for:
-kubectl fetches it before a client-side apply and then works without what it does not find in it.
+Version 3 is served by group and version. Version 2 is an empty document in the protobuf form that kubectl requests.
+kubectl fetches it before a client-side apply, and works without the parts that it does not find in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _field_bytes(number: int, data: bytes) -> bytes:
 
 
 def v2_protobuf() -> bytes:
-    """An openapi.v2.Document with nothing but its version and title."""
+    """An openapi.v2.Document with only its version and title."""
     info = _field_bytes(1, b"Kubernetes") + _field_bytes(2, b"v1.36.2")
     return _field_bytes(1, b"2.0") + _field_bytes(2, info)
 
@@ -109,7 +109,7 @@ def _paths(resource: Resource) -> Obj:
 
 
 class OpenApi:
-    """The documents, made when they are asked for and kept until the resources change."""
+    """The documents, created at the first request and kept until the resources change."""
 
     def __init__(self, registry: Registry, custom: Callable[[Resource], CustomType]) -> None:
         self._registry = registry
@@ -128,17 +128,17 @@ class OpenApi:
         paths = {}
         for name in names:
             own = [r for r in self._registry.all() if r.base_path == "/" + name]
-            # Clients keep a document as long as its hash stays, over the life of this server and the next one.
+            # Clients keep a document as long as its hash is the same, also when this server is restarted.
             seed = [self._custom(r).schema if r.custom else r.plural for r in own]
             digest = hashlib.sha256(encode(seed)).hexdigest().upper()
             paths[name] = {"serverRelativeURL": f"/openapi/v3/{name}?hash={digest}"}
         return {"paths": paths}
 
     def document(self, name: str) -> bytes:
-        """`/openapi/v3/api/v1` and the like; `name` is `api/v1` or `apis/GROUP/VERSION`.
+        """`/openapi/v3/api/v1` and similar paths; `name` is `api/v1` or `apis/GROUP/VERSION`.
 
         Raises:
-            PlainNotFound: there is no such version.
+            PlainNotFound: the version does not exist.
         """
         made = self._fresh()
         if name not in made:

@@ -1,6 +1,6 @@
 """The three patches: JSON (RFC 6902), merge (RFC 7386) and strategic merge (Kubernetes' own, built-in types only).
 
-All are pure: they take JSON values and return a new one, sharing what did not change.
+All are pure: they take JSON values and return a new one, which shares the unchanged parts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from backstay_cluster.apiserver.errors import ApiError, bad_request, rejected_pa
 from backstay_cluster.apiserver.objects import copy, encode
 from backstay_cluster.apiserver.types import table
 
-COPY_LIMIT: Final = 3 * 1024 * 1024  # bytes of JSON; a real server limits them too
+COPY_LIMIT: Final = 3 * 1024 * 1024  # bytes of JSON; a real server has a limit too
 
 
 def merge(target: Any, patch: Any) -> Any:
@@ -80,7 +80,7 @@ def _remove(doc: Any, tokens: list[str]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality of JSON values: unlike in Python, true is not 1 (but 1 is 1.0)."""
+    """Equality of JSON values: true is not 1, unlike in Python (but 1 is 1.0)."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -96,8 +96,9 @@ def json_patch(target: Any, operations: Any) -> Any:
     """RFC 6902.
 
     Raises:
-        ApiError: 422 when an operation is malformed, its path is missing, or a test fails; 413 when there are too many
-            operations or they copy too much. Nothing is changed then.
+            ApiError: 422 when an operation is malformed, its path is missing, or a test fails; 413 when there are too
+            many
+                operations or they copy too much. Nothing is changed in these cases.
     """
     if not isinstance(operations, list):
         raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
@@ -136,7 +137,7 @@ def json_patch(target: Any, operations: Any) -> Any:
                     raise ApiError(
                         413,
                         "RequestEntityTooLarge",
-                        f"The copy operations of a JSON patch may copy {COPY_LIMIT} bytes in all, these copy more",
+                        f"The copy operations of a JSON patch may copy {COPY_LIMIT} bytes in total; these copy more",
                     )
             moved = copy(moved)
             if op == "move":
@@ -158,7 +159,7 @@ def _replace(doc: Any, tokens: list[str], value: Any) -> Any:
     return doc
 
 
-# (type, field) -> the key by which elements of the list are the same; "" for a list of plain values that is a set.
+# (type, field) -> the key that identifies the elements of the list; "" for a list of plain values that is a set.
 # Every other list is replaced as a whole. From the `patchMergeKey` tags of k8s.io/api.
 MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
     ("V1ObjectMeta", "finalizers"): "",
@@ -196,8 +197,8 @@ MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
 
 
 def strategic_merge(type_name: str, target: Any, patch: Any) -> Any:
-    """Strategic merge of built-in types: lists with a merge key are merged by it; `$patch`, `$retainKeys`,
-    `$deleteFromPrimitiveList` and `$setElementOrder` as Kubernetes describes them.
+    """Strategic merge of built-in types: a list with a merge key is merged by that key. It supports `$patch`,
+    `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` as Kubernetes describes them.
 
     Raises:
         ApiError: 400 for an element without its merge key or an unknown directive.

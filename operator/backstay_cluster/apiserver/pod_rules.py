@@ -1,4 +1,4 @@
-"""What makes a PodSpec invalid: the rules that a user's template is likely to break, with the real server's words."""
+"""The rules of a PodSpec that a user's template is likely to break, with the real server's messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _missing(field: str, value: str) -> Cause:
 
 
 def check_spec(spec: Obj, path: str) -> list[Cause]:
-    """The causes against a PodSpec at `path`."""
+    """The errors of a PodSpec at `path`, as causes."""
     causes: list[Cause] = []
     volumes = _volumes(spec.get("volumes", []), f"{path}.volumes", causes)
     if not spec.get("containers"):

@@ -1,4 +1,4 @@
-"""Pods: defaults, admission, what may be changed, and graceful deletion."""
+"""Pods: defaults, admission, permitted changes, and graceful deletion."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ class PodStrategy(Strategy):
         changed = list(difflib.unified_diff(one, other, n=3, lineterm=""))[2:]
         return [forbidden_field("spec", _MUTABLE + "\n" + "\n".join(changed) + "\n")]
 
-    def grace_period(self, obj: Obj, asked: int | None) -> int | None:
+    def grace_period(self, obj: Obj, requested: int | None) -> int | None:
         spec = obj.get("spec") or {}
-        period = asked if asked is not None else spec.get("terminationGracePeriodSeconds", 30)
+        period = requested if requested is not None else spec.get("terminationGracePeriodSeconds", 30)
         if not spec.get("nodeName") or dig(obj, "status", "phase") in {"Succeeded", "Failed"}:
-            period = 0  # nothing runs that would need the time
+            period = 0  # no process of the pod runs that would need the time
         return 1 if period < 0 else int(period)
 
 

@@ -1,7 +1,7 @@
-"""The few protobuf bodies that kubectl insists on sending (`create namespace`, `auth can-i`, `create configmap` ...).
+"""Protobuf bodies of the few requests that kubectl cannot send as JSON (`create namespace`, `auth can-i`, ...).
 
-Answers are always JSON, which every client accepts; requests of these kinds are decoded by the field numbers of
-k8s.io/api's generated.proto. Anything else in protobuf is refused with a message that says so.
+Answers are always JSON, which every client accepts. Requests of these kinds are decoded by the field numbers in
+k8s.io/api's generated.proto. All other kinds are refused, with a message that requires JSON.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _value(kind: str, raw: int | bytes) -> Any:
             return bool(raw)
         return raw - (1 << 64) if raw >= 1 << 63 else raw
     if isinstance(raw, int):
-        raise ValueError("bytes were expected")  # noqa: TRY004  # the data is wrong, not the caller
+        raise ValueError("bytes were expected")  # noqa: TRY004  # the data is invalid, not the call
     if kind == "s":
         return raw.decode()
     if kind == "b":
@@ -165,7 +165,7 @@ def decode_protobuf(body: bytes, kind: str) -> Obj:
     """The object in a protobuf body of the given kind.
 
     Raises:
-        ApiError: 400 for bytes that are no such message, 415 for a kind that is only served as JSON.
+        ApiError: 400 for bytes that are not such a message, 415 for a kind that is only served as JSON.
     """
     if kind not in _MESSAGES:
         raise unsupported_media_type(

@@ -19,10 +19,10 @@ def _split(text: str) -> tuple[Decimal, str]:
 
 
 def value(text: str) -> Decimal:
-    """The number that a quantity stands for.
+    """The number that a quantity represents.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a quantity.
     """
     number, suffix = _split(text)
     if suffix in _BINARY:
@@ -36,7 +36,7 @@ def canonical(text: str) -> str:
     """The form in which the API returns a quantity: no fraction, the largest suffix that allows that.
 
     Raises:
-        ValueError: it is no quantity.
+        ValueError: it is not a quantity.
     """
     number, suffix = _split(text)
     amount = value(text)

@@ -1,4 +1,4 @@
-"""What a request asks for: the path taken apart, the options in the query, and the form of answer that is accepted."""
+"""Parses a request: the parts of the path, the options in the query, and the accepted form of the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Form = Literal["object", "table", "metadata"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a path names."""
+    """The object or collection at a path."""
 
     resource: Resource
     namespace: str | None  # None: cluster-scoped, or all namespaces
@@ -26,7 +26,7 @@ class Target:
 
 
 def locate(registry: Registry, path: str) -> Target:
-    """Find what a path names.
+    """Find the target of a path.
 
     Raises:
         PlainNotFound: nothing is served there.
@@ -47,7 +47,7 @@ def locate(registry: Registry, path: str) -> Target:
     if resource is None or (namespace is not None and not resource.namespaced):
         raise PlainNotFound
     if namespace is None and resource.namespaced and len(rest) > 1:
-        raise PlainNotFound  # without a namespace it can only be listed, over all of them
+        raise PlainNotFound  # without a namespace it can only be listed, in all namespaces
     name = rest[1] if len(rest) > 1 else ""
     subresource = rest[2] if len(rest) > 2 else ""
     if subresource and subresource not in _subresources(resource):
@@ -67,10 +67,10 @@ def _subresources(resource: Resource) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def accepted(header: str) -> Form:
-    """The form of the answer that an Accept header prefers among those that exist.
+    """The form of the answer that an Accept header prefers, among the supported forms.
 
     Raises:
-        ApiError: 406 when none is accepted.
+        ApiError: 406 if no supported form is accepted.
     """
     for choice in header.split(",") if header.strip() else ["*/*"]:
         media, *parameters = (p.strip() for p in choice.split(";"))
@@ -114,7 +114,7 @@ def number(query: Mapping[str, str], name: str) -> int | None:
 
 
 def version_option(query: Mapping[str, str]) -> int | None:
-    """The resourceVersion asked for; None when none is given.
+    """The requested resourceVersion; None: the request has none.
 
     Raises:
         ApiError: 400.
@@ -128,7 +128,7 @@ def version_option(query: Mapping[str, str]) -> int | None:
 
 
 def dry_run(query: Mapping[str, str], body: Obj | None = None) -> bool:
-    """Whether nothing shall be stored.
+    """Whether the request must not store anything.
 
     Raises:
         ApiError: 400 for a value other than `All`.

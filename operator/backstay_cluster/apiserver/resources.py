@@ -1,6 +1,6 @@
-"""Which resources there are: the built-in ones in one table, the custom ones as CRDs add them.
+"""The resources that exist: the built-in ones in one table, and the custom ones that CRDs add.
 
-The registry is what routing, discovery, OpenAPI and the store share; nothing else names a resource.
+Routing, discovery, OpenAPI and the store share the registry; no other module names resources.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._by_path: dict[tuple[str, str, str], Resource] = {}
-        self.generation = 0  # grows with every change; what is derived from the registry is cached by it
+        self.generation = 0  # grows with every change; data that is derived from the registry is cached by it
         for resource in BUILTIN:
             self._by_path[resource.group, resource.version, resource.plural] = resource
 
@@ -194,7 +194,7 @@ class Registry:
         return list(self._by_path.values())
 
     def by_kind(self, group_version: str, kind: str) -> Resource | None:
-        """The resource whose objects carry this apiVersion and kind."""
+        """The resource whose objects have this apiVersion and kind."""
         for resource in self._by_path.values():
             if resource.kind == kind and resource.group_version == group_version:
                 return resource

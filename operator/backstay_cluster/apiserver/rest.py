@@ -1,7 +1,7 @@
-"""The operations on objects, without HTTP: create, get, list, replace, patch, delete, with every rule that Kubernetes
-puts around them (versions, generations, finalizers, graceful deletion, admission).
+"""The operations on objects, without HTTP: create, get, list, replace, patch, delete. They include Kubernetes' rules:
+versions, generations, finalizers, graceful deletion and admission.
 
-They are synchronous: each is one atomic step of the event loop, so there is no lock and no race inside the server.
+They are synchronous: each is one atomic step of the event loop, so the server needs no lock and has no race.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeleteOptions:
 
 @dataclass(frozen=True)
 class Page:
-    """One answer to a list: the objects, the version they are of, and how to go on."""
+    """One answer to a list: the objects, their version, and the continue token."""
 
     items: list[Stored]
     version: int
@@ -70,7 +70,7 @@ class Api:
     # Strategies
 
     def use(self, storage: tuple[str, str], factory: Callable[[Api, Resource], Strategy]) -> None:
-        """Rules for a kind, by its storage."""
+        """Set the rules of a kind, by its storage."""
         self._factories[storage] = factory
         self._strategies.pop(storage, None)
 
@@ -111,7 +111,7 @@ class Api:
     ) -> Page:
         """The selected objects in order of namespace and name, at most `limit` of them.
 
-        A continued list is of the version of its first page: the rest of it is kept meanwhile.
+        A continued list has the version of its first page: the rest of it is kept in the meantime.
 
         Raises:
             ApiError: 410 when the rest is no longer kept.
@@ -129,7 +129,7 @@ class Api:
         self._pages[token] = (version, rest[limit:])
         while len(self._pages) > 64:
             self._pages.popitem(last=False)
-        # The real server knows how many remain only where no selector makes it read them all.
+        # The real server returns the number of remaining objects only if no selector makes it read them all.
         return Page(rest[:limit], version, token, None if selector else len(rest) - limit)
 
     def _resume(self, token: str) -> tuple[int, list[Stored]]:
@@ -152,7 +152,7 @@ class Api:
         """
         strategy = self.strategy(resource)
         data = obj.setdefault("metadata", {})
-        self._place(resource, namespace, data)
+        self._set_namespace(resource, namespace, data)
         if data.get("resourceVersion"):
             raise bad_request("resourceVersion should not be set on objects to be created")
         for name in (*_SERVER_SET, "resourceVersion", "managedFields"):
@@ -188,7 +188,7 @@ class Api:
         strategy.created(stored.obj)
         return stored
 
-    def _place(self, resource: Resource, namespace: str, data: Obj) -> None:
+    def _set_namespace(self, resource: Resource, namespace: str, data: Obj) -> None:
         own = data.get("namespace") or ""
         if not resource.namespaced:
             data.pop("namespace", None)
@@ -228,7 +228,7 @@ class Api:
         """Replace an object, or with `part="status"` only its status.
 
         Returns:
-            The stored object: the old one where nothing changed.
+            The stored object; the old one if nothing changed.
 
         Raises:
             ApiError: 400, 404, 409 or 422.
@@ -252,7 +252,7 @@ class Api:
         if stored is None and strategy.create_on_update and not part:
             return self.create(resource, key[0], obj, dry_run=dry_run)
         stored = self.get(resource, key)
-        self._place(resource, key[0], data)
+        self._set_namespace(resource, key[0], data)
         old = stored.obj
         self._check_version(resource, key[1], data, old)
         if not data.get("resourceVersion") and not strategy.unconditional_update:
@@ -320,7 +320,7 @@ class Api:
 
     @staticmethod
     def _unchanged(obj: Obj, old: Obj) -> bool:
-        return obj == old and same(obj, old)  # the first is fast, but takes 1 for true
+        return obj == old and same(obj, old)  # the first comparison is fast, but accepts 1 for true
 
     @staticmethod
     def _content(resource: Resource, obj: Obj) -> Obj:
@@ -329,7 +329,7 @@ class Api:
         return {"spec": obj.get("spec")}
 
     def modify(self, resource: Resource, key: Key, change: Callable[[Obj], None]) -> Stored | None:
-        """Change an object from inside the server (controllers); None when it is not there."""
+        """Change an object from inside the server (controllers); None: it does not exist."""
         stored = self.find(resource, key)
         if stored is None:
             return None
@@ -348,16 +348,16 @@ class Api:
     # Deleting
 
     def remove(self, resource: Resource, key: Key) -> Stored:
-        """Take an object out of the store, whatever its finalizers."""
+        """Remove an object from the store, independent of its finalizers."""
         gone = self.store.remove(resource.storage, key)
         self.strategy(resource).deleted(gone.obj)
         return gone
 
     def delete(self, resource: Resource, key: Key, options: DeleteOptions | None = None) -> tuple[Stored, bool]:
-        """Delete an object, or mark it when a grace period or a finalizer stands before that.
+        """Delete an object; if it has a grace period or a finalizer, mark it instead.
 
         Returns:
-            Its last version, and whether it is gone.
+            Its last version, and whether it was removed.
 
         Raises:
             ApiError: 404, or 409 when a precondition fails.
@@ -417,9 +417,9 @@ class Api:
 
     @staticmethod
     def _check_preconditions(resource: Resource, name: str, data: Obj, options: DeleteOptions) -> None:
-        def refuse(what: str, asked: str, found: str) -> ApiError:
+        def refuse(what: str, requested: str, found: str) -> ApiError:
             text = (
-                f"the {what} in the precondition ({asked}) does not match the {what} in record ({found}). "
+                f"the {what} in the precondition ({requested}) does not match the {what} in record ({found}). "
                 "The object might have been "
             )
             text += "deleted and then recreated" if what == "UID" else "modified"

@@ -1,4 +1,4 @@
-"""Label and field selectors: what a list, a watch or a delete of a collection is limited to.
+"""Label and field selectors: they restrict a list, a watch or a delete of a collection.
 
 The grammar and the error texts are those of k8s.io/apimachinery, because clients show them to people.
 """
@@ -28,7 +28,7 @@ class Requirement:
     values: frozenset[str] = frozenset()
 
     def matches(self, labels: dict[str, str]) -> bool:
-        """Whether the labels fulfil it."""
+        """Whether the labels match it."""
         value = labels.get(self.key)
         if self.op == "in":
             return value is not None and value in self.values
@@ -168,7 +168,7 @@ def parse_labels(text: str) -> tuple[Requirement, ...]:
     """The requirements of a label selector.
 
     Raises:
-        ApiError: 400, with what was found and what was expected.
+        ApiError: 400; the message has the found and the expected text.
     """
     return tuple(_Parser(text).parse())
 
@@ -232,7 +232,7 @@ def parse_fields(
     """The terms of a field selector: path, value, and whether it must be equal.
 
     Raises:
-        ApiError: 400 for a path that the resource cannot be selected by, or for text that is no selector.
+        ApiError: 400 for a path that the resource cannot be selected by, or for text that is not a selector.
     """
     found: list[tuple[str, str, bool]] = []
     for term in re.split(r"(?<!\\),", text):
@@ -258,10 +258,10 @@ Matcher = Callable[[Obj], bool]
 
 
 def matcher(storage: tuple[str, str], labels: str, fields: str, selectable: tuple[str, ...] = ()) -> Matcher | None:
-    """A function that tells whether an object is selected, or None when everything is.
+    """A function that returns whether an object is selected; None: all objects are selected.
 
     Raises:
-        ApiError: 400 when one of the two texts is no selector.
+        ApiError: 400 when one of the two texts is not a selector.
     """
     requirements = parse_labels(labels)
     terms = parse_fields(storage, fields, selectable)

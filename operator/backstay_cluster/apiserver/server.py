@@ -1,4 +1,4 @@
-"""The server itself: sockets, authentication, routing, and the streams that outlive a request (watches and logs)."""
+"""The server itself: sockets, authentication, routing, and long answers (watches and logs)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from backstay_cluster.apiserver.watch import Watch, bookmark, event
 log = logging.getLogger(__name__)
 
 _HEALTH: Final = frozenset(("/healthz", "/livez", "/readyz"))
-_BODY_LIMIT: Final = 3 * 1024 * 1024  # of a real server
+_BODY_LIMIT: Final = 3 * 1024 * 1024  # the same as in a real server
 _BOOKMARK_SECONDS: Final = 60.0
 _WATCH_SECONDS: Final = 1800
 
@@ -46,13 +46,13 @@ class ApiServer:
     """One Kubernetes API on one port.
 
     Args:
-        host: the address to listen on; loopback unless there is a reason.
-        port: the port, or 0 for any free one (see `url` after `start`).
-        token: the bearer token that every request needs, health checks aside.
-        service_cidr: the network that Services get their addresses from.
-        tls: whether to serve https, with a certificate made at the start (`ca` is what clients have to trust).
+        host: the address to listen on; normally loopback.
+        port: the port; 0: any free one (see `url` after `start`).
+        token: the bearer token that every request needs, except health checks.
+        service_cidr: the network of the Services' addresses.
+        tls: whether to serve https, with a certificate that is created at the start (clients must trust `ca`).
             kubectl sends its token over https only.
-        history: how many changes of each kind are kept for watches that start in the past.
+        history: the number of changes of each kind that are kept for watches that start in the past.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ApiServer:
         history: int = 8192,
     ) -> None:
         if not token:
-            raise ValueError("token: the API server needs one, it serves nobody without")
+            raise ValueError("token: must not be empty, because every request is authenticated by it")
         self._host, self._port = host, port
         self._token = token
         self._certificate: Certificate | None = make_certificate([host, "localhost"]) if tls else None
@@ -83,11 +83,11 @@ class ApiServer:
         self._watches: set[Watch] = set()
         self._stopping = False
 
-    # Life
+    # Lifecycle
 
     @property
     def ca(self) -> str | None:
-        """The certificate that clients have to trust, in PEM; None without TLS."""
+        """The certificate that clients must trust, in PEM; None without TLS."""
         return self._certificate.pem if self._certificate else None
 
     @property
@@ -97,12 +97,12 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where clients find it: scheme, host and port."""
+        """The URL for clients: scheme, host and port."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'https' if self._certificate else 'http'}://{host}:{self._port}"
 
     def client_context(self) -> ssl.SSLContext | None:
-        """For a client in this process: a TLS context that trusts this server; None without TLS."""
+        """A TLS context for a client in this process that trusts this server; None without TLS."""
         return ssl.create_default_context(cadata=self.ca) if self.ca else None
 
     def kubeconfig(self, name: str = "backstay") -> str:
@@ -127,7 +127,7 @@ class ApiServer:
         """Listen.
 
         Raises:
-            OSError: the port is taken, or the address is not this machine's.
+            OSError: the port is in use, or the address does not belong to this machine.
         """
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10))
         self._connections = Connections(
@@ -218,7 +218,7 @@ class ApiServer:
             return _response(answer)
         target = request.locate(self.api.registry, path)
         if target.subresource == "log":
-            if self._session is None:  # pragma: no cover  # it serves only between start and stop
+            if self._session is None:  # pragma: no cover  # the session exists between start and stop
                 raise bad_request("the server is stopping")
             return await self._subresources.logs(target, call, http, self._session)
         if self._subresources.serves(target):
@@ -231,7 +231,7 @@ class ApiServer:
         return _response(answer)
 
     def _documents(self, call: Call) -> Answer | None:
-        """The answers that are about the API and not about objects."""
+        """The answers about the API itself and not about objects."""
         registry, path, parts = self.api.registry, call.path, call.path.strip("/").split("/")
         if parts[0] not in {"version", "api", "apis", "openapi"}:
             raise PlainNotFound
@@ -292,7 +292,7 @@ class ApiServer:
         except ApiError as error:
             if error.code != 410:
                 raise
-            # History that is gone is reported inside the watch, after its 200.
+            # Expired history is reported inside the watch, after its 200.
             watch.push(event("ERROR", encode(error.status())))
             watch.stop()
         stop: Callable[[], object] = watch.stop
@@ -307,13 +307,13 @@ class ApiServer:
 
     @staticmethod
     def _initial(query: Any, start: int | None) -> bool:
-        """Whether the watch begins with what is there."""
-        asked = "sendInitialEvents" in query
-        if asked and query.get("resourceVersionMatch") != "NotOlderThan":
+        """Whether the watch begins with the existing objects."""
+        requested = "sendInitialEvents" in query
+        if requested and query.get("resourceVersionMatch") != "NotOlderThan":
             text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"
             cause = invalid_value("resourceVersionMatch", query.get("resourceVersionMatch", ""), text)
             raise invalid("meta.k8s.io", "ListOptions", "", [cause])
-        if asked:
+        if requested:
             return request.flag(query, "sendInitialEvents")
         return not start
 
@@ -321,7 +321,7 @@ class ApiServer:
         self, watch: Watch, http: web.BaseRequest, call: Call, mark: Any, bookmarks: bool
     ) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
-        # A spread, so that clients that started together do not all come back together.
+        # Random, so that clients that started at the same time do not all return at the same time.
         limit = request.number(call.query, "timeoutSeconds") or random.uniform(1, 2) * _WATCH_SECONDS  # noqa: S311
         end = loop.time() + limit
         next_mark = loop.time() + min(_BOOKMARK_SECONDS, max(limit - 2, 0.001)) if bookmarks else float("inf")

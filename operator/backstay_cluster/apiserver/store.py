@@ -1,9 +1,9 @@
 """The objects, their versions and their history, in memory.
 
 One counter gives every change its resourceVersion. Each storage (one kind of object) keeps its newest objects by
-namespace, the last changes for watches that start in the past, and the watches that are open, by namespace, so that
-a change costs the watches that can see it and nothing else. Bytes of an object are made once a version.
-Everything here runs in the event loop's thread and never waits, so each operation is atomic.
+namespace, and its last changes for watches that start in the past. It also keeps the open watches by namespace, so that
+a change costs time only for the watches that show it. Bytes of an object are computed once for each version.
+All code here runs in the event loop's thread and never waits, so each operation is atomic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
 
 class Stored:
-    """One version of one object: immutable. `obj` has no apiVersion and no kind, those belong to the resource."""
+    """One version of one object: immutable. `obj` has no apiVersion and kind, which belong to the resource."""
 
     __slots__ = ("_bytes", "obj", "version", "views")
 
@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def body(self) -> bytes:
-        """The object as JSON, made once."""
+        """The object as JSON, computed once."""
         if self._bytes is None:
             self._bytes = encode(self.obj)
         return self._bytes
@@ -69,7 +69,7 @@ class Storage:
     spaces: dict[str, dict[str, Stored]] = field(default_factory=dict)
     history: deque[Change] = field(default_factory=deque)
     forgotten: int = 0  # the newest version that is no longer in the history
-    listeners: dict[str, set[Listener]] = field(default_factory=dict)  # by namespace; None is "" of all namespaces
+    listeners: dict[str, set[Listener]] = field(default_factory=dict)  # by namespace; "" means all namespaces
     count: int = 0
 
     def get(self, key: Key) -> Stored | None:
@@ -78,7 +78,7 @@ class Storage:
         return None if space is None else space.get(key[1])
 
     def select(self, namespace: str | None) -> Iterator[Stored]:
-        """The objects of a namespace, or of all (None), ordered by namespace and name."""
+        """The objects of one namespace, or of all (None), ordered by namespace and name."""
         for name in sorted(self.spaces) if namespace is None else (namespace,):
             space = self.spaces.get(name)
             if space:
@@ -96,7 +96,7 @@ class Store:
         self.observers: list[Callable[[tuple[str, str], Change], None]] = []
 
     def storage(self, name: tuple[str, str]) -> Storage:
-        """The storage of that name, made on first use."""
+        """The storage of that name, created on first use."""
         found = self._storages.get(name)
         if found is None:
             found = self._storages[name] = Storage(forgotten=0)
@@ -118,7 +118,7 @@ class Store:
         return stored
 
     def remove(self, name: tuple[str, str], key: Key) -> Stored:
-        """Remove an object; the event carries its last state under a resourceVersion of its own."""
+        """Remove an object. The event contains its last state, with a new resourceVersion."""
         storage = self.storage(name)
         before = storage.spaces[key[0]].pop(key[1])
         if not storage.spaces[key[0]]:
@@ -141,7 +141,7 @@ class Store:
             observer(name, change)
 
     def listen(self, name: tuple[str, str], namespace: str | None, listener: Listener) -> Callable[[], None]:
-        """Call `listener` at every later change in the namespace (None: in all); returns how to stop that."""
+        """Call `listener` at every later change in the namespace (None: in all). Returns a function that stops that."""
         listeners = self.storage(name).listeners.setdefault(namespace or "", set())
         listeners.add(listener)
         return lambda: listeners.discard(listener)
@@ -150,7 +150,7 @@ class Store:
         """The changes after `version`, oldest first.
 
         Raises:
-            ApiError: 410 when some of them are forgotten, 504 when `version` is in the future.
+            ApiError: 410 when some of them are no longer kept, 504 when `version` is in the future.
         """
         storage = self.storage(name)
         if version > self.version:

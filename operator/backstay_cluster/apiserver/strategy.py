@@ -1,6 +1,6 @@
-"""What a kind adds to the generic storage operations: defaults, admission, validation, and how it is deleted.
+"""The rules that a kind adds to the generic storage operations: defaults, admission, validation, and deletion.
 
-The generic part is in `rest`; a kind without rules of its own uses `Strategy` as it is.
+The generic part is in `rest`; a kind without its own rules uses `Strategy` directly.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """The rules of one kind. Methods change the object they are given, which is not stored yet."""
+    """The rules of one kind. Methods change the given object, which is not stored yet."""
 
     name_rule: metadata.NameRule = staticmethod(metadata.subdomain)
-    returns_deleted = False  # whether a delete answers with the object instead of a Status
-    unconditional_update = True  # whether a replace may leave resourceVersion out
-    create_on_update = False  # whether a replace of what is not there creates it
-    plain_mark = False  # whether the mark of deletion is only the deletionTimestamp
-    status_keeps_metadata = False  # whether a write to /status leaves labels and annotations as they are
+    returns_deleted = False  # whether a delete returns the object instead of a Status
+    unconditional_update = True  # whether a replace may omit resourceVersion
+    create_on_update = False  # whether a replace of a missing object creates it
+    plain_mark = False  # whether an object that is being deleted has only the deletionTimestamp as its mark
+    status_keeps_metadata = False  # whether a write to /status leaves labels and annotations unchanged
 
     def __init__(self, api: Api, resource: Resource) -> None:
         self.api = api
@@ -34,29 +34,29 @@ class Strategy:
         """Fill in defaults; runs at every write."""
 
     def before_create(self, obj: Obj, *, dry_run: bool) -> None:
-        """Admission and allocation; runs once validation of metadata is not yet done."""
+        """Admission and allocation; runs before the validation of metadata."""
 
     def before_update(self, obj: Obj, old: Obj) -> None:
-        """Carry over what a writer may leave out."""
+        """Copy fields from the old object that a writer may omit."""
 
     def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
-        """What is wrong with the object itself (metadata is checked for all kinds alike)."""
+        """The errors of the object itself (metadata has the same rules for all kinds)."""
         return []
 
     def validate_status(self, obj: Obj, old: Obj) -> list[Cause]:
-        """What is wrong with an object after a write to its status."""
+        """The errors of an object after a write to its status."""
         return []
 
     def created(self, obj: Obj) -> None:
-        """The object is stored."""
+        """The object was stored."""
 
     def deleted(self, obj: Obj) -> None:
-        """The object is gone."""
+        """The object was removed."""
 
     def before_delete(self, obj: Obj) -> Obj:
-        """What the object becomes when its deletion starts: the same, or with a finalizer of its own."""
+        """The object at the start of its deletion: unchanged, or with the kind's own finalizer."""
         return obj
 
-    def grace_period(self, obj: Obj, asked: int | None) -> int | None:
-        """Seconds between the mark and the removal; None for a kind that is removed at once."""
+    def grace_period(self, obj: Obj, requested: int | None) -> int | None:
+        """Seconds between the mark and the removal; None: the kind is removed at once."""
         return None

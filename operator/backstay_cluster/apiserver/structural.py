@@ -1,6 +1,7 @@
-"""Structural schemas of custom resources: prune what they do not know, fill in defaults, and validate.
+"""Structural schemas of custom resources: prune unknown fields, set defaults, and validate.
 
-Messages are those of the real server's schema validator; which errors keep rules (CEL) from being checked is too.
+Messages are those of the real server's schema validator. The same errors as in the real server prevent rules (CEL) from
+being checked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _EMBEDDED: Final = "x-kubernetes-embedded-resource"
 
 
 def prune(schema: Obj, value: Any, path: str, unknown: list[str], *, root: bool = False) -> None:
-    """Remove from `value`, in place, the fields that the schema does not know; their paths are added to `unknown`."""
+    """Remove from `value`, in place, the fields that are not in the schema; their paths are added to `unknown`."""
     if isinstance(value, list):
         items = schema.get("items")
         if isinstance(items, dict):
@@ -56,7 +57,7 @@ def prune(schema: Obj, value: Any, path: str, unknown: list[str], *, root: bool 
 
 
 def default(schema: Obj, value: Any) -> None:
-    """Fill the schema's defaults into `value`, in place; a null where null is not allowed counts as absent."""
+    """Set the schema's defaults in `value`, in place; a null that is not allowed counts as a missing field."""
     if isinstance(value, list):
         items = schema.get("items")
         if isinstance(items, dict):
@@ -87,7 +88,7 @@ def default(schema: Obj, value: Any) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
-    # In the language of schemas `$` is the end of the text; in Python it is also the newline before it.
+    # In the language of schemas `$` is the end of the text; in Python it also matches before a final newline.
     return re.compile(re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1\\Z", pattern))
 
 
@@ -108,7 +109,8 @@ def _fits(expected: str, value: Any) -> bool:
     if expected == "number":
         return found in {"number", "integer"}
     if expected == "integer":
-        # Beyond 64 bits a number is a float to the real server, and beyond 2**53 a float is no integer to its schemas.
+        # Beyond 64 bits a number is a float in the real server. Beyond 2**53 its schemas do not accept a float as
+        # integer.
         if found == "integer":
             return bool(-(2**63) <= value < 2**63)
         return bool(found == "number" and float(value).is_integer() and abs(value) <= 2**53)
@@ -116,7 +118,7 @@ def _fits(expected: str, value: Any) -> bool:
 
 
 class Validator:
-    """Collects what is wrong with a value. `name` is how messages call a path, `path` how causes do."""
+    """Collects the errors of a value. `name` is the path in messages, `path` the path in causes."""
 
     def __init__(self) -> None:
         self.causes: list[Cause] = []
@@ -255,7 +257,7 @@ class Validator:
 
 
 def valid(schema: Obj, value: Any) -> bool:
-    """Whether a value fulfils a schema."""
+    """Whether a value matches a schema."""
     validator = Validator()
     validator.check(schema, value, "")
     return not validator.causes

@@ -1,4 +1,4 @@
-"""The subresources that are more than a part of their object: scale, eviction, binding, and the logs of a pod."""
+"""The subresources that are not a part of their object: scale, eviction, binding, and the logs of a pod."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOG_OPTIONS = ("follow", "tailLines", "limitBytes", "sinceSeconds", "sinceTime"
 
 
 class Subresources:
-    """Serves them. `token` is what a kubelet expects of this server."""
+    """Serves them. `token` is the bearer token for the kubelet."""
 
     def __init__(self, api: Api, handlers: Handlers, token: str) -> None:
         self._api = api
@@ -33,14 +33,14 @@ class Subresources:
         self._token = token
 
     def serves(self, target: Target) -> bool:
-        """Whether the target is served here."""
+        """Whether this class serves the target."""
         return target.subresource in {"scale", "eviction", "binding"}
 
     def dispatch(self, target: Target, call: Call) -> Answer:
         """Answer a request.
 
         Raises:
-            ApiError: whatever is wrong with it.
+            ApiError: the error of the request.
         """
         if target.subresource == "scale":
             return self._scale(target, call)
@@ -176,10 +176,10 @@ class Subresources:
     async def logs(
         self, target: Target, call: Call, http: web.BaseRequest, session: aiohttp.ClientSession
     ) -> web.StreamResponse:
-        """Pass on what the kubelet of the pod's node has.
+        """Forward the log from the kubelet of the pod's node.
 
         Raises:
-            ApiError: 400 when there is no log yet, 404, 500 when the kubelet cannot be reached.
+            ApiError: 400 when no log exists yet, 404, 500 when the kubelet cannot be reached.
         """
         if call.method != "GET":
             raise method_not_allowed()
@@ -187,7 +187,7 @@ class Subresources:
         container = _container(pod, call.query.get("container", ""))
         node = dig(pod, "spec", "nodeName")
         if not node:
-            return web.Response(status=200)  # as the real server does for a pod that waits to be scheduled
+            return web.Response(status=200)  # like the real server, for a pod that waits to be scheduled
         url = self._kubelet(node) + f"/containerLogs/{target.namespace}/{target.name}/{container}"
         options = {k: call.query[k] for k in _LOG_OPTIONS if k in call.query}
         headers = {"Authorization": f"Bearer {self._token}"}
@@ -221,14 +221,14 @@ def _steps(path: str) -> list[str]:
     return path.lstrip(".").split(".")
 
 
-def _container(pod: Obj, asked: str) -> str:
+def _container(pod: Obj, requested: str) -> str:
     spec, name = pod["spec"], pod["metadata"]["name"]
     first = [c["name"] for c in spec.get("containers", ())]
     others = [c["name"] for c in (*spec.get("initContainers", ()), *spec.get("ephemeralContainers", ()))]
-    if asked:
-        if asked not in first + others:
-            raise bad_request(f"container {asked} is not valid for pod {name}")
-        return asked
+    if requested:
+        if requested not in first + others:
+            raise bad_request(f"container {requested} is not valid for pod {name}")
+        return requested
     if len(first) == 1:
         return str(first[0])
     text = f"a container name must be specified for pod {name}, choose one of: [{' '.join(first)}]"

@@ -1,4 +1,4 @@
-"""Tables: what `kubectl get` prints. The server decides the columns, kubectl only aligns them."""
+"""Tables: the output of `kubectl get`. The server defines the columns, and kubectl only aligns them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Column:
 
 
 def age(stamp: str | None) -> str:
-    """How long ago a time was, as kubectl prints it: 5s, 3m12s, 4h, 2d."""
+    """The time since a timestamp in kubectl's format: 5s, 3m12s, 4h, 2d."""
     if not stamp:
         return "<unknown>"
     try:
@@ -189,7 +189,7 @@ _COLUMNS: Final[dict[tuple[str, str], tuple[Column, ...]]] = {
     ("", "pods"): (
         _NAME,
         Column("Ready", _pod_ready, description="Containers that are ready, of all."),
-        Column("Status", _pod_status, description="What the containers are doing, together."),
+        Column("Status", _pod_status, description="The state of the containers, in one word."),
         Column("Restarts", _pod_restarts, description="How often containers were restarted."),
         _AGE,
         Column("IP", _at("status", "podIP"), priority=1, description="The pod's address."),
@@ -343,7 +343,7 @@ def _steps(path: str) -> list[Callable[[Any], list[Any]]]:
     while at < len(text):
         found = _STEP.match(text, at)
         if found is None:
-            return [lambda _: []]  # a path that this server does not understand shows nothing
+            return [lambda _: []]  # a path that this server does not support yields no values
         at = found.end()
         steps.append(_step(found))
     return steps
@@ -401,7 +401,7 @@ def table(resource: Resource, items: list[Stored], data: Obj, custom: list[Obj] 
 
 
 def table_event(resource: Resource, custom: list[Obj] | None, include: str) -> Callable[[Stored], bytes]:
-    """How a watch writes one object as a Table; the column definitions come with the first one only."""
+    """The function with which a watch writes one object as a Table; only the first has column definitions."""
     columns = _columns(resource, custom)
     first = True
 

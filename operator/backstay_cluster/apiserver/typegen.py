@@ -1,7 +1,7 @@
 """Writes `data/types.json`: which fields each built-in type has, and of which type each is.
 
 Strict field validation, pruning and OpenAPI need that table. It is derived from the generated models of the
-`kubernetes` client so that nobody maintains it by hand; the server itself only reads the JSON.
+`kubernetes` client, so that it needs no manual maintenance; the server itself only reads the JSON.
 Run as `python -m backstay_cluster.apiserver.typegen > operator/backstay_cluster/apiserver/data/types.json`.
 """
 

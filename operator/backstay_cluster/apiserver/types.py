@@ -1,7 +1,7 @@
-"""Decoding of built-in objects: the fields that a type has are kept, others are named and dropped, wrong types refused.
+"""Decodes built-in objects: keeps the fields of the type, names and drops the others, and refuses wrong types.
 
-A real server decodes JSON into Go structs, and clients see that in its answers: nulls and empty collections vanish,
-unknown fields are pruned (or refused, under strict validation), and a wrong type is an error that names the struct.
+A real server decodes JSON into Go structs, which affects its answers. Nulls and empty collections vanish, unknown
+fields are pruned (or refused, under strict validation), and a wrong type is an error that names the struct.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from backstay_cluster.apiserver.objects import Obj
 
-# Integers are 32 bits wide in Kubernetes except these; the model generator does not keep the difference.
+# Integers have 32 bits in Kubernetes except these; the model generator does not keep the difference.
 _INT64 = frozenset(
     (
         "terminationGracePeriodSeconds",
@@ -59,7 +59,7 @@ _KEEP_EMPTY = frozenset(("emptyDir", "securityContext"))
 
 
 class TypeMismatch(Exception):  # noqa: N818  # the caller turns it into an ApiError
-    """A value of another JSON type than its field has; the text is the one of Go's decoder."""
+    """A value of another JSON type than its field; the message is that of Go's decoder."""
 
 
 @functools.cache
@@ -117,7 +117,7 @@ class _Decoder:
                 continue
             found = self.value(spec, key, kind, item, f"{path}{key}", f"{plain}{key}")
             if found in ({}, []) and kind[0] in "[{" and key not in _KEEP_EMPTY:
-                continue  # an empty collection is the same as none
+                continue  # an empty collection is the same as a missing one
             result[key] = found
         return result
 
@@ -180,7 +180,7 @@ class _Decoder:
 
 
 def decode(type_name: str, obj: Obj) -> tuple[Obj, list[str]]:
-    """Keep what the type knows.
+    """Keep the fields of the type.
 
     Returns:
         The object without unknown fields, nulls and empty collections, and the paths of the unknown fields.

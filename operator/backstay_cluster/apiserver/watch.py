@@ -1,8 +1,8 @@
-"""Watches: the events of a storage as one client wants to see them.
+"""Watches: the events of a storage, for one client.
 
-A watch is a queue between the store, which must never wait, and a connection, which may. What happens to an object
-is translated for the watch's selector: an object that stops matching is deleted for it, one that starts is added. The
-object's JSON is made once a version, whoever watches; a watch only puts a line around it.
+A watch is a queue between the store, which must never wait, and a connection, which may. Events are translated for the
+watch's selector: an object that stops matching becomes DELETED, and one that starts matching becomes ADDED. The JSON of
+an object is computed once for each version and shared by all watches; a watch only puts a line around it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from backstay_cluster.apiserver.objects import Obj, encode
 from backstay_cluster.apiserver.selectors import Matcher
 from backstay_cluster.apiserver.store import Change, Stored
 
-# How one event's object is written: the version to write, in JSON.
+# Writes one event's object: takes the version to write, returns JSON.
 Render = Callable[[Stored], bytes]
-_LIMIT = 50_000  # events a client may be behind before it has to list again
+_LIMIT = 50_000  # the most events that a client may be late before it has to list again
 
 
 def event(kind: str, body: bytes) -> bytes:
@@ -37,17 +37,17 @@ class Watch:
         self.overrun = False
 
     def initial(self, items: list[Stored]) -> None:
-        """What is there already comes as ADDED."""
+        """Send the existing objects as ADDED."""
         self._lines.extend(self._line("ADDED", stored) for stored in items)
         self._wake.set()
 
     def push(self, line: bytes) -> None:
-        """A line that is no change: a bookmark or an error."""
+        """Add a line that is not a change: a bookmark or an error."""
         self._lines.append(line)
         self._wake.set()
 
     def change(self, change: Change) -> None:
-        """One change of the storage."""
+        """Add one change of the storage."""
         if self._matches is None:
             self._lines.append(self._line(change.type, change.after))
         else:
@@ -74,7 +74,7 @@ class Watch:
         return event(kind, self._render(stored))
 
     async def take(self, timeout: float) -> bytes:  # a deadline is the normal way out here
-        """All lines there are, at least one, or nothing when none came in `timeout` seconds."""
+        """All waiting lines, at least one; nothing if none arrived in `timeout` seconds."""
         if not self._lines and not self.overrun:
             self._wake.clear()
             try:
@@ -85,14 +85,14 @@ class Watch:
         return self.lines()
 
     def lines(self) -> bytes:
-        """All lines that are waiting; they are taken."""
+        """Remove and return all waiting lines."""
         found = b"".join(self._lines)
         self._lines.clear()
         self._wake.clear()
         return found
 
     def stop(self) -> None:
-        """Wake whoever waits; there is nothing more to come."""
+        """Wake the reader; no more lines will follow."""
         self.overrun = True
         self._wake.set()
 

@@ -1,1 +1,1 @@
-"""A kubelet that runs every container as a process of this Python environment, and what a node needs besides it."""
+"""A kubelet that runs every container as a process of this Python environment, and the other parts of a node."""

@@ -1,4 +1,4 @@
-"""A small asynchronous Kubernetes client: the kubelet and its neighbours speak to any API server, over HTTP only."""
+"""A small asynchronous Kubernetes client. The parts of the node use any API server, over HTTP only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backstay_cluster.kubelet.objects import Object
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 REQUEST_SECONDS = 30.0
-SILENT_WATCH_SECONDS = 90.0  # a server sends bookmarks about once a minute; a watch that says nothing longer is dead
+SILENT_WATCH_SECONDS = 90.0  # a server sends bookmarks about once a minute; a watch without data for longer is dead
 
 
 class ApiError(Exception):
@@ -23,8 +23,8 @@ class ApiError(Exception):
 
     Attributes:
         code: the HTTP status, 0 when there was no answer.
-        reason: the Status' reason, such as `NotFound`.
-        named: whether the answer spoke of a named object (as opposed to a resource that is not served at all).
+        reason: the reason in the Status, such as `NotFound`.
+        named: whether the answer is about a named object, and not about a resource that is not served at all.
     """
 
     def __init__(self, code: int, reason: str, message: str, *, named: bool = False) -> None:
@@ -35,7 +35,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, code: int, body: Any, what: str) -> ApiError:
-        """From an answer's code and body, a `Status` or anything else."""
+        """The error for an answer's code and body, a `Status` or anything else."""
         if isinstance(body, dict) and body.get("kind") == "Status":
             details = body.get("details") or {}
             code = int(body.get("code") or code)
@@ -84,7 +84,7 @@ class ApiClient:
         """One request; `path` starts with `/api`.
 
         Raises:
-            ApiError: an error was answered, or nothing (code 0).
+            ApiError: the server answered with an error, or did not answer (code 0).
         """
         data = None if body is None else json.dumps(body).encode()
         what = f"{method} {path}"
@@ -120,7 +120,7 @@ class ApiClient:
         return await self.request("POST", path, body=body)
 
     async def patch(self, path: str, body: Any, content_type: str = MERGE_PATCH) -> Object:
-        """PATCH, a JSON merge patch unless told."""
+        """PATCH; a JSON merge patch by default."""
         return await self.request("PATCH", path, body=body, content_type=content_type)
 
     async def delete(self, path: str, body: Object | None = None) -> Object:
@@ -131,7 +131,8 @@ class ApiClient:
         """The events of one watch until the server ends it.
 
         Raises:
-            ApiError: the watch was refused, broke, fell silent, or sent an ERROR event (its Status: 410 when too old).
+            ApiError: the watch was refused, broke, sent nothing for too long, or sent an ERROR event (410: too
+            old).
         """
         what = f"watch {path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_WATCH_SECONDS)
@@ -155,7 +156,7 @@ class ApiClient:
                                     raise ApiError.of(int(event["object"].get("code") or 500), event["object"], what)
                                 yield event
                 finally:
-                    # A watch that is left before its end has nothing more to say: no TLS farewell is waited for.
+                    # The end of a watch that its reader leaves early does not matter: do not wait for the end of TLS.
                     if answer.connection is not None and answer.connection.transport is not None:
                         answer.connection.transport.abort()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:

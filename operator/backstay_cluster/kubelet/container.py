@@ -1,4 +1,4 @@
-"""One container: make what its process needs, run it, watch it, say how it ended, start it again where it should be."""
+"""Runs one container: prepares its process, starts it, watches it, reports its end, and restarts it if required."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Container:
     """Runs one container of a pod.
 
     Args:
-        node: the surroundings.
-        pod: the pod as first seen; what is used of it does not change in its life.
+        node: the node.
+        pod: the pod as first read; the parts that this class uses never change.
         spec: the container.
-        record: what becomes of it, kept for the status.
+        record: the state of the container, for the status.
         changed: called whenever `record` changed.
-        scratch: a folder of the container's own.
+        scratch: the container's own folder.
         pod_ip: the pod's address.
-        gpus: the devices lent to this container.
+        gpus: the devices that are reserved for this container.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Container:
         self._sink: LogSink | None = None
         self._started_at = 0.0
         self._oom = False
-        self._stop = asyncio.Event()  # no start from now on
+        self._stop = asyncio.Event()  # once set, no process is started
         self._killers: set[asyncio.Task[None]] = set()
         self._message_file = scratch / "termination-log"
 
-    def _tell(self, reason: str, message: str, *, warning: bool = False) -> None:
+    def _record_event(self, reason: str, message: str, *, warning: bool = False) -> None:
         path = f"spec.{'initContainers' if self.record.init else 'containers'}{{{self.record.name}}}"
-        self._node.events.tell(self._pod, "Pod", reason, message, warning=warning, path=path)
+        self._node.events.record(self._pod, "Pod", reason, message, warning=warning, path=path)
 
     async def run(self, volumes: Mapping[str, Path], policy: str) -> None:
-        """Run until it has ended for good: as the restart policy says, or stopped."""
+        """Run until the container has ended and is not restarted: by its restart policy, or because it was stopped."""
         backoff = BACKOFF_SECONDS
         while not self._stop.is_set():
             began = self._node.clock()
@@ -96,7 +96,7 @@ class Container:
             )
             self._changed()
             if self.record.restarts:
-                self._tell("BackOff", f"Back-off restarting failed container {self.record.name}", warning=True)
+                self._record_event("BackOff", f"Back-off restarting failed container {self.record.name}", warning=True)
             if await self._pause(backoff if self.record.restarts else 0.0):
                 self.record.state = self.record.last_state
                 self._changed()
@@ -106,20 +106,20 @@ class Container:
             self.record.restarts += 1
 
     def stop(self, grace: float, why: str = "Stopping container") -> None:
-        """Start no more, and end the process: SIGTERM, after `grace` seconds SIGKILL of its group.
+        """Start no more processes, and end the running one: SIGTERM, after `grace` seconds SIGKILL to its group.
 
-        May be called again with less.
+        May be called again with a shorter grace period.
         """
         self._stop.set()
         self.kill(grace, f"{why} {self.record.name}")
 
     def kill(self, grace: float, message: str) -> None:
-        """End the running process, if there is one."""
+        """End the running process, if one exists."""
         process = self._process
         if process is None or process.exited.done():
             return
         if message and not self._killers:
-            self._tell("Killing", message)
+            self._record_event("Killing", message)
         task = asyncio.ensure_future(self._kill(process, grace))
         self._killers.add(task)
         task.add_done_callback(self._killers.discard)
@@ -131,11 +131,11 @@ class Container:
         self._node.runtime.kill(process, signal.SIGKILL, group=True)
 
     async def _pause(self, seconds: float) -> bool:
-        """Wait; True when stopped meanwhile."""
+        """Wait. Returns True if the container was stopped during the wait."""
         return await sleep_unless(self._node.sleep, seconds, self._stop)
 
     async def _prepare(self, volumes: Mapping[str, Path]) -> tuple[list[str], dict[str, str], str] | None:
-        """The command line, environment and folder, waiting for what is missing; None when stopped first."""
+        """The command line, environment and folder; waits for missing objects. None if the container was stopped."""
         delay = QUICK_RETRY_SECONDS
         while not self._stop.is_set():
             try:
@@ -143,7 +143,7 @@ class Container:
             except NotReadyError as error:
                 state = waiting(error.reason, str(error))
                 if self.record.state != state:
-                    self._tell("Failed", f"Error: {error}", warning=True)
+                    self._record_event("Failed", f"Error: {error}", warning=True)
                     self.record.state = state
                     self._changed()
             except ApiError as error:
@@ -165,10 +165,11 @@ class Container:
         if not spec.get("command") and not spec.get("args"):
             raise NotReadyError(
                 "CreateContainerError",
-                "no command specified: this node pulls no images and knows no entrypoint, so `command` must be given",
+                "no command specified: this node pulls no images, so it has no entrypoint; `command` must be given",
             )
         base = {**self._node.base_env, "HOSTNAME": self._pod["metadata"]["name"]}
-        # As with the device plugin: no limit, no device. Else every process would take the whole GPU's memory.
+        # As with the device plugin: without a limit, no device. Otherwise every process would take the whole GPU's
+        # memory.
         base["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
         links = self._node.service_links(namespace) if self._pod["spec"].get("enableServiceLinks", True) else {}
         env = await environment(
@@ -176,7 +177,7 @@ class Container:
             spec,
             lambda kind, name: self._node.lookup(namespace, kind, name),
             base,
-            {**links, **{name: self._placed(value) for name, value in self._node.extra_env.items()}},
+            {**links, **{name: self._substituted(value) for name, value in self._node.extra_env.items()}},
             pod_ip=self._ip,
             host_ip=self._node.ip,
             allocatable=self._node.allocatable,
@@ -193,13 +194,13 @@ class Container:
                 os.makedirs(cwd, exist_ok=True)  # noqa: PTH103
         return [moved(word) for word in argv], {name: moved(value) for name, value in env.items()}, cwd
 
-    def _placed(self, value: str) -> str:
+    def _substituted(self, value: str) -> str:
         meta = self._pod["metadata"]
         logs = str(self._node.logs_dir / meta["namespace"] / meta["name"])
         return value.replace("$(POD_IP)", self._ip).replace("$(POD_LOGS)", logs)
 
     async def _run_once(self, volumes: Mapping[str, Path]) -> bool:
-        """Start and see it end; False when it was stopped before it started."""
+        """Start a process and wait for its end. Returns False if the container was stopped before it started."""
         self._scratch.mkdir(parents=True, exist_ok=True)
         made = await self._prepare(volumes)
         if made is None:
@@ -229,8 +230,8 @@ class Container:
         self.record.started = not self._spec.get("startupProbe")
         self.record.ready = self.record.started and not self._spec.get("readinessProbe")
         self._changed()
-        self._tell("Created", f"Container created: {self.record.name}")
-        self._tell("Started", f"Container started: {self.record.name}")
+        self._record_event("Created", f"Container created: {self.record.name}")
+        self._record_event("Started", f"Container started: {self.record.name}")
         watchers = [asyncio.ensure_future(each) for each in self._watchers(process, env, cwd)]
         if self._stop.is_set():
             self.kill(0, "")
@@ -271,7 +272,7 @@ class Container:
             message = f"workingDir {cwd!r}: {os.strerror(error.number)}"
         else:
             message = str(error)
-        self._tell("Failed", f"Error: failed to start container {self.record.name!r}: {message}", warning=True)
+        self._record_event("Failed", f"Error: failed to start container {self.record.name!r}: {message}", warning=True)
         now = timestamp(self._node.clock())
         self.record.state = terminated(128, "StartError", message, finished=now, container=self.record.id)
         self._changed()
@@ -305,12 +306,12 @@ class Container:
             used = await asyncio.to_thread(resident_bytes, process.pid)
             if used > limit and not process.exited.done():
                 self._oom = True
-                self._tell("OOMKilling", f"Memory limit {limit} bytes, {used} bytes are used", warning=True)
+                self._record_event("OOMKilling", f"Memory limit {limit} bytes, {used} bytes are used", warning=True)
                 self._node.runtime.kill(process, signal.SIGKILL, group=True)
                 return
 
     async def _probe(self, process: Process, env: Mapping[str, str], cwd: str) -> None:
-        """All probes of one run: startup first, then readiness and liveness side by side."""
+        """All probes of one run: first startup, then readiness and liveness at the same time."""
 
         async def run(command: Sequence[str]) -> int:
             start = self._node.runtime.start
@@ -322,7 +323,7 @@ class Container:
             except StartError:
                 return 127
 
-        async def ask(spec: ProbeSpec) -> None:
+        async def attempt_probe(spec: ProbeSpec) -> None:
             await attempt(spec, self._spec, self._ip, run)
 
         grace = float(self._pod["spec"].get("terminationGracePeriodSeconds") or 30)
@@ -346,7 +347,7 @@ class Container:
         if self._spec.get("startupProbe"):
             spec = ProbeSpec.of(self._spec["startupProbe"])
             await watch_probe(
-                spec, ask, lethal("Startup", spec), eager=False, until_success=True, sleep=self._node.sleep
+                spec, attempt_probe, lethal("Startup", spec), eager=False, until_success=True, sleep=self._node.sleep
             )
             self.record.started = True
             self.record.ready = not self._spec.get("readinessProbe")
@@ -354,14 +355,16 @@ class Container:
         async with asyncio.TaskGroup() as group:
             if self._spec.get("readinessProbe"):
                 readiness = ProbeSpec.of(self._spec["readinessProbe"])
-                group.create_task(watch_probe(readiness, ask, ready, eager=True, sleep=self._node.sleep))
+                group.create_task(watch_probe(readiness, attempt_probe, ready, eager=True, sleep=self._node.sleep))
             if self._spec.get("livenessProbe"):
                 spec = ProbeSpec.of(self._spec["livenessProbe"])
-                group.create_task(watch_probe(spec, ask, lethal("Liveness", spec), eager=False, sleep=self._node.sleep))
+                group.create_task(
+                    watch_probe(spec, attempt_probe, lethal("Liveness", spec), eager=False, sleep=self._node.sleep)
+                )
 
     def _unhealthy(self, kind: str, message: str, failures: int) -> None:
-        if failures == 1:  # once a row: an event for every period would only bury the rest
-            self._tell("Unhealthy", f"{kind} probe failed: {message}", warning=True)
+        if failures == 1:  # once for each row of failures: an event for every period would hide the other events
+            self._record_event("Unhealthy", f"{kind} probe failed: {message}", warning=True)
 
     def remove(self) -> None:
         """Remove the container's folder."""

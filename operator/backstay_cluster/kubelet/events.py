@@ -1,4 +1,4 @@
-"""Events, told once and never waited for: what happens to a pod does not depend on whether it could be reported."""
+"""Writes events in the background: a pod never waits for its events, and does not depend on them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_WAITING = 1000
 
 
 class EventRecorder:
-    """Writes events in the order they were told; drops the newest when the API server cannot keep up.
+    """Writes events in the order in which they were recorded; drops the newest if the API server is too slow.
 
     Args:
         client: the API server.
-        component: who reports, such as `kubelet`.
+        component: the reporting component, such as `kubelet`.
         host: the node's name.
         clock: seconds since the epoch.
     """
@@ -33,10 +33,10 @@ class EventRecorder:
         self._clock = clock
         self._queue: asyncio.Queue[Object] = asyncio.Queue(MAX_WAITING)
 
-    def tell(
+    def record(
         self, obj: Mapping[str, Any], kind: str, reason: str, message: str, *, warning: bool = False, path: str = ""
     ) -> None:
-        """Report about an object; `path` names a part of it, such as `spec.containers{trainer}`."""
+        """Record an event about an object; `path` names a part of it, such as `spec.containers{trainer}`."""
         now = self._clock()
         involved = reference(obj, kind)
         if path:
@@ -65,7 +65,7 @@ class EventRecorder:
             logger.debug("event dropped, %d are waiting: %s %s", MAX_WAITING, reason, message)
 
     async def run(self) -> None:
-        """Write what is told until cancelled."""
+        """Write recorded events until cancelled."""
         while True:
             event = await self._queue.get()
             try:

@@ -1,9 +1,9 @@
-"""Pure rules about strings in a pod: `$(VAR)`, quantities, image names, and paths moved out of the container.
+"""Pure rules about strings in a pod: `$(VAR)`, quantities, image names, and rewritten paths.
 
-A pod here has no mount namespace, so a volume is not where its `mountPath` says but in a folder of the host. `PathMap`
-rewrites every mention of a mount path in arguments and environment to that folder, wherever it stands as a whole
-path: alone, under it, after `file://`, in `--dir=/data`, in a list such as `/a:/b`, inside JSON or a shell script.
-A mention that is part of another word or longer path (`s3://bucket/data`, `/old/data`, `/data2`) stays as it is.
+A pod here has no mount namespace, so a volume is not at its `mountPath` but in a folder of the host. `PathMap` rewrites
+each mention of a mount path in arguments and environment to that folder. A mention must be a whole path: alone, a
+parent folder, after `file://`, in `--dir=/data`, in a list such as `/a:/b`, inside JSON or a shell script. A mention
+inside another word or a longer path (`s3://bucket/data`, `/old/data`, `/data2`) stays the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SUFFIXES = {
 }
 _QUANTITY = re.compile(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+|[a-zA-Z]*)")
 
-# https://github.com/distribution/reference: name[:tag][@digest], the first component may be a domain with a port.
+# https://github.com/distribution/reference: name[:tag][@digest]; the first component may be a domain with a port.
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _DOMAIN = (
     r"(?:(?:[a-zA-Z0-9]|[a-zA-Z0-9][a-zA-Z0-9-]*[a-zA-Z0-9])"
@@ -47,7 +47,7 @@ _IMAGE = re.compile(
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(VAR)` by its value; `$$` is a dollar sign; a reference to an unknown variable stays as written."""
+    """Replace `$(VAR)` by its value; `$$` is a dollar sign; a reference to an unknown variable stays the same."""
 
     def one(match: re.Match[str]) -> str:
         if match.group(0) == "$$":
@@ -76,15 +76,16 @@ def quantity(text: str | int | float) -> Decimal:
 
 
 def valid_image(name: str) -> bool:
-    """Whether an image reference is well formed (whether it exists is not asked: nothing is pulled)."""
+    """Whether an image reference is well formed. The image need not exist, because no image is pulled."""
     return len(name) <= 512 and _IMAGE.fullmatch(name) is not None
 
 
 class PathMap:
-    """Rewrites mentions of paths of the container to folders of the host.
+    """Replaces paths of the container by folders of the host.
 
     Args:
-        paths: path in the container -> path on the host, both absolute; where one lies under another the longer counts.
+        paths: path in the container -> path on the host, both absolute; if one contains another, the longer one
+        applies.
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:
@@ -102,5 +103,5 @@ class PathMap:
 
 
 def clean_path(path: str) -> str:
-    """An absolute path without a slash at its end or two in a row."""
+    """An absolute path without a slash at its end and without double slashes."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))

@@ -1,6 +1,7 @@
-"""A kubelet without processes: pods are Running and ready as soon as they are bound, and die when told to.
+"""A kubelet without processes: pods are Running and ready as soon as they are bound, and die when a caller kills them.
 
-For measuring the API server and an operator at thousands of pods, and for tests that need a death of a certain cause.
+For measurements of the API server and an operator at thousands of pods, and for tests that need a certain cause of
+death.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class FakeKubelet:
-    """A node whose pods run at once.
+    """A node whose pods run as soon as they are bound.
 
     Args:
         client: the API server; closed by its owner.
         name: of the node.
-        pod_cidr: where pods' addresses come from: on loopback, so that nobody calls out; nothing listens there.
-        pod_ip: one address for all pods instead, where a program of the caller answers for them.
-        max_pods: what the node takes.
-        parallel: requests under way at once.
+        pod_cidr: the block of the pods' addresses, on loopback, so that no call leaves this machine. Nothing
+        listens there.
+        pod_ip: one address for all pods instead; a program of the caller answers there.
+        max_pods: the most pods that the node accepts.
+        parallel: the number of requests that are in progress at the same time.
         clock: seconds since the epoch.
         sleep: waits (seconds).
     """
@@ -80,18 +82,18 @@ class FakeKubelet:
 
     @property
     def pods(self) -> dict[Key, Object]:
-        """All pods as last seen, by namespace and name."""
+        """All pods in their newest state, by namespace and name."""
         return self._informer.objects
 
     async def start(self) -> None:
-        """Register and begin."""
+        """Register the node, and start."""
         await self._registration.register(10250)
         runs = (self._registration.run(), self._node.events.run(), self._informer.run(), self._scheduler.run())
         self._tasks = [asyncio.create_task(each) for each in runs]
         await self._informer.synced.wait()
 
     async def stop(self) -> None:
-        """Stop; pods stay as they are."""
+        """Stop; the pods stay unchanged."""
         tasks = [*self._tasks, *self._busy.values()]
         for task in tasks:
             task.cancel()
@@ -100,29 +102,29 @@ class FakeKubelet:
     def kill(
         self, namespace: str, name: str, *, exit_code: int = 137, reason: str = "Error", condition: Object | None = None
     ) -> None:
-        """Let a pod die: its containers end with `exit_code`, it is Succeeded (0) or Failed.
+        """Make a pod die: its containers end with `exit_code`, and it is Succeeded (0) or Failed.
 
         Args:
             namespace: of the pod.
             name: of the pod.
             exit_code: of all its containers.
             reason: of the terminated state, such as `OOMKilled`.
-            condition: one more condition, such as a `DisruptionTarget`.
+            condition: an additional condition, such as a `DisruptionTarget`.
 
         Raises:
-            KeyError: there is no such pod.
+            KeyError: the pod does not exist.
         """
         pod = self.pods[namespace, name]
         self._killed[pod["metadata"]["uid"]] = exit_code, reason, condition
         self._begin(pod)
 
     def _changed(self, key: Key, old: Object | None, new: Object | None) -> None:
-        self._scheduler.see(key, new)
+        self._scheduler.pod_changed(key, new)
         if new is None:
             uid = (old or {}).get("metadata", {}).get("uid", "")
             self._killed.pop(uid, None)
             if (address := self._addresses.pop(uid, None)) is not None:
-                self._node.addresses.give_back([address])
+                self._node.addresses.release([address])
         elif new["spec"].get("nodeName") == self._node.name:
             self._begin(new)
 

@@ -1,7 +1,7 @@
 """A pod's volumes as folders of the host, and the environment of its containers.
 
-Both need objects of the API (ConfigMaps, Secrets, claims), which come through one `Lookup`; what is missing raises
-`NotReadyError`, which the kubelet reports as Kubernetes' does and tries again.
+Both need objects of the API (ConfigMaps, Secrets, claims), which they read through one `Lookup`. A missing object
+raises `NotReadyError`. The kubelet reports it as the kubelet of Kubernetes does, and tries again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Lookup = Callable[
 
 
 class NotReadyError(Exception):
-    """A container cannot be made yet.
+    """A container cannot be created yet.
 
     Attributes:
         reason: of the waiting state, or of the event for a volume.
@@ -63,7 +63,7 @@ def field_of(pod: Mapping[str, Any], path: str, *, pod_ip: str, host_ip: str) ->
 
 
 def resource_of(container: Mapping[str, Any], ref: Mapping[str, Any], allocatable: Mapping[str, str]) -> str:
-    """The value of a resourceFieldRef, in whole divisors, rounded up; a limit that is not set is the node's.
+    """The value of a resourceFieldRef, in whole divisors, rounded up; without a limit, the node's value.
 
     Raises:
         NotReadyError: the field is not supported.
@@ -114,10 +114,10 @@ async def environment(
 ) -> dict[str, str]:
     """A container's environment: `base` (of the image), `links` (of the node), then envFrom, then env in its order.
 
-    A `$(VAR)` refers to what comes after `base`.
+    A `$(VAR)` can refer to all variables except those of `base`.
 
     Raises:
-        NotReadyError: `CreateContainerConfigError`, something that is referred to is missing.
+        NotReadyError: `CreateContainerConfigError`, a referenced object is missing.
     """
     reason = "CreateContainerConfigError"
     own: dict[str, str] = {}
@@ -155,12 +155,12 @@ async def environment(
 
 
 class Volumes:
-    """Makes the folders of one pod's volumes.
+    """Creates the folders of one pod's volumes.
 
     Args:
         pod: the pod.
-        root: a folder of the pod's own; removed with it.
-        claims: where the folders of persistent volume claims are; they outlive pods.
+        root: the pod's own folder; removed with the pod.
+        claims: the folder of the persistent volume claims; it stays when pods are removed.
         lookup: finds ConfigMaps, Secrets and claims of the pod's namespace.
         field: the value of a downward API field.
     """
@@ -175,7 +175,7 @@ class Volumes:
         self._field = field
 
     async def mount(self) -> dict[str, Path]:
-        """Volume name -> folder (or file, for a hostPath of one).
+        """Volume name -> folder (or file, if a hostPath is a file).
 
         Raises:
             NotReadyError: `FailedMount`.
@@ -206,8 +206,8 @@ class Volumes:
             return path
         sources = volume["projected"].get("sources") or [] if volume.get("projected") else [volume]
         mode = int((volume.get("projected") or {}).get("defaultMode") or 0o644)
-        # The volume that admission adds for talking to the API. This cluster issues no tokens for service accounts, so
-        # it holds what there is of it: a pod must not wait for ever for what it most likely does not use.
+        # The volume that admission adds for calls to the API. This cluster issues no tokens for service accounts, so
+        # the volume holds only the rest. A pod rarely uses it, and must not wait forever for it.
         for_api = any("serviceAccountToken" in source for source in sources)
         for source in sources:
             if "serviceAccountToken" not in source:
@@ -244,7 +244,7 @@ class Volumes:
         raise NotReadyError("FailedMount", f"a volume of {kinds} is not supported by this kubelet")
 
     def remove(self) -> None:
-        """Remove what was made for this pod; claims and host paths stay."""
+        """Remove the files of this pod; claims and host paths stay."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
@@ -252,7 +252,7 @@ def write(root: Path, name: str, data: bytes, mode: int) -> None:
     """Write a file of a projected volume.
 
     Raises:
-        NotReadyError: its path leaves the volume.
+        NotReadyError: its path is outside of the volume.
     """
     if name.startswith("/") or ".." in Path(name).parts:
         raise NotReadyError("FailedMount", f"path {name!r} must be relative and must not contain '..'")
@@ -264,10 +264,10 @@ def write(root: Path, name: str, data: bytes, mode: int) -> None:
 
 
 def host_path(path: Path, kind: str) -> Path:
-    """A hostPath, made where its type says so.
+    """The path of a hostPath; created if its type requires that.
 
     Raises:
-        NotReadyError: it is not what its type says.
+        NotReadyError: the path does not have the required type.
     """
     if kind == "DirectoryOrCreate":
         path.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ def mount_paths(container: Mapping[str, Any], volumes: Mapping[str, Path]) -> di
     """Path in the container -> path on the host, for each of the container's volumeMounts.
 
     Raises:
-        NotReadyError: a mount names no volume, or its subPath leaves it.
+        NotReadyError: a mount's volume does not exist, or its subPath is outside of the volume.
     """
     paths = {}
     for mount in container.get("volumeMounts") or []:

@@ -1,8 +1,9 @@
-"""Whether a command line may run in a process that has imported modules already, instead of in a fresh Python.
+"""Whether a command line may run in a process that has imported modules already, instead of in a new Python.
 
-The answer is no wherever the early imports could change what the script does: another interpreter, options of Python,
-a variable that an imported module or its C library has read, a file beside the script that replaces one of the
-modules, or a script that changes the environment or `sys.path` before its own imports. "No" costs only time.
+It may not run there if the early imports could change what the script does. This is the case for another interpreter,
+options of Python, and a variable that an imported module or its C library has read. The same holds for a file
+beside the script that replaces one of the modules. It also holds for a script that changes the environment or
+`sys.path` before its own imports. A new Python only costs time.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SYS_IMPORT_STATE = frozenset({"path", "meta_path", "path_hooks", "modules"})
 
 @dataclass(frozen=True)
 class Program:
-    """What a forked process runs.
+    """The program that a forked process runs.
 
     Attributes:
-        executable: what `sys.executable` is.
-        argv: the command line, as `sys.orig_argv` has it.
-        path0: what Python puts in front of `sys.path`.
+        executable: the value of `sys.executable`.
+        argv: the command line, as in `sys.orig_argv`.
+        path0: the first element of `sys.path`.
         module: the name after `-m`; empty for a script.
         file: the script's `__file__`; empty for a module.
         code: the compiled script; None for a module.
@@ -47,10 +48,10 @@ class Program:
 
 
 class Sensitive:
-    """Names of environment variables that matter at import.
+    """Names of environment variables that affect imports.
 
     Args:
-        read: names that were looked up while the modules were imported.
+        read: names that were read while the modules were imported.
         prefixes: as in `Preload`.
     """
 
@@ -73,7 +74,7 @@ def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> 
     Args:
         argv: the command line.
         environ: the environment, for `PATH`.
-        python: the interpreter that has the modules.
+        python: the interpreter that has imported the modules.
 
     Raises:
         SyntaxError, ValueError: the script cannot be compiled.
@@ -81,7 +82,7 @@ def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> 
     executable = shutil.which(argv[0], path=environ.get("PATH", os.defpath))
     if executable is None or len(argv) < 2:
         return None
-    # Two links to one interpreter belong to different environments unless they lie in one folder.
+    # Two links to one interpreter belong to different environments unless they are in the same folder.
     same_folder = Path(executable).parent.absolute() == Path(python).parent.absolute()
     if not same_folder or os.path.realpath(executable) != os.path.realpath(python):
         return None
@@ -100,7 +101,7 @@ def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> 
 
 
 def shadowed(folder: str, modules: Collection[str]) -> str | None:
-    """A name in `folder` that an import would take instead of one of the `modules`, which are top-level names."""
+    """A name in `folder` that an import would find before one of the `modules`, which are top-level names."""
     try:
         names = os.listdir(folder)  # noqa: PTH208
     except OSError:
@@ -110,9 +111,9 @@ def shadowed(folder: str, modules: Collection[str]) -> str | None:
 
 
 def unsafe_reason(program: Program, sensitive: Callable[[str], bool]) -> str | None:
-    """What in the program's own files could run differently after early imports, None when nothing was found.
+    """A place in the program's own files that could run differently after early imports; None: no such place was found.
 
-    Read are the script and every file in its folder that it imports, directly or through others.
+    The script is read, and every file in its folder that it imports, directly or indirectly.
     """
     module = program.module.partition(".")[0]
     todo = _local(module, program.path0) if module else [Path(program.file)]
@@ -180,7 +181,7 @@ class _Scan(ast.NodeVisitor):
             self._note(node, f"import {top}")
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        # Wherever the name stands: it may be a key of a dictionary that the environment is updated with.
+        # The position does not matter: it may be a key of a dictionary that updates the environment.
         if isinstance(node.value, str) and node.value.isupper() and node.value.isidentifier():
             name = node.value
             if "_" in name and self._sensitive(name):

@@ -1,15 +1,15 @@
 """A Python process that has imported modules already, and forks containers that run Python scripts.
 
-Importing JAX and its companions takes seconds of processor time in every container; a fork takes milliseconds. The
-spawner starts this program once. It imports the modules of a `Preload`, makes sure that it has a single thread, no
-child and no open file more than before, and then forks on request. A forked process becomes a container exactly as an
-executed one does; what it cannot imitate (see `forkable`) it executes instead, in the same process.
+Importing JAX and related packages takes seconds of processor time in every container; a fork takes milliseconds. The
+spawner starts this program once. It imports the modules of a `Preload`, and checks that they left no thread, child or
+open file behind. Then it forks on request. A forked process becomes a container exactly as an executed one does. If a
+process cannot run a command in this way (see `forkable`), it executes the command instead.
 
-Each container is forked twice, so that the spawner, a child subreaper, becomes its parent and reaps it. The death of
-this program therefore touches no container. Requests arrive over a sequenced-packet socket: a container's id with
-three descriptors (the command, as for the spawner; the output; a channel). Over the channel the new process sends
-``{"pid"}``, waits for one answer, and closes it when the script begins. ``{"errno", "what"}`` says why it did not, and
-``{"note"}`` why a fresh Python is executed.
+Each container is forked twice, so that the spawner, a child subreaper, becomes its parent and reaps it. So the
+containers do not depend on this program after the fork. Requests arrive over a sequenced-packet socket: a container's
+id with three descriptors (the command, as for the spawner; the output; a channel). Over the channel, the new process
+sends ``{"pid"}``, waits for one answer, and closes it when the script begins. ``{"errno", "what"}`` reports why a start
+failed, and ``{"note"}`` why a new Python is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder: its modules are nobody's top-level modules
+    del sys.path[0]  # this file's folder: its modules must not be importable as top-level modules
 
 import builtins
 import contextlib
@@ -51,10 +51,10 @@ class UnfitError(Exception):
 
 
 class ForkServer:
-    """Imports, then forks until the spawner is gone.
+    """Imports the modules, then forks until the spawner has ended.
 
     Args:
-        sock: to the spawner.
+        sock: the connection to the spawner.
         keep: descriptors that containers inherit, besides 0 to 2.
     """
 
@@ -68,7 +68,7 @@ class ForkServer:
             os.environ.pop(name, None)
         given = _given_environment()
         self._imported_with = {name: value for name, value in os.environ.items() if name in given}
-        # In the C locale the interpreter sets LC_CTYPE for itself; it would do so in a container as well.
+        # In the C locale the interpreter sets LC_CTYPE itself; it would do so in a container as well.
         self._written: dict[str, str | None] = {name: value for name, value in os.environ.items() if name not in given}
         self._files: dict[str, tuple[int, int, int]] = {}
         self._tops: frozenset[str] = frozenset()
@@ -79,7 +79,8 @@ class ForkServer:
         """Import the modules.
 
         Raises:
-            UnfitError: with the name of a module that failed, or that left a thread, a child or an open file behind.
+            UnfitError: with the name of a module that failed, or that left a thread, a child or an open file
+            behind.
         """
         read: set[str] = set()
         before = dict(os.environ)
@@ -105,10 +106,10 @@ class ForkServer:
         self._tops = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
         self._files = _module_files()
         gc.collect()
-        gc.freeze()  # a collection in a forked process must not copy the pages of what was imported
+        gc.freeze()  # a collection in a forked process must not copy the pages of the imported modules
 
     def serve(self) -> Program:
-        """Fork on request; returns in forked processes only, which then run the program."""
+        """Fork on request. Returns only in forked processes, which then run the program."""
         _show(self._area, ["backstay: preloaded Python, forks containers"], {MARK: PLACEHOLDER})
         self._sock.sendall(b'{"op": "ready"}')
         while True:
@@ -127,15 +128,15 @@ class ForkServer:
                 if os.fork():
                     os._exit(0)
                 return self._become(data.decode(), *fds)
-            except BaseException:  # noqa: BLE001  # a forked process must never serve as well
+            except BaseException:  # noqa: BLE001  # a forked process must never serve requests
                 os._exit(127)
 
     def _stale(self) -> bool:
-        """Whether a file that was imported is another one now: a fresh Python would import that one."""
+        """Whether an imported file was replaced: a new Python would import the new file."""
         return any(_identity(path) != seen for path, seen in self._files.items())
 
     def _become(self, container: str, spec_fd: int, out_fd: int, channel_fd: int) -> Program:
-        """In the new process: turn into the container. Returns the program, or executes the command."""
+        """In the new process: become the container. Returns the program, or executes the command."""
         channel = socket.socket(fileno=channel_fd)
         channel.set_inheritable(False)
         what = "start"
@@ -149,7 +150,7 @@ class ForkServer:
             _LIBC.prctl(PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)  # noqa: PTH119
             channel.sendall(json.dumps({"pid": os.getpid()}).encode())
             if not channel.recv(16):
-                os._exit(0)  # the spawner has started the container without us
+                os._exit(0)  # the spawner has started the container itself
             redirect(out_fd)
             what = "chdir"
             os.chdir(spec["cwd"])
@@ -163,7 +164,7 @@ class ForkServer:
                 self._enter(program, environ)
                 channel.close()
                 return program
-            except Exception as error:  # noqa: BLE001  # a fresh Python knows best what to say about a broken script
+            except Exception as error:  # noqa: BLE001  # a new Python reports the error of a broken script best
                 note = f"{argv}: executed, not forked: {error}"
                 channel.sendall(json.dumps({"note": note[:2000]}).encode())
             _execute(argv, environ)
@@ -174,10 +175,10 @@ class ForkServer:
         os._exit(127)
 
     def _program(self, argv: list[str], environ: Mapping[str, str]) -> Program:
-        """What to run here.
+        """The program to run in this process.
 
         Raises:
-            Exception: a fresh Python has to run it; the message says why.
+            Exception: a new Python has to run it; the message has the reason.
         """
         if differing := self._sensitive.differ(self._imported_with, environ):
             raise UnfitError(f"its environment differs in {', '.join(differing)}")
@@ -191,7 +192,7 @@ class ForkServer:
         return program
 
     def _enter(self, program: Program, environ: Mapping[str, str]) -> None:
-        """Give this process the look of a Python that was just started."""
+        """Change this process to look like a newly started Python."""
         os.environ.clear()
         os.environ.update(environ)
         for name, value in self._written.items():
@@ -223,7 +224,7 @@ class ForkServer:
 
 
 def _execute(argv: list[str], environ: Mapping[str, str]) -> NoReturn:
-    # Python ignores these two, and its children would inherit that.
+    # Python ignores these signals, and its children would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(argv[0], argv, environ)  # noqa: S606
@@ -231,7 +232,7 @@ def _execute(argv: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 @contextlib.contextmanager
 def _recorded_lookups(read: set[str]) -> Iterator[None]:
-    """Collect the names of environment variables that are looked up meanwhile."""
+    """Collect the names of environment variables that are read in this context."""
     kind = type(os.environ)
     lookup = kind.__getitem__
 
@@ -250,7 +251,7 @@ def _alone() -> bool:
     """Whether this process has one thread and no children."""
     tasks = Path("/proc/self/task")
     if len(list(tasks.iterdir())) > 1:
-        # OpenBLAS ends its threads when a process forks, and starts them again when it next needs them.
+        # OpenBLAS ends its threads before a fork, and starts them again at its next use.
         pid = os.fork()
         if pid == 0:
             os._exit(0)
@@ -273,7 +274,7 @@ def _given_environment() -> set[str]:
 def _descriptors() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             os.fstat(int(name))
             found.add(int(name))
     return found
@@ -299,15 +300,15 @@ def _module_files() -> dict[str, tuple[int, int, int]]:
 
 
 def _title_area() -> tuple[int, int, int, int]:
-    """Where the kernel looks for this process's arguments and environment: two ranges of addresses."""
+    """The two ranges of addresses where the kernel reads this process's arguments and environment."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return int(fields[45]), int(fields[46]), int(fields[47]), int(fields[48])
 
 
 def _show(area: tuple[int, int, int, int], argv: list[str], environ: Mapping[str, str]) -> None:
-    """Let ``ps`` and ``/proc`` show this command line and environment; what is longer than the room is cut off."""
+    """Make ``ps`` and ``/proc`` show this command line and environment; the text is cut to the size of the area."""
     arguments = b"".join(os.fsencode(word) + b"\0" for word in argv)
-    # The mark first: the spawner looks for it in what a container leaves behind.
+    # The mark first: the spawner searches for it in the processes that a container leaves behind.
     names = [MARK, *(name for name in environ if name != MARK)]
     variables = b"".join(os.fsencode(f"{name}={environ[name]}") + b"\0" for name in names)
     for start, end, data in ((area[0], area[1], arguments), (area[2], area[3], variables)):
@@ -319,7 +320,7 @@ def _show(area: tuple[int, int, int, int], argv: list[str], environ: Mapping[str
 
 
 def load(server: ForkServer, sock: socket.socket) -> None:
-    """Receive the `Preload` and import it; when a module is unfit, say which one and end."""
+    """Receive the `Preload` and import it; if a module is unfit, print its name and end."""
     _, fds, _, _ = socket.recv_fds(sock, 4096, 1)
     preload = Preload(**read_json(fds[0]))
     os.close(fds[0])
@@ -332,7 +333,7 @@ def load(server: ForkServer, sock: socket.socket) -> None:
 
 
 def prepare() -> Program:
-    """Import, and serve; returns in forked processes."""
+    """Import the modules, and serve; returns in forked processes."""
     inherited = _descriptors() - {0, 1, 2}
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)

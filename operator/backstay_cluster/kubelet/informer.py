@@ -1,4 +1,4 @@
-"""List, then watch, and begin again where it broke off: a local copy of a collection that is told of every change."""
+"""Lists, then watches, and starts again after an interruption: a local copy of a collection, with notifications."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Informer:
     Args:
         client: the API server.
         path: of the collection, such as `/api/v1/pods`.
-        on_change: called with key, old and new object for everything that is new, changed or gone.
+        on_change: called with key, old and new object for each object that is new, changed or deleted.
         params: selectors.
         sleep: waits between attempts (seconds).
 
     Attributes:
         objects: the copy.
-        synced: set once the first list is in.
+        synced: set once the first list is complete.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Informer:
         self._sleep = sleep
 
     async def run(self) -> None:
-        """Follow the collection until cancelled; an API server that is away is waited for, the copy stays meanwhile."""
+        """Follow the collection until cancelled. If the API server does not answer, keep the copy and try again."""
         version: str | None = None
         delay = FIRST_DELAY
         while True:
@@ -63,7 +63,7 @@ class Informer:
                     "allowWatchBookmarks": "true",
                     "timeoutSeconds": str(WATCH_SECONDS),
                 }
-                # An abandoned generator would hold its connection until it is collected.
+                # An abandoned generator would keep its connection until it is collected.
                 async with contextlib.aclosing(self._client.watch(self._path, params)) as events:
                     async for event in events:
                         version = event["object"]["metadata"]["resourceVersion"]
@@ -100,7 +100,7 @@ class Informer:
         if old is not None and old["metadata"].get("resourceVersion") == obj["metadata"].get("resourceVersion"):
             return
         if old is not None and old["metadata"].get("uid") != obj["metadata"].get("uid"):
-            # Deleted and made again while we were away.
+            # Deleted and created again during the interruption.
             del self.objects[key]
             self._on_change(key, old, None)
             old = None

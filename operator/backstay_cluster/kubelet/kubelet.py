@@ -1,4 +1,4 @@
-"""The node: it registers itself, follows the pods bound to it and the Services of all, and gives each pod a worker."""
+"""The node: registers itself, follows its pods and all Services, and runs a worker for each pod."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 class Kubelet:
-    """A node of the embedded cluster, with the scheduler and the Services' proxy in one.
+    """A node of the embedded cluster, including the scheduler and the Services' proxy.
 
     Args:
         client: the API server; closed by its owner.
         data_dir: for logs (`pods/<namespace>/<pod>/<container>.log`), folders of running pods, and volume claims.
-        pod_cidr: the loopback block that pods get their addresses from; its first address is the node's.
+        pod_cidr: the loopback block of the pods' addresses; its first address is the node's.
         name: of the node.
-        token: what callers of the kubelet's own port must bear.
-        tls: serves that port over TLS and asks for a client certificate instead (a real API server brings one).
-        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the folder
-            with its logs.
-        base_env: what an image would give; by default this Python environment's.
-        gpus: the devices' names, as `CUDA_VISIBLE_DEVICES` takes them; by default this machine's.
-        labels: of the node, besides the usual.
-        keep_open: descriptors held by whatever runs containers, so that the claim of `pod_cidr` outlives them.
-        runtime: what runs containers; by default processes.
-        log_max_bytes: the cap of one log file; one older of the same size is kept.
+        token: the bearer token for the kubelet's own port.
+        tls: serves that port over TLS and requires a client certificate instead (a real API server sends one).
+        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the
+            folder with its logs.
+        base_env: the environment of the image; by default this Python environment's.
+        gpus: the devices' names, in the form of `CUDA_VISIBLE_DEVICES`; by default this machine's.
+        labels: of the node, in addition to the usual ones.
+        keep_open: descriptors that the parent of the containers holds, so that the claim of `pod_cidr` outlives
+            them.
+        runtime: runs the containers; by default as processes.
+        log_max_bytes: the largest size of a log file; one older file of the same size is kept.
         clock: seconds since the epoch.
         sleep: waits (seconds).
     """
@@ -88,7 +89,7 @@ class Kubelet:
             **({GPU: str(len(gpus))} if gpus else {}),
         }
         self.events = EventRecorder(client, "kubelet", name, clock=clock)
-        self._placed = EventRecorder(client, "default-scheduler", name, clock=clock)
+        self._scheduler_events = EventRecorder(client, "default-scheduler", name, clock=clock)
         self.services: dict[Key, Object] = {}
         self.node = Node(
             client=client,
@@ -110,7 +111,9 @@ class Kubelet:
         self.token = secrets.token_hex(16) if token is None else token
         self._server = KubeletServer(self.node.sinks, self.token, tls=tls, clock=clock)
         self._registration = Registration(client, self.node, self._labels, clock=clock, sleep=sleep)
-        self._scheduler = Scheduler(client, self._placed, name, self._labels, allocatable, clock=clock, sleep=sleep)
+        self._scheduler = Scheduler(
+            client, self._scheduler_events, name, self._labels, allocatable, clock=clock, sleep=sleep
+        )
         self._proxy = ServiceProxy(self.events, sleep=sleep)
         self._pods = Informer(client, "/api/v1/pods", self._pod_changed, sleep=sleep)
         self._service_informer = Informer(client, "/api/v1/services", self._service_changed, sleep=sleep)
@@ -120,11 +123,11 @@ class Kubelet:
 
     @property
     def logs_dir(self) -> Path:
-        """Where `<namespace>/<pod>/<container>.log` are."""
+        """The folder of the `<namespace>/<pod>/<container>.log` files."""
         return self.node.logs_dir
 
     async def start(self, seconds: float = 30.0) -> None:
-        """Register the node and begin; returns when pods can be run.
+        """Register the node and start; returns when pods can run.
 
         Raises:
             TimeoutError: the API server did not answer.
@@ -139,7 +142,7 @@ class Kubelet:
                 for each in (
                     self._registration.run(),
                     self.events.run(),
-                    self._placed.run(),
+                    self._scheduler_events.run(),
                     self._service_informer.run(),
                     self._pods.run(),
                     self._scheduler.run(),
@@ -151,7 +154,7 @@ class Kubelet:
             await self._pods.synced.wait()
 
     async def stop(self, grace: float = 1.0) -> None:
-        """End every container (SIGTERM, after `grace` seconds SIGKILL) and stop; the API is told nothing any more."""
+        """End every container (SIGTERM, after `grace` seconds SIGKILL) and stop; the API gets no more reports."""
         self._stopping = True
         for worker, _ in self._workers.values():
             worker.stop(grace)
@@ -177,11 +180,11 @@ class Kubelet:
             self.services.pop(key, None)
         else:
             self.services[key] = new
-        self._proxy.see_service(key, new)
+        self._proxy.service_changed(key, new)
 
     def _pod_changed(self, key: Key, old: Object | None, new: Object | None) -> None:
-        self._scheduler.see(key, new)
-        self._proxy.see_pod(key, new)
+        self._scheduler.pod_changed(key, new)
+        self._proxy.pod_changed(key, new)
         if new is None:
             if old is not None and (held := self._workers.get(old["metadata"]["uid"])) is not None:
                 held[0].removed()
@@ -210,4 +213,4 @@ class Kubelet:
 
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("%s ended by an error of the kubelet's own", task.get_name(), exc_info=task.exception())
+        logger.error("%s ended because of a defect in the kubelet", task.get_name(), exc_info=task.exception())

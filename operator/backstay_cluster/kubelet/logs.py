@@ -1,8 +1,8 @@
-"""What a container writes: one file a person can read, and the readings that `kubectl logs` asks for.
+"""The output of a container: one file that people can read, and reads with the options of `kubectl logs`.
 
-A container writes into a pipe, and the kubelet moves what arrives into `<container>.log` as it is, binary or not. When
-each piece arrived is remembered beside it, so that lines can be shown with a time or since one. A file that reaches its
-cap is kept once as `<container>.log.1` and begun anew. Files stay when their pod is deleted.
+A container writes into a pipe, and the kubelet copies the data into `<container>.log` unchanged, binary or not. It
+keeps the arrival time of each piece, so that lines can be shown with a time or from a time on. A file that reaches its
+largest size is kept once as `<container>.log.1`, and a new file is started. Files stay when their pod is deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MARKS = 1 << 13
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What is asked for: PodLogOptions."""
+    """The options of a read: PodLogOptions."""
 
     follow: bool = False
     tail_lines: int | None = None
@@ -37,12 +37,12 @@ class LogSink:
     """The output of one run of a container.
 
     Args:
-        path: the file; its folder is made, a file of an earlier run is moved to `previous`.
-        max_bytes: the cap of one file.
+        path: the file. Its folder is created; the file of an earlier run is moved to `previous`.
+        max_bytes: the largest size of one file.
         clock: seconds since the epoch.
 
     Attributes:
-        write_fd: what the process writes to; the owner closes it (`close_write`) once the process has it.
+        write_fd: the descriptor for the process; the owner closes it (`close_write`) once the process has it.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.time) -> None:
@@ -53,7 +53,7 @@ class LogSink:
         if path.exists():
             path.replace(previous_of(path))
         self._file: BinaryIO = path.open("wb", buffering=0)
-        self._start = 0  # offset, in all that was ever written, of the current file's first byte
+        self._start = 0  # the number of bytes that were written before the current file's first byte
         self._end = 0
         self._marks: list[tuple[int, float]] = []
         self._news: set[asyncio.Event] = set()
@@ -63,13 +63,13 @@ class LogSink:
         asyncio.get_running_loop().add_reader(self._read_fd, self._readable)
 
     def close_write(self) -> None:
-        """Close our copy of the end that the process writes to, so that its end is seen."""
+        """Close this process's copy of the write end, so that the end of the output can be detected."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
 
     def close(self) -> None:
-        """Take what is left in the pipe, and end; whoever follows is told."""
+        """Read the rest of the pipe, end the log, and notify the followers."""
         if self.closed:
             return
         self.close_write()
@@ -78,10 +78,10 @@ class LogSink:
         self._end_reading()
         self.closed = True
         self._file.close()
-        self._tell()
+        self._notify_followers()
 
     def tail(self, max_bytes: int, max_lines: int) -> bytes:
-        """The last whole lines that fit."""
+        """The last whole lines within these limits."""
         with self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - max_bytes))
@@ -89,7 +89,7 @@ class LogSink:
         return b"".join(lines[-max_lines:])
 
     def _readable(self) -> None:
-        # One piece a turn of the loop: a container that floods does not starve the others.
+        # One piece for each turn of the event loop: a container with much output does not delay the others.
         self._read_once()
 
     def _read_once(self) -> bool:
@@ -119,12 +119,12 @@ class LogSink:
             self._start = self._end
         self._marks.append((self._end, self._clock()))
         if len(self._marks) > MAX_MARKS:
-            del self._marks[1::2]  # coarser in time, never wrong in order
+            del self._marks[1::2]  # the times become coarser, but stay in order
         self._file.write(data)
         self._end += len(data)
-        self._tell()
+        self._notify_followers()
 
-    def _tell(self) -> None:
+    def _notify_followers(self) -> None:
         for event in self._news:
             event.set()
 
@@ -148,7 +148,7 @@ class LogSink:
             return file.read(size)
 
     def _first(self) -> int:
-        """The offset of the oldest byte that is still kept."""
+        """The offset of the oldest byte that still exists."""
         old = rotated_of(self.path)
         return self._start - (old.stat().st_size if self._start and old.exists() else 0)
 
@@ -160,7 +160,7 @@ class LogSink:
                 begin = self._start
             block = self._slice(begin, offset - begin)
             if offset == self._end and block.endswith(b"\n"):
-                found -= 1  # the newline that ends the last line begins none
+                found -= 1  # the newline at the end of the last line does not begin another one
             position = len(block)
             while (position := block.rfind(b"\n", 0, position)) >= 0:
                 found += 1
@@ -170,7 +170,7 @@ class LogSink:
         return first
 
     async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
-        """The log as asked for; with `follow` until the container ends."""
+        """The log with these options; with `follow`, until the container ends."""
         news = asyncio.Event()
         self._news.add(news)
         try:
@@ -224,10 +224,10 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def rotated_of(path: Path) -> Path:
-    """Where the part of a log that was over the cap is kept."""
+    """The path of the older part of a log, after the file reached its largest size."""
     return path.with_name(path.name + ".1")
 
 
 def previous_of(path: Path) -> Path:
-    """Where the log of a container's run before the current one is kept."""
+    """The path of the log of a container's previous run."""
     return path.with_name(path.stem + ".previous.log")

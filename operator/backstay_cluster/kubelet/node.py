@@ -1,4 +1,4 @@
-"""What all pods of a node share: its name and addresses, folders, devices, and the parts that do things."""
+"""The shared parts of a node's pods: its name and addresses, folders, devices, and components."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backstay_cluster.kubelet.objects import Object
 from backstay_cluster.kubelet.runtime import Runtime
 
 GPU = "nvidia.com/gpu"
-# What a container gets of the kubelet's own environment: what makes this Python environment work, and no credentials.
+# Variables of the kubelet's environment that each container gets: this Python environment needs them; no credentials.
 INHERITED = (
     "HOME",
     "USER",
@@ -38,8 +38,8 @@ INHERITED = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
-# What a container never gets of a user's environment: Backstay's own variables, access to an API server, the GPUs
-# (lent by the kubelet to pods that ask for them), and what describes the user's shell and host instead of the pod.
+# Variables of a user's environment that no container gets: Backstay's own, access to an API server, GPUs, and
+# variables about the user's shell and host. The kubelet assigns GPUs to pods that request them.
 WITHHELD_PREFIXES = ("BACKSTAY_", "KUBERNETES_")
 WITHHELD = frozenset(
     {"KUBECONFIG", "KUBEBUILDER_ASSETS", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_"}
@@ -47,47 +47,47 @@ WITHHELD = frozenset(
 
 
 class PoolEmptyError(Exception):
-    """Nothing is left to lend."""
+    """The pool has too few free items."""
 
 
 class Pool:
-    """Addresses or devices, each lent to one pod at a time; the longest free is lent first, so none is reused soon."""
+    """Addresses or devices, each used by one pod at a time; the one that was free for longest is used first."""
 
     def __init__(self, items: Iterable[str]) -> None:
         self._free = deque(items)
 
     def take(self, count: int = 1) -> list[str]:
-        """Borrow.
+        """Take items out of the pool.
 
         Raises:
             PoolEmptyError: fewer than `count` are free.
         """
         if len(self._free) < count:
-            raise PoolEmptyError(f"{count} asked for, {len(self._free)} free")
+            raise PoolEmptyError(f"{count} requested, {len(self._free)} free")
         return [self._free.popleft() for _ in range(count)]
 
-    def give_back(self, items: Iterable[str]) -> None:
-        """Return what was borrowed."""
+    def release(self, items: Iterable[str]) -> None:
+        """Return items to the pool."""
         self._free.extend(items)
 
 
 def pod_addresses(cidr: str, skip: int = 2) -> list[str]:
-    """The addresses of a block, without the first `skip` (the block's own and the node's)."""
+    """The addresses of a block, without the first `skip` (the block's own address and the node's)."""
     network = ipaddress.ip_network(cidr)
     return [str(network[i]) for i in range(skip, network.num_addresses)]
 
 
 def python_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What an image would give: this Python's programs first on PATH, and unbuffered output so that logs flow."""
+    """The environment of an image: this Python's programs first on PATH, and unbuffered output for timely logs."""
     environ = os.environ if environ is None else environ
-    # Not resolved: in a virtual environment the interpreter is a link, and its folder is what counts.
+    # Not resolved: in a virtual environment the interpreter is a link, and the link's folder is needed.
     path = [str(Path(sys.executable).parent), *environ.get("PATH", os.defpath).split(os.pathsep)]
     env = {name: environ[name] for name in INHERITED if name in environ}
     return {**env, "PATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1"}
 
 
 def user_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What `python_environment` gives and the rest of the user's variables, without what is withheld."""
+    """`python_environment` and the rest of the user's variables, without those that containers must not get."""
     environ = os.environ if environ is None else environ
     passed = {
         name: value
@@ -98,7 +98,7 @@ def user_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The indices of this machine's NVIDIA GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
+    """The indices of this machine's NVIDIA GPUs, in the form of `CUDA_VISIBLE_DEVICES`."""
     try:
         return [str(i) for i, _ in enumerate(sorted(root.iterdir()))]
     except OSError:
@@ -106,7 +106,7 @@ def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 
 
 async def sleep_unless(sleep: Callable[[float], Awaitable[None]], seconds: float, event: asyncio.Event) -> bool:
-    """Wait until `seconds` are over or `event` is set; whether it is."""
+    """Wait until `seconds` are over or `event` is set. Returns whether the event is set."""
     tasks = {asyncio.ensure_future(sleep(seconds)), asyncio.ensure_future(event.wait())}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +118,7 @@ async def sleep_unless(sleep: Callable[[float], Awaitable[None]], seconds: float
 
 @dataclass
 class Node:
-    """The surroundings of a pod's life; everything that touches the world is a field, so that tests can replace it."""
+    """The environment of a pod. Each part with an external effect is a field, so that tests can replace it."""
 
     client: ApiClient
     runtime: Runtime
@@ -141,14 +141,14 @@ class Node:
 
     @property
     def logs_dir(self) -> Path:
-        """Where `<namespace>/<pod>/<container>.log` are."""
+        """The folder of the `<namespace>/<pod>/<container>.log` files."""
         return self.data_dir / "pods"
 
     async def lookup(self, namespace: str, resource: str, name: str) -> Object | None:
-        """An object of a namespace, None when there is none.
+        """An object of a namespace; None: it does not exist.
 
         Raises:
-            ApiError: the API server said otherwise than yes or no.
+            ApiError: any other error of the API server.
         """
         try:
             return await self.client.get(f"/api/v1/namespaces/{namespace}/{resource}/{name}")
@@ -164,7 +164,7 @@ def service_links(services: Iterable[Object], namespace: str) -> dict[str, str]:
     for service in services:
         spec, name = service.get("spec") or {}, service["metadata"]["name"]
         ip, ports = spec.get("clusterIP"), spec.get("ports") or []
-        # The API server itself is not offered: pods have no token for it.
+        # Without the API server's own Service: pods have no token for it.
         if (
             service["metadata"]["namespace"] != namespace
             or not ports

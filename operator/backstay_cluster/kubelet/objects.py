@@ -1,4 +1,4 @@
-"""Small readings of Kubernetes objects that several parts of the node share. Pure."""
+"""Small pure functions that read Kubernetes objects, for several parts of the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[str, str]  # namespace, name
 
 
 def key_of(obj: Mapping[str, Any]) -> Key:
-    """Namespace ("" for what has none) and name."""
+    """Namespace ("" for cluster-wide objects) and name."""
     meta = obj["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
@@ -41,19 +41,19 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether an equality selector, as a Service's, matches."""
+    """Whether an equality selector, such as a Service's, matches."""
     return all(labels.get(name) == value for name, value in selector.items())
 
 
 def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What a container asks for: its requests, and its limits where it has no request."""
+    """The resources that a container requests; a limit without a request counts as a request."""
     resources = container.get("resources") or {}
     merged = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: quantity(value) for name, value in merged.items()}
 
 
 def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What a pod asks for: the sum over its containers, or its largest init container where that is more."""
+    """The resources that a pod requests: the sum over its containers, or its largest init container if that is more."""
     total: dict[str, Decimal] = {}
     for container in pod["spec"].get("containers") or []:
         for name, value in container_requests(container).items():
@@ -65,7 +65,7 @@ def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def reference(obj: Mapping[str, Any], kind: str, api_version: str = "v1") -> Object:
-    """An ObjectReference, as an event's `involvedObject`."""
+    """An ObjectReference, for example an event's `involvedObject`."""
     meta = obj["metadata"]
     ref = {
         "apiVersion": api_version,

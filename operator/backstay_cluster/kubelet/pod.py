@@ -1,8 +1,8 @@
 """The life of one pod on the node, and its status in the API.
 
-Two loops for each pod, coupled by nothing but the records of its containers: one lives the pod's life and never waits
-for the API to hear of it; the other writes the status whenever the records differ from what the API holds, until it
-succeeds (level, not edge: what changed while the API server was away is written in one patch when it is back).
+Each pod has two loops, which share only the records of its containers. One loop runs the pod, and never waits for the
+API server. The other one writes the status whenever the records differ from the API's status, until it succeeds. It
+compares levels, not edges: after an outage of the API server, one patch contains all changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PodWorker:
     """Runs one pod bound to this node.
 
     Args:
-        node: the surroundings.
-        pod: as first seen.
+        node: the node.
+        pod: the pod as first read.
     """
 
     def __init__(self, node: Node, pod: Object) -> None:
         self._node = node
-        self._pod = pod  # the newest we know of
+        self._pod = pod  # the newest known version
         self._uid = pod["metadata"]["uid"]
         spec = pod["spec"]
         self._init = [_record(c, init=True) for c in spec.get("initContainers") or []]
@@ -43,12 +43,12 @@ class PodWorker:
         self._containers: dict[str, Container] = {}
         self._address: str | None = None
         self._started_at: str | None = None
-        self._failure: tuple[str, str] | None = None  # reason and message that fail the pod whatever its containers do
+        self._failure: tuple[str, str] | None = None  # reason and message of a failure that containers cannot change
         self._dirty = asyncio.Event()
         self._clean = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._leaving = asyncio.Event()  # deletionTimestamp is set, or the pod is gone
-        self.ended = asyncio.Event()  # no process runs, and none will
+        self._leaving = asyncio.Event()  # deletionTimestamp is set, or the pod was deleted
+        self.ended = asyncio.Event()  # no process runs, and none will start
         self._gone = False
         self._lent = False
         self._grace = DEFAULT_GRACE
@@ -61,7 +61,7 @@ class PodWorker:
         return f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
 
     def update(self, pod: Object) -> None:
-        """A newer version of the pod was seen."""
+        """The watch showed a newer version of the pod."""
         self._pod = pod
         if pod["metadata"].get("deletionTimestamp"):
             grace = pod["metadata"].get("deletionGracePeriodSeconds")
@@ -70,7 +70,7 @@ class PodWorker:
             self._dirty.set()
 
     def removed(self) -> None:
-        """The pod is gone from the API: whatever still runs of it ends now."""
+        """The pod was deleted from the API: end its remaining processes now."""
         self._gone = True
         self._leave(0)
 
@@ -80,21 +80,21 @@ class PodWorker:
             self.stop(grace)
 
     def stop(self, grace: float) -> None:
-        """End all containers; start no more."""
+        """End all containers, and start no more."""
         self._grace = grace
         self._stopping.set()
         for container in self._containers.values():
             container.stop(grace)
 
     async def run(self) -> None:
-        """Live until the pod is gone from the API, or this task is cancelled (its processes end then)."""
+        """Run until the pod is deleted from the API, or until this task is cancelled, which ends its processes."""
         writer = asyncio.create_task(self._write_status())
         borrowed: list[str] = []
         try:
             if is_terminal(self._pod):
                 self._stopping.set()
             else:
-                await self._live_safely(borrowed)
+                await self._run_safely(borrowed)
             self.ended.set()
             await self._leaving.wait()
             while not self._gone:
@@ -104,37 +104,37 @@ class PodWorker:
             writer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await writer
-            self._give_back(borrowed)
+            self._release(borrowed)
             if self._volumes is not None:
                 self._volumes.remove()
             for container in self._containers.values():
                 container.remove()
 
-    def _give_back(self, gpus: list[str]) -> None:
-        self._node.gpus.give_back(gpus)
+    def _release(self, gpus: list[str]) -> None:
+        self._node.gpus.release(gpus)
         gpus.clear()
         if self._lent and self._address is not None:
             self._lent = False
-            self._node.addresses.give_back([self._address])
+            self._node.addresses.release([self._address])
 
-    async def _live_safely(self, gpus: list[str]) -> None:
+    async def _run_safely(self, gpus: list[str]) -> None:
         try:
-            await self._live(gpus)
+            await self._run_pod(gpus)
         except Exception as error:
-            # A mistake of ours costs this pod, and says so; the node goes on.
+            # A defect of the kubelet fails only this pod, with a message; the node continues.
             logger.exception("pod %s", self.api_path)
             self._fail("KubeletError", f"{type(error).__name__}: {error}")
         finally:
-            # The object may stay for long after its end; what it held need not.
-            self._give_back(gpus)
+            # The object may exist for long after its end; its resources are free now.
+            self._release(gpus)
 
-    async def _live(self, gpus: list[str]) -> None:
-        """From nothing to all containers ended."""
+    async def _run_pod(self, gpus: list[str]) -> None:
+        """Run the pod from its start until all containers have ended."""
         spec, meta = self._pod["spec"], self._pod["metadata"]
         self._started_at = timestamp(self._node.clock())
         before = (self._pod.get("status") or {}).get("containerStatuses") or []
         if any(status.get("containerID") for status in before):
-            self._lost_before(before)
+            self._ended_with_kubelet(before)
             return
         wanted = {c["name"]: int(container_requests(c).get(GPU, 0)) for c in _all_containers(spec)}
         try:
@@ -142,7 +142,7 @@ class PodWorker:
             self._lent = True
             gpus += self._node.gpus.take(max(sum(wanted[c["name"]] for c in spec["containers"]), 0))
         except PoolEmptyError as error:
-            self._fail("UnexpectedAdmissionError", f"the node has too few addresses or {GPU}: {error}")
+            self._fail("UnexpectedAdmissionError", f"the node has too few free addresses or {GPU}: {error}")
             return
         root = self._node.data_dir / "run" / self._uid
         claims = self._node.data_dir / "claims"
@@ -192,15 +192,15 @@ class PodWorker:
                 group.create_task(self._containers[record.name].run(folders, policy))
 
     async def _mount(self, volumes: Volumes) -> Mapping[str, Any] | None:
-        delay, told = QUICK_RETRY_SECONDS, ""
+        delay, reported = QUICK_RETRY_SECONDS, ""
         while not self._stopping.is_set():
             try:
                 return await volumes.mount()
             except NotReadyError as error:
                 self._dirty.set()
-                if str(error) != told:
-                    told = str(error)
-                    self._node.events.tell(self._pod, "Pod", error.reason, told, warning=True)
+                if str(error) != reported:
+                    reported = str(error)
+                    self._node.events.record(self._pod, "Pod", error.reason, reported, warning=True)
             except ApiError as error:
                 logger.debug("volumes of %s: %s", self.api_path, error)
             await sleep_unless(self._node.sleep, delay, self._stopping)
@@ -212,8 +212,8 @@ class PodWorker:
         self._failure = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
         self.stop(float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE))
 
-    def _lost_before(self, statuses: list[Object]) -> None:
-        """The containers were started by a kubelet that is no more, and ended with it."""
+    def _ended_with_kubelet(self, statuses: list[Object]) -> None:
+        """A previous kubelet started the containers, and they ended with it."""
         now = timestamp(self._node.clock())
         started = {status["name"]: status for status in statuses}
         for record in [*self._init, *self._records]:
@@ -223,7 +223,7 @@ class PodWorker:
                 record.state = old["state"]
             else:
                 message = (
-                    "The container could not be located when the kubelet started: it ended with the kubelet before"
+                    "The container could not be located when the kubelet started: it ended with the previous kubelet"
                 )
                 record.state = terminated(137, "ContainerStatusUnknown", message, finished=now)
         self._dirty.set()
@@ -237,19 +237,19 @@ class PodWorker:
 
     def _fail(self, reason: str, message: str) -> None:
         self._failure = (reason, message)
-        self._node.events.tell(self._pod, "Pod", reason, message, warning=True)
+        self._node.events.record(self._pod, "Pod", reason, message, warning=True)
         self._dirty.set()
 
     # --- the status
 
     def _status(self) -> Object:
-        """The status as it should be."""
+        """The status that the API must show."""
         now = timestamp(self._node.clock())
         policy = self._pod["spec"].get("restartPolicy") or "Always"
         phase = phase_of(policy, self._init, self._records)
         alive = any(record.running for record in [*self._init, *self._records])
         if self._stopping.is_set() and not alive and phase in ("Pending", "Running"):
-            # It will not run again: its containers' exit codes decide, whatever its restart policy.
+            # It will not run again: the exit codes of its containers decide, independent of its restart policy.
             codes = [record.exit_code for record in [*self._init, *self._records]]
             phase = "Succeeded" if all(code == 0 for code in codes) else phase if None in codes else "Failed"
         status: Object = {"reason": None, "message": None}
@@ -275,7 +275,7 @@ class PodWorker:
         return status
 
     def _status_is_ours(self, pod: Mapping[str, Any]) -> bool:
-        if self._started_at is None:  # nothing of ours yet, or a pod that had ended before we came
+        if self._started_at is None:  # this kubelet has no state of it: a new pod, or one that had ended before
             return True
         return covers(pod.get("status") or {}, self._status())
 
@@ -293,7 +293,7 @@ class PodWorker:
             self._clean.clear()
             meta = self._pod["metadata"]
             body = {
-                # Both are conditions: not another pod of this name, and not over a status that we have not seen.
+                # Both are preconditions: the same pod, and no status that this kubelet has not read.
                 "metadata": {"uid": self._uid, "resourceVersion": meta["resourceVersion"]},
                 "status": self._status(),
             }
@@ -303,7 +303,7 @@ class PodWorker:
                 if self._dirty.is_set() or self._status_is_ours(self._pod):
                     delay = QUICK_RETRY_SECONDS
                     continue
-                # The server keeps another value than ours: that must not make a storm.
+                # The server stores another value than the one that was sent: wait, and do not retry at once.
             except ApiError as error:
                 if error.code == 409 and await self._refresh():
                     continue
@@ -343,7 +343,7 @@ class PodWorker:
             self.update(pod)
 
     async def _delete(self) -> None:
-        """Everything has ended: let the API forget the pod."""
+        """All containers have ended: delete the pod from the API."""
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",

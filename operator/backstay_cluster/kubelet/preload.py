@@ -1,4 +1,4 @@
-"""What a cluster's owner wants imported before the first container starts."""
+"""The modules that the cluster's owner imports before the first container starts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Preload:
     """Modules that one process imports once, so that containers that run Python scripts are forked from it.
 
     Attributes:
-        modules: imported in this order; one that fails, or that leaves a thread behind, is left out.
-        started_with: variables that the process is started with, because most containers have them too and they take
-            effect at the start of a process: those of the memory allocator, say.
+        modules: imported in this order; a module that fails, or that leaves a thread behind, is skipped.
+        started_with: variables that most containers have and that take effect at the start of a process, such as the
+            memory allocator's. The process is started with them.
         environ: set while they are imported, and removed afterwards.
         prefixes: names of environment variables that these modules read at import or that their C libraries read, as
             prefixes. A container in whose environment one of them differs is started without the preloaded modules.
@@ -30,12 +30,12 @@ class Preload:
     after_fork: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """As `of_json` reads it."""
+        """The JSON text that `of_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of_json(cls, text: str) -> Self:
-        """Raises `ValueError` when `text` is not a JSON object with these fields."""
+        """Parse the JSON text. Raises `ValueError` if `text` is not a JSON object with these fields."""
         value = json.loads(text)
         names = [each.name for each in fields(cls)]
         if not isinstance(value, dict) or not {"modules"} <= set(value) <= set(names):

@@ -1,4 +1,4 @@
-"""Probes: one attempt of each kind, and the counting that turns attempts into a verdict."""
+"""Probes: one attempt of each kind, and counters that turn attempts into a verdict."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import aiohttp
 FIRST_RETRY = 0.05
 
 
-class ProbeFailure(Exception):  # noqa: N818  # not an error of ours: the answer "no"
-    """An attempt failed; the message says why."""
+class ProbeFailure(Exception):  # noqa: N818  # not an error of the kubelet: a negative result
+    """An attempt failed; the message has the reason."""
 
 
 Exec = Callable[[Sequence[str]], Awaitable[int]]
@@ -62,10 +62,10 @@ def port_of(port: int | str, container: Mapping[str, Any]) -> int:
 
 
 async def attempt(spec: ProbeSpec, container: Mapping[str, Any], pod_ip: str, run: Exec) -> None:
-    """Ask once.
+    """Make one attempt.
 
     Raises:
-        ProbeFailure: the answer is no, or none came within the probe's timeout.
+        ProbeFailure: the result is negative, or no result arrived within the probe's timeout.
     """
     try:
         async with asyncio.timeout(spec.timeout):
@@ -81,7 +81,7 @@ async def attempt(spec: ProbeSpec, container: Mapping[str, Any], pod_ip: str, ru
                 if code != 0:
                     raise ProbeFailure(f"command {command.get('command')} ended with exit code {code}")
             else:
-                raise ProbeFailure("this kubelet knows httpGet, tcpSocket and exec probes only")
+                raise ProbeFailure("this kubelet supports httpGet, tcpSocket and exec probes only")
     except TimeoutError:
         raise ProbeFailure(f"no answer within {spec.timeout:g} s") from None
     except (OSError, aiohttp.ClientError) as error:
@@ -104,9 +104,9 @@ async def _http(http: Mapping[str, Any], container: Mapping[str, Any], pod_ip: s
 
 @functools.cache
 def _unverified() -> ssl.SSLContext:
-    """As with the real kubelet, a probe asks for health and not for identity.
+    """A context without verification: as in Kubernetes' kubelet, a probe checks health and not identity.
 
-    The machine's certificates are not loaded: that takes longer than the probe.
+    It does not load the machine's certificates, because that takes longer than the probe.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -116,22 +116,23 @@ def _unverified() -> ssl.SSLContext:
 
 async def watch_probe(
     spec: ProbeSpec,
-    ask: Callable[[ProbeSpec], Awaitable[None]],
+    attempt: Callable[[ProbeSpec], Awaitable[None]],
     verdict: Callable[[bool, str, int], None],
     *,
     eager: bool,
     until_success: bool = False,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Ask again and again and give the verdict after each attempt that reaches a threshold, and after each failure.
+    """Make attempts until cancelled. Report each failure, and each success that reaches the threshold.
 
     Args:
         spec: the probe.
-        ask: one attempt; raises `ProbeFailure`.
-        verdict: called with whether it holds, the failure's message, and the failures in a row (of which
-            `spec.failure` make the verdict).
-        eager: before the first success ask more often than the period says, so that what is ready is seen to be. Only
-            where a failure has no consequence.
+        attempt: one attempt; raises `ProbeFailure`.
+        verdict: called with the result, the failure's message, and the number of failures in a row (`spec.failure`
+        of
+            them make the probe fail).
+        eager: make attempts more often than the period before the first success, so that readiness is detected
+            early. Only for probes whose failure has no consequence.
         until_success: return at the first success: a startup probe.
         sleep: waits (seconds).
     """
@@ -141,7 +142,7 @@ async def watch_probe(
     quick = FIRST_RETRY
     while True:
         try:
-            await ask(spec)
+            await attempt(spec)
         except ProbeFailure as failure:
             successes = 0
             failures += 1
@@ -162,7 +163,7 @@ async def watch_probe(
 
 
 async def exec_in(start: Callable[[int], Awaitable[Any]], kill: Callable[[Any], None]) -> int:
-    """Run a command to its end, its output dropped, killed when the caller gives up; its exit code.
+    """Run a command to its end without keeping its output; kill it when the caller is cancelled. Returns the exit code.
 
     Args:
         start: starts the command with its output going to a descriptor, and returns a `Process`.

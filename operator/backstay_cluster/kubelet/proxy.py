@@ -1,9 +1,8 @@
-"""Services get their addresses: a TCP listener on each clusterIP and port that forwards to a pod of the selector.
+"""Serves the addresses of Services: a TCP listener on each clusterIP and port forwards connections to a matching pod.
 
-What kube-proxy does with packets is done here with connections: where a Service has no pod its port is not listened on,
-so a caller is refused at once; and a connection is cut when the pod it goes to no longer matches or has ended, so that
-whoever talks to a Service never goes on talking to what it stood for before. Bulk data goes from pod to pod and not
-through here.
+It handles connections, as kube-proxy handles packets. If a Service has no pod, nothing listens on its port, so the
+kernel refuses a caller at once. The proxy cuts a connection when the connected pod no longer matches or has ended. So a
+caller never continues with a pod that the Service selected before. Pods exchange bulk data directly, not through here.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Endpoint:
 
 
 def target_port(port: Mapping[str, Any], pod: Mapping[str, Any]) -> int | None:
-    """The port of a pod that a Service's port leads to; None when it is a name that the pod does not have."""
+    """The port of a pod for a Service's port; None: it is a name that the pod does not have."""
     target = port.get("targetPort") or port["port"]
     if isinstance(target, int) or str(target).isdigit():
         return int(target)
@@ -48,7 +47,7 @@ def target_port(port: Mapping[str, Any], pod: Mapping[str, Any]) -> int | None:
 
 
 def matching(service: Mapping[str, Any], pods: Mapping[Key, Object]) -> dict[Key, Object]:
-    """The pods that a Service's selector matches and that have an address and have not ended."""
+    """The pods that a Service's selector matches, that have an address, and that have not ended."""
     selector = (service.get("spec") or {}).get("selector")
     namespace = service["metadata"]["namespace"]
     if not selector:
@@ -64,7 +63,7 @@ def matching(service: Mapping[str, Any], pods: Mapping[Key, Object]) -> dict[Key
 
 
 def endpoints(service: Mapping[str, Any], port: Mapping[str, Any], pods: Mapping[Key, Object]) -> list[Endpoint]:
-    """Where new connections go: ready pods that are not being deleted, or all with `publishNotReadyAddresses`."""
+    """The targets of new connections: ready pods that are not being deleted, or all with `publishNotReadyAddresses`."""
     unready = bool(service["spec"].get("publishNotReadyAddresses"))
     found = []
     for key, pod in matching(service, pods).items():
@@ -75,7 +74,7 @@ def endpoints(service: Mapping[str, Any], port: Mapping[str, Any], pods: Mapping
 
 
 class _Half(asyncio.Protocol):
-    """One end of a forwarded connection; what it reads, its peer writes, no faster than the other side takes it."""
+    """One end of a forwarded connection. Its peer writes what it reads, no faster than the other side accepts."""
 
     def __init__(self, closed: Callable[[], None]) -> None:
         self.transport: asyncio.Transport | None = None
@@ -114,7 +113,7 @@ class _Half(asyncio.Protocol):
 
 
 class Link:
-    """One connection to a Service and the one to a pod that serves it."""
+    """One connection to a Service, and its connection to a pod."""
 
     def __init__(self, pick: Callable[[], Endpoint | None], closed: Callable[[Link], None]) -> None:
         self.endpoint: Endpoint | None = None
@@ -136,7 +135,7 @@ class Link:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await asyncio.get_running_loop().create_connection(lambda: self.back, endpoint.ip, endpoint.port)
-        except OSError:  # a TimeoutError is one
+        except OSError:  # includes TimeoutError
             self.cut()
             return
         if self.front.transport is None:
@@ -165,7 +164,7 @@ class _Front(_Half):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        cast("asyncio.Transport", transport).pause_reading()  # until there is somebody to write to
+        cast("asyncio.Transport", transport).pause_reading()  # until the connection to a pod exists
         self._link.begin()
 
     def _gone(self) -> None:
@@ -179,14 +178,14 @@ class _Service:
     listeners: dict[tuple[str, int], asyncio.Server] = field(default_factory=dict)
     links: set[Link] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
-    told: set[tuple[str, int]] = field(default_factory=set)
+    reported: set[tuple[str, int]] = field(default_factory=set)
 
 
 class ServiceProxy:
-    """Listens for all Services of the cluster that have a clusterIP.
+    """Listens on the ports of all Services of the cluster that have a clusterIP.
 
     Args:
-        events: reports a port that cannot be listened on.
+        events: records a port on which the proxy cannot listen.
         sleep: waits (seconds).
     """
 
@@ -199,8 +198,8 @@ class ServiceProxy:
         self._pods: dict[Key, Object] = {}
         self._turn = itertools.count()
 
-    def see_service(self, key: Key, service: Object | None) -> None:
-        """A Service is new, changed, or gone."""
+    def service_changed(self, key: Key, service: Object | None) -> None:
+        """A Service is new, changed, or deleted."""
         held = self._services.get(key)
         if service is None:
             if held is not None:
@@ -215,8 +214,8 @@ class ServiceProxy:
         held.dirty.set()
         self._cut(held)
 
-    def see_pod(self, key: Key, pod: Object | None) -> None:
-        """A pod is new, changed, or gone."""
+    def pod_changed(self, key: Key, pod: Object | None) -> None:
+        """A pod is new, changed, or deleted."""
         old = self._pods.pop(key, None)
         if pod is not None:
             self._pods[key] = pod
@@ -237,7 +236,7 @@ class ServiceProxy:
                 link.cut()
 
     async def _serve(self, key: Key, held: _Service) -> None:
-        """Keep the listeners of one Service as they should be; ends with it."""
+        """Keep the listeners of one Service up to date; ends with the Service."""
         try:
             while True:
                 await held.dirty.wait()
@@ -255,7 +254,7 @@ class ServiceProxy:
                 link.cut()
 
     async def _listen(self, held: _Service) -> bool:
-        """Open and close listeners; True when one has to be tried again."""
+        """Open and close listeners. Returns True if one of them must be tried again."""
         spec = held.obj.get("spec") or {}
         ip = spec.get("clusterIP")
         wanted = {
@@ -275,15 +274,15 @@ class ServiceProxy:
                 held.listeners[address] = await asyncio.get_running_loop().create_server(
                     functools.partial(self._link, held, address), *address, backlog=512
                 )
-                held.told.discard(address)
+                held.reported.discard(address)
             except OSError as error:
                 again = True
-                if address not in held.told:
-                    held.told.add(address)
+                if address not in held.reported:
+                    held.reported.add(address)
                     message = f"cannot listen on {address[0]}:{address[1]}: {error}; trying again"
                     logger.warning("service %s: %s", held.obj["metadata"]["name"], message)
                     if self._events is not None:
-                        self._events.tell(held.obj, "Service", "PortNotAvailable", message, warning=True)
+                        self._events.record(held.obj, "Service", "PortNotAvailable", message, warning=True)
         return again
 
     def _link(self, held: _Service, address: tuple[str, int]) -> asyncio.Protocol:

@@ -1,4 +1,4 @@
-"""The Node object, its status, and the lease that says the node lives."""
+"""The Node object, its status, and the Lease that shows that the node is alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backstay_cluster.kubelet.objects import Object, micro_timestamp, timestamp
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 40
 RENEW_SECONDS = 10.0
-STATUS_EVERY = 30  # renewals: the status is written every 5 minutes, as by the real one
+STATUS_EVERY = 30  # renewals: the status is written every 5 minutes, as in Kubernetes
 RETRY_SECONDS = 0.1
 LEASE_NAMESPACE = "kube-node-lease"
 LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
@@ -73,7 +73,7 @@ def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> O
 
 
 class Registration:
-    """Registers the node and keeps saying that it lives.
+    """Registers the node, and renews its Lease.
 
     Args:
         client: the API server.
@@ -100,7 +100,7 @@ class Registration:
         self._port = 0
 
     async def register(self, port: int) -> None:
-        """Make the Node, or take over one of this name; tries until the API server takes it."""
+        """Create the Node, or take over an existing one of this name; tries until the API server accepts it."""
         self._port = port
         while True:
             try:
@@ -120,7 +120,8 @@ class Registration:
         except ApiError as error:
             if error.code != 409:
                 raise
-        # A new Node is given a taint that a controller takes away once it is ready; here nobody would.
+        # A new Node gets a taint, which a controller removes once the node is ready. This cluster has no such
+        # controller.
         await self._client.patch(path, {"spec": {"taints": None}})
         await self._client.patch(f"{path}/status", {"status": obj["status"]})
 
@@ -151,7 +152,7 @@ class Registration:
                 await self._client.create(LEASES, lease)
 
     async def run(self) -> None:
-        """Renew until cancelled; an API server that is away is tried again at the next turn."""
+        """Renew until cancelled; a failed renewal is tried again at the next turn."""
         turn = 0
         while True:
             await self._sleep(RENEW_SECONDS)

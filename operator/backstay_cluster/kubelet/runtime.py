@@ -1,6 +1,6 @@
-"""The kubelet's end of the spawner: start a process, signal it, be told at once that it ended.
+"""The kubelet's connection to the spawner: starts a process, signals it, and receives its end at once.
 
-One narrow seam (`Runtime`), so that the life of a pod can be tested without processes.
+The kubelet uses it only through `Runtime`, so that a pod can be tested without processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StartError(Exception):
 
 @dataclass(eq=False)
 class Process:
-    """A running process; `exited` becomes its exit code, 128+n when a signal n ended it."""
+    """A running process; the result of `exited` is its exit code, or 128+n if signal n ended it."""
 
     id: str
     pid: int
@@ -51,23 +51,24 @@ class Process:
 
 
 class Runtime(Protocol):
-    """What starts and signals processes."""
+    """Starts and signals processes."""
 
     async def start(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> Process:
-        """Start `argv` under a unique id, its stdout and stderr going to the descriptor `out`; raises `StartError`."""
+        """Start `argv` under a unique id, with stdout and stderr going to the descriptor `out`; raises `StartError`."""
 
     def kill(self, process: Process, signal: int, *, group: bool = False) -> None:
-        """Send a signal to the main process, or to its whole group; nothing happens when it has ended."""
+        """Send a signal to the main process, or to its whole group; no effect if it has ended."""
 
 
 class ProcessRuntime:
     """Starts real processes through `spawner.py`.
 
     Args:
-        keep_open: descriptors that live as long as any process: the claim of the cluster's addresses.
-        on_lost: called when the spawner itself died; all processes have ended then, the next start brings a new one.
-        preload: what is imported once for all containers that run Python scripts; nothing when None.
-        base_env: the environment that these modules are imported with: what every container has.
+        keep_open: descriptors that stay open as long as any process: the claim of the cluster's addresses.
+        on_lost: called when the spawner itself died. All processes have ended then; the next start starts a new
+            spawner.
+        preload: the modules to import once for all containers that run Python scripts; None: no modules.
+        base_env: the environment for these imports: the part that every container has.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ProcessRuntime:
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
 
     def open(self) -> None:
-        """Start the spawner; called by `start` where needed, earlier it saves the first pod some 20 ms."""
+        """Start the spawner. `start` calls this if necessary; an earlier call saves the first pod some 20 ms."""
         if self._sock is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,7 +125,7 @@ class ProcessRuntime:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            # The process may start after all: nobody would own it.
+            # The process may start later: it would have no owner.
             future.add_done_callback(self._disown)
             raise
 
@@ -138,7 +139,7 @@ class ProcessRuntime:
             self._send({"op": "kill", "id": process.id, "signal": signal, "group": group}, [])
 
     async def close(self) -> None:
-        """End every process that is left, and the spawner."""
+        """End every remaining process, and the spawner."""
         spawner = self._spawner
         self._lost()
         if spawner is not None:
@@ -155,7 +156,7 @@ class ProcessRuntime:
             os.close(memory)
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        # Descriptors are duplicated: the caller closes its own at once, sending may have to wait.
+        # Descriptors are duplicated: the caller closes its own at once, but sending may have to wait.
         self._outbox.append((json.dumps(message).encode(), [os.dup(fd) for fd in fds]))
         self._flush()
 

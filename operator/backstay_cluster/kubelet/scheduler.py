@@ -1,7 +1,7 @@
-"""A scheduler for a cluster of one node: bind what fits, say why the rest does not.
+"""A scheduler for a cluster of one node: binds pods that fit, and reports the reason for the others.
 
-Only what a node has by kind is held against a pod: its labels, and devices such as GPUs. CPU and memory requests are
-not: the same job that asks for 8 cores in a cluster should run, slower, on a laptop.
+A pod is unschedulable only because of the kind of the node: its labels, and devices such as GPUs. CPU and memory
+requests do not count. So a job that requests 8 cores in a cluster also runs on a laptop, more slowly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ RETRY_SECONDS = 0.5
 PARALLEL = 8
 
 
-def why_not(
+def unschedulable_reason(
     pod: Mapping[str, Any], labels: Mapping[str, str], allocatable: Mapping[str, str], used: Mapping[str, Decimal]
 ) -> str | None:
-    """Why the node cannot take the pod, None when it can.
+    """The reason why the node cannot run the pod; None: it can.
 
     Args:
         pod: the pod.
         labels: the node's labels.
-        allocatable: what the node has, as quantities.
-        used: what its pods have taken of it.
+        allocatable: the node's resources, as quantities.
+        used: the resources that its pods use.
     """
     spec = pod["spec"]
     reasons = []
@@ -85,7 +85,7 @@ class Scheduler:
         events: reports.
         node: the node's name.
         labels: the node's labels.
-        allocatable: what the node has.
+        allocatable: the node's resources.
         clock: seconds since the epoch.
         sleep: waits (seconds).
     """
@@ -108,14 +108,14 @@ class Scheduler:
         self._allocatable = allocatable
         self._clock = clock
         self._sleep = sleep
-        self._pods: dict[Key, Object] = {}  # all that are not bound yet
+        self._pods: dict[Key, Object] = {}  # all pods that are not bound yet
         self._taken: dict[Key, dict[str, Decimal]] = {}  # by pods that are bound and have not ended
         self._used: dict[str, Decimal] = {}
         self._wake = asyncio.Event()
         self._limit = asyncio.Semaphore(PARALLEL)
 
-    def see(self, key: Key, pod: Object | None) -> None:
-        """A pod is new, changed, or gone."""
+    def pod_changed(self, key: Key, pod: Object | None) -> None:
+        """A pod is new, changed, or deleted."""
         spec = (pod or {}).get("spec") or {}
         if pod is None or is_terminal(pod):
             self._pods.pop(key, None)
@@ -147,25 +147,25 @@ class Scheduler:
             await self._wake.wait()
             self._wake.clear()
             waiting = [item for item in self._pods.items() if not (item[1]["spec"].get("schedulingGates") or [])]
-            failed = not all(await asyncio.gather(*(self._place(key, pod) for key, pod in waiting)))
+            failed = not all(await asyncio.gather(*(self._bind(key, pod) for key, pod in waiting)))
             if failed:
                 await self._sleep(RETRY_SECONDS)
                 self._wake.set()
 
     def _waits(self, key: Key, pod: Object) -> bool:
-        """Whether this very pod still waits to be bound, and not another one of its name."""
+        """Whether this pod still waits to be bound, and is not another one of its name."""
         return key in self._pods and self._pods[key]["metadata"]["uid"] == pod["metadata"]["uid"]
 
-    async def _place(self, key: Key, pod: Object) -> bool:
-        """Bind, or say why not; False when the API server must be asked again."""
+    async def _bind(self, key: Key, pod: Object) -> bool:
+        """Bind the pod, or report the reason. Returns False if the request must be repeated."""
         meta = pod["metadata"]
         path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
         async with self._limit:
             if not self._waits(key, pod):
                 return True
-            reason = why_not(pod, self._labels, self._allocatable, self._used)
+            reason = unschedulable_reason(pod, self._labels, self._allocatable, self._used)
             if reason is None:
-                self._take(key, pod)  # before the first wait: others are placed meanwhile
+                self._take(key, pod)  # before the first await: other pods are bound in the meantime
             try:
                 if reason is not None:
                     await self._refuse(path, pod, reason)
@@ -179,12 +179,12 @@ class Scheduler:
                 await self._client.create(f"{path}/binding", binding)
             except ApiError as error:
                 if error.code == 409 and reason is not None:
-                    return True  # changed meanwhile: the watch will say so, and it is looked at again
+                    return True  # changed in the meantime: the watch will show that, and the pod is checked again
                 if error.code not in (404, 409):
                     logger.debug("pod %s not bound: %s", path, error)
                     self._release(key)
                     return False
-                # Gone, bound meanwhile, or another pod of this name: the watch says which, or has said so already.
+                # Deleted, bound, or replaced by another pod of this name: the watch shows which.
                 if key in self._pods:
                     self._release(key)
                 if self._waits(key, pod):
@@ -192,7 +192,7 @@ class Scheduler:
                 return True
         if self._waits(key, pod):
             del self._pods[key]
-        self._events.tell(
+        self._events.record(
             pod, "Pod", "Scheduled", f"Successfully assigned {meta['namespace']}/{meta['name']} to {self._node}"
         )
         return True
@@ -216,4 +216,4 @@ class Scheduler:
             "status": {"conditions": [*others, condition]},
         }
         await self._client.patch(f"{path}/status", body)
-        self._events.tell(pod, "Pod", "FailedScheduling", message, warning=True)
+        self._events.record(pod, "Pod", "FailedScheduling", message, warning=True)

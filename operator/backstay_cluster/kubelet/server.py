@@ -1,4 +1,4 @@
-"""The kubelet's own port: container logs, for the API server to hand on to `kubectl logs`."""
+"""The kubelet's own port: container logs, which the API server forwards to `kubectl logs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def log_options(query: Mapping[str, str], now: float) -> LogOptions:
     """PodLogOptions from a query.
 
     Raises:
-        ValueError: a value is not what it should be.
+        ValueError: a value is invalid.
     """
 
     def number(name: str) -> int | None:
@@ -43,12 +43,12 @@ def log_options(query: Mapping[str, str], now: float) -> LogOptions:
 
 
 class KubeletServer:
-    """Serves `/containerLogs/{namespace}/{pod}/{container}`, `/healthz` and nothing else.
+    """Serves only `/containerLogs/{namespace}/{pod}/{container}` and `/healthz`.
 
     Args:
         sinks: the containers' logs by namespace, pod and container.
-        token: what a caller must bear; with `tls` a client certificate is asked for instead.
-        tls: a context that asks for a client certificate: what a real API server brings.
+        token: the bearer token of callers; with `tls`, a client certificate is required instead.
+        tls: a context that requires a client certificate, which a real API server sends.
         clock: seconds since the epoch.
     """
 

@@ -1,19 +1,19 @@
-"""The process that is the parent of every container, so that none can outlive the kubelet.
+"""The process that is the parent of every container, so that no container can outlive the kubelet.
 
-A kubelet killed by SIGKILL cannot clean up after itself, and `PR_SET_PDEATHSIG` alone reaches only direct children and
-follows the *thread* that forked. So this small program is forked off once: single-threaded (forking is safe and takes
-about a millisecond), in a session of its own, and a child subreaper, so whatever a container leaves behind becomes its
-child. It ends with its kubelet (seen through a pidfd and the end of the socket) and takes every process down with it.
-Should it be killed itself, the containers' own `PR_SET_PDEATHSIG` ends them.
+A kubelet that SIGKILL ended cannot clean up, and `PR_SET_PDEATHSIG` alone reaches only direct children and follows the
+*thread* that forked. So the kubelet starts this small program once. It has a single thread, so forking is safe and
+takes about a millisecond. It has its own session and is a child subreaper, so all processes that a container leaves
+behind become its children. It ends with its kubelet, which it detects by a pidfd and by the end of the socket, and then
+ends every process below it. If this program is killed, the containers' own `PR_SET_PDEATHSIG` ends them.
 
 It is run as a file by ``python -I -S`` and imports the standard library only. Over the sequenced-packet socket it gets
-``{"op": "start", "id"}`` with two descriptors (a memory file holding ``{"argv", "env", "cwd"}``; what becomes stdout
-and stderr) and ``{"op": "kill", "id", "signal", "group"}``, and answers ``{"op": "started", "id", "pid"}``,
+``{"op": "start", "id"}`` with two descriptors (a memory file with ``{"argv", "env", "cwd"}``; the stdout and stderr of
+the container) and ``{"op": "kill", "id", "signal", "group"}``. It answers ``{"op": "started", "id", "pid"}``,
 ``{"op": "failed", "id", "errno", "what"}`` and ``{"op": "exited", "id", "status"}`` (a wait status).
 
-``{"op": "preload"}`` with one descriptor (a memory file holding ``{"argv", "env", "preload"}``) starts a `forkserver`.
-From then on the forkserver forks the containers that run Python; this program executes them itself whenever the
-forkserver is dead, unfit or slow to answer.
+``{"op": "preload"}`` with one descriptor (a memory file with ``{"argv", "env", "preload"}``) starts a `forkserver`.
+From then on the forkserver forks the containers that run Python. This program executes them itself while the forkserver
+is dead, unfit or slow to answer.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from typing import Any
 
 MARK = "KUBELET_CONTAINER_ID"
 PLACEHOLDER = "0" * 32
-"""The mark of a process that is not a container yet; as long as a container's id."""
+"""The mark of a process that is not a container yet; it has the length of a container's id."""
 ROOM = "KUBELET_ROOM"
-"""Takes up the space in which a forked container shows its own arguments and environment."""
+"""Reserves the memory in which a forked container shows its own arguments and environment."""
 ARGUMENT_ROOM, ENVIRONMENT_ROOM = 4 << 10, 96 << 10
 IMPORT_SECONDS = 20.0
-"""How long a container waits for the forkserver's imports: an executed one would have to import the same."""
+"""How long a container waits for the forkserver's imports; an executed one would have to import the same modules."""
 ANSWER_SECONDS = 5.0
 FAILURES = 3
 """A forkserver that was lost so often, without a container in between, is not started again."""
 MAX_REQUESTS = 200
-"""Containers that wait for the forkserver. Each takes four descriptors here, and room in the forkserver's socket."""
+"""Containers that wait for the forkserver. Each needs four descriptors here, and space in the forkserver's socket."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
@@ -53,12 +53,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Request:
-    """A container that the forkserver is to fork.
+    """A request to the forkserver to fork a container.
 
     Attributes:
-        channel: to the new process; None until the forkserver was asked.
+        channel: to the new process; None until the request was sent to the forkserver.
         pid: of the new process; 0 until it has reported.
-        deadline: on the monotonic clock; the spawner executes the container itself then.
+        deadline: on the monotonic clock; after it, the spawner executes the container itself.
     """
 
     def __init__(self, container: str, spec_fd: int, out_fd: int, deadline: float) -> None:
@@ -76,10 +76,10 @@ class Request:
 
 
 class Forkserver:
-    """The spawner's view of the forkserver process.
+    """The spawner's state of the forkserver process.
 
     Attributes:
-        pid: 0 while none runs.
+        pid: 0 while it does not run.
         ready: whether it has imported the modules.
     """
 
@@ -92,7 +92,7 @@ class Forkserver:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, or imports."""
+        """Whether it runs, or is importing."""
         return self.sock is not None
 
     def start(self) -> None:
@@ -116,13 +116,13 @@ class Forkserver:
         try:
             socket.send_fds(ours, [b"preload"], [preload])
         except OSError:
-            pass  # it has ended already, which its socket will show
+            pass  # it has ended already; the end of its socket will show that
         finally:
             os.close(preload)
         self.pid, self.sock, self.ready = pid, ours, False
 
-    def ask(self, request: Request) -> bool:
-        """Send a request; False when the forkserver cannot take it."""
+    def send(self, request: Request) -> bool:
+        """Send a request. Returns False if the forkserver cannot accept it."""
         assert self.sock is not None
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -139,7 +139,7 @@ class Forkserver:
         return True
 
     def lose(self) -> None:
-        """Kill it, and count that."""
+        """Kill it, and count the loss."""
         if self.sock is not None:
             self.sock.close()
         if self.pid:
@@ -150,7 +150,7 @@ class Forkserver:
 
 
 class Spawner:
-    """Forks containers, reports their ends, and leaves no process behind."""
+    """Forks containers, reports their ends, and ends all remaining processes at the end."""
 
     def __init__(self, sock: socket.socket, parent: int) -> None:
         self.sock = sock
@@ -161,7 +161,7 @@ class Spawner:
         self.requests: dict[str, Request] = {}
 
     def run(self) -> None:
-        """Serve until the kubelet is gone, then end every process below."""
+        """Serve until the kubelet has ended, then end every process below this one."""
         _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.sock.set_inheritable(False)
         wake_r, wake_w = os.pipe()
@@ -185,12 +185,12 @@ class Spawner:
                     return
                 if self.sock.fileno() in ready and not self.serve_one():
                     return
-                self.attend_forkserver()
+                self.serve_forkserver()
         finally:
             self.end_all()
 
     def wait(self, fds: list[int]) -> set[int]:
-        """Wait until a descriptor of ours or of a request is readable, or a deadline is over."""
+        """Wait until one of `fds` or the descriptor of a request is readable, or a deadline has passed."""
         poll = select.poll()
         for fd in fds:
             poll.register(fd, select.POLLIN)
@@ -206,7 +206,7 @@ class Spawner:
         return {fd for fd, _ in poll.poll(timeout)}
 
     def serve_one(self) -> bool:
-        """Handle one request; False when the kubelet closed the socket."""
+        """Handle one request. Returns False if the kubelet closed the socket."""
         try:
             data, fds = receive(self.sock)
         except ConnectionError:
@@ -217,10 +217,10 @@ class Spawner:
         try:
             if request["op"] == "start":
                 try:
-                    if len(fds) < 2:  # the kernel leaves out what this process has no room for
+                    if len(fds) < 2:  # the kernel drops descriptors that this process has no space for
                         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                     self.start(request["id"], *fds)
-                except OSError as error:  # costs this container and no other one
+                except OSError as error:  # affects only this container
                     self.fail(request["id"], error)
             elif request["op"] == "preload":
                 self.forkserver = Forkserver(read_json(fds[0]))
@@ -235,31 +235,31 @@ class Spawner:
                 os.close(fd)
         return True
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(ConnectionError):
             self.sock.sendall(json.dumps(message).encode())
 
     def fail(self, container: str, error: OSError) -> None:
         """Report a container that this process could not start."""
-        self.say({"op": "failed", "id": container, "errno": error.errno or errno.EIO, "what": "start"})
+        self.send({"op": "failed", "id": container, "errno": error.errno or errno.EIO, "what": "start"})
 
     def start(self, container: str, spec_fd: int, out_fd: int) -> None:
         spec = read_json(spec_fd)
         server = self.forkserver
         room = len(self.requests) < min(MAX_REQUESTS, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 4)
         if server is not None and server.usable and room and runs_python(spec["argv"]):
-            # The deadline is another one as soon as the forkserver is asked.
+            # The deadline changes when the request is sent to the forkserver.
             request = Request(container, spec_fd, out_fd, time.monotonic() + IMPORT_SECONDS)
             self.requests[container] = request
-            if server.ready and not server.ask(request):
-                self.lose_forkserver("it takes no request")
+            if server.ready and not server.send(request):
+                self.lose_forkserver("it accepts no requests")
             return
         self.execute(container, spec, out_fd)
 
     def execute(self, container: str, spec: dict[str, Any], out_fd: int) -> None:
         """Start a container from this process."""
         try:
-            err_r, err_w = os.pipe()  # closed by a successful exec, else carries why not
+            err_r, err_w = os.pipe()  # closed by a successful exec; otherwise it carries the error
         except OSError as error:
             self.fail(container, error)
             return
@@ -278,17 +278,17 @@ class Spawner:
         if failure:
             os.waitpid(pid, 0)
             number, what = struct.unpack("<i", failure[:4])[0], failure[4:].decode()
-            self.say({"op": "failed", "id": container, "errno": number, "what": what})
+            self.send({"op": "failed", "id": container, "errno": number, "what": what})
             return
         self.own(container, pid)
-        self.say({"op": "started", "id": container, "pid": pid})
+        self.send({"op": "started", "id": container, "pid": pid})
 
     def own(self, container: str, pid: int) -> None:
         self.pids[container] = pid
         self.ids[pid] = container
 
-    def become(self, container: str, spec: dict[str, Any], out_fd: int, err_fd: int) -> None:
-        """In the child: turn into the container's command. Never returns."""
+    def become(self, container: str, spec: dict[str, Any], out_fd: int, error_fd: int) -> None:
+        """In the child: become the container's command. Never returns."""
         what = "start"
         try:
             become_leader(os.getppid())
@@ -300,23 +300,23 @@ class Spawner:
             env = {**spec["env"], MARK: container}
             os.execvpe(spec["argv"][0], spec["argv"], env)  # noqa: S606
         except OSError as error:
-            os.write(err_fd, struct.pack("<i", error.errno or errno.EIO) + what.encode())
-        except BaseException as error:  # noqa: BLE001  # a forked child must never go on as a second spawner
-            os.write(err_fd, struct.pack("<i", errno.EINVAL) + f"{what}: {error}".encode()[:200])
+            os.write(error_fd, struct.pack("<i", error.errno or errno.EIO) + what.encode())
+        except BaseException as error:  # noqa: BLE001  # a forked child must never continue as a second spawner
+            os.write(error_fd, struct.pack("<i", errno.EINVAL) + f"{what}: {error}".encode()[:200])
         finally:
             os._exit(127)
 
     # --- containers that the forkserver forks
 
-    def attend_forkserver(self) -> None:
-        """Read what the forkserver and the new processes sent; execute what has waited too long."""
+    def serve_forkserver(self) -> None:
+        """Read the messages of the forkserver and of new processes; execute containers that have waited too long."""
         server = self.forkserver
         if server is not None and server.sock is not None and readable(server.sock):
             try:
                 data = server.sock.recv(4096)
             except ConnectionError:
                 data = b""
-            self.hear_forkserver(server, json.loads(data) if data else {"op": "ended"})
+            self.handle_forkserver(server, json.loads(data) if data else {"op": "ended"})
         for request in list(self.requests.values()):
             if request.channel is not None and readable(request.channel):
                 self.settle(request)
@@ -324,24 +324,24 @@ class Spawner:
         if any(not request.pid and request.deadline <= now for request in self.requests.values()):
             self.lose_forkserver("it does not answer")
 
-    def hear_forkserver(self, server: Forkserver, message: dict[str, Any]) -> None:
+    def handle_forkserver(self, server: Forkserver, message: dict[str, Any]) -> None:
         if message["op"] == "ready":
             server.ready = True
             for request in list(self.requests.values()):
-                if request.channel is None and not server.ask(request):
-                    self.lose_forkserver("it takes no request")
+                if request.channel is None and not server.send(request):
+                    self.lose_forkserver("it accepts no requests")
                     return
         elif message["op"] == "unfit":
             modules = server.spec["preload"]["modules"]
             server.spec["preload"]["modules"] = [name for name in modules if name != message["module"]]
             server.lose()
-            server.failures -= 1  # each time there is one module less
+            server.failures -= 1  # each failure leaves one module out
             server.start()
         elif message["op"] == "ended":
             self.lose_forkserver("it has ended")
 
     def settle(self, request: Request) -> None:
-        """Handle what a new process sent: its id, why it cannot start, or by the end of the channel that it runs."""
+        """Handle a message of a new process: its id, the error of its start, or the end of the channel (it runs)."""
         assert request.channel is not None
         data = b""
         with contextlib.suppress(ConnectionError, BlockingIOError):
@@ -362,20 +362,20 @@ class Spawner:
         if "errno" in message:
             self.pids.pop(request.container, None)
             self.ids.pop(request.pid, None)
-            self.say({"op": "failed", "id": request.container, **message})
+            self.send({"op": "failed", "id": request.container, **message})
         elif request.pid:
-            self.say({"op": "started", "id": request.container, "pid": request.pid})
+            self.send({"op": "started", "id": request.container, "pid": request.pid})
         else:  # it died before it could report
             self.execute(request.container, read_json(request.fds[0]), request.fds[1])
         request.close()
 
     def lose_forkserver(self, why: str) -> None:
-        """Start another one, unless it was lost too often, and execute what waits for this one."""
+        """Start another forkserver, unless it was lost too often, and execute the containers that wait for this one."""
         server = self.forkserver
         assert server is not None
         server.lose()
         if server.failures < FAILURES:
-            print(f"the forkserver is started again: {why}", file=sys.stderr, flush=True)
+            print(f"starting the forkserver again: {why}", file=sys.stderr, flush=True)
             try:
                 server.start()
             except OSError as error:
@@ -383,18 +383,18 @@ class Spawner:
         else:
             print(f"no forkserver any more: {why}", file=sys.stderr, flush=True)
         for request in list(self.requests.values()):
-            # One that has reported is not the forkserver's any more.
+            # A process that has reported no longer depends on the forkserver.
             if request.channel is not None and not request.pid and readable(request.channel):
                 self.settle(request)
             if not request.pid and self.requests.pop(request.container, None) is not None:
-                # The new process, if there is one, ends when it finds the channel closed.
+                # If the new process exists, it ends when it finds the channel closed.
                 self.execute(request.container, read_json(request.fds[0]), request.fds[1])
                 request.close()
 
     # --- ends
 
     def reap(self) -> None:
-        """Collect the ended; a container ends with its main process, so what that left behind is killed."""
+        """Reap ended processes. A container ends with its main process, so its remaining processes are killed."""
         while True:
             try:
                 # WNOWAIT keeps the zombie, and with it the group's number, until the group is killed.
@@ -405,9 +405,9 @@ class Spawner:
                 break
             pid = ended.si_pid
             if self.forkserver is not None and pid == self.forkserver.pid:
-                self.forkserver.pid = 0  # the end of its socket does the rest
+                self.forkserver.pid = 0  # the end of its socket triggers the rest
             request = self.requests.get(self.ids.get(pid, ""))
-            if request is not None:  # what it sent at last comes first
+            if request is not None:  # its last message comes first
                 self.settle(request)
             container = self.ids.pop(pid, None)
             if container is not None:
@@ -416,11 +416,11 @@ class Spawner:
             _, status = os.waitpid(pid, 0)
             if container is not None:
                 del self.pids[container]
-                self.say({"op": "exited", "id": container, "status": status})
+                self.send({"op": "exited", "id": container, "status": status})
         self.end_strays()
 
     def end_strays(self) -> None:
-        """Kill what changed its session and was left by a container that has ended."""
+        """Kill processes of ended containers that changed their session."""
         for pid in children(os.getpid()):
             if pid in self.ids:
                 continue
@@ -432,11 +432,11 @@ class Spawner:
                         os.kill(pid, signal.SIGKILL)
 
     def lives(self, container: str) -> bool:
-        """Whether a process with this mark has a container, or is about to become one."""
+        """Whether a process with this mark has a container, or is becoming one."""
         return container == PLACEHOLDER or container in self.pids or container in self.requests
 
     def end_all(self) -> None:
-        """Kill layer by layer: whoever loses its parent becomes our child and is met in the next round."""
+        """Kill layer by layer: a process whose parent ends becomes a child of this one, for the next round."""
         deadline = time.monotonic() + 10.0
         while time.monotonic() < deadline:
             for pid in children(os.getpid()):
@@ -452,25 +452,25 @@ class Spawner:
 
 
 def become_leader(parent: int) -> None:
-    """In a new process: lead a session, and end with `parent`, which is waited for to become the parent."""
+    """In a new process: lead a session, and end with `parent`. Waits until `parent` is the parent of this process."""
     os.setsid()
     deadline = time.monotonic() + 1.0
     while os.getppid() != parent and time.monotonic() < deadline:
-        os.sched_yield()  # the process in between is about to end
+        os.sched_yield()  # the process between the two is ending
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(137)
 
 
 def reset_signals() -> None:
-    """In a new process: what the spawner handles or ignores is at its default again."""
+    """In a new process: reset the signals that the spawner handles or ignores to their defaults."""
     signal.set_wakeup_fd(-1)
     for number in RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def redirect(out_fd: int) -> None:
-    """Standard input is empty, output and errors go to one place; the umask is the usual one."""
+    """Empty standard input, one target for output and errors, and the usual umask."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(out_fd, 1)
@@ -480,7 +480,7 @@ def redirect(out_fd: int) -> None:
 
 
 def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the descriptors that came with it, which no container inherits."""
+    """Receive one message and its descriptors, which no container inherits."""
     data, fds, _, _ = socket.recv_fds(sock, 65536, 4)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -503,14 +503,14 @@ def is_child(pid: int) -> bool:
 
 
 def read_json(fd: int) -> Any:
-    """What a memory file holds; the descriptor stays open."""
+    """The content of a memory file; the descriptor stays open."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         return json.load(file)
 
 
 def runs_python(argv: list[str]) -> bool:
-    """Whether a forkserver may be able to run this; it looks more closely."""
+    """Whether a forkserver may be able to run this command; it checks more."""
     plain = len(argv) > 1 and (argv[1] == "-m" or argv[1].endswith(".py"))
     return plain and os.path.basename(argv[0]).startswith("python")  # noqa: PTH119
 
@@ -524,7 +524,7 @@ def children(pid: int) -> list[int]:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    # The name, in parentheses, may hold spaces; the parent is the second field after it.
+                    # The name, in parentheses, may contain spaces; the parent is the second field after it.
                     fields = (entry / "stat").read_text().rpartition(")")[2].split()
                     if int(fields[1]) == pid:
                         found.append(int(entry.name))

@@ -1,4 +1,4 @@
-"""From what is known of a pod's containers to its PodStatus. Pure; the rules are the real kubelet's."""
+"""The PodStatus from the records of a pod's containers. Pure; the rules are those of Kubernetes' kubelet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPOCH = "1970-01-01T00:00:00Z"
 
 @dataclass
 class ContainerRecord:
-    """What is known of one container."""
+    """The state of one container."""
 
     name: str
     image: str
@@ -33,7 +33,7 @@ class ContainerRecord:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, None unless it has ended and is not waiting to be started again."""
+        """The exit code; None unless the container has ended and will not be started again."""
         ended = self.state.get("terminated")
         return None if ended is None else int(ended["exitCode"])
 
@@ -65,12 +65,12 @@ def terminated(
 
 
 def waiting(reason: str, message: str = "") -> Object:
-    """A ContainerState of a container that does not run yet, or not again yet."""
+    """A ContainerState of a container that does not run yet, or that waits for its next start."""
     return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
 
 
 def covers(have: Any, want: Any) -> bool:
-    """Whether what the API holds says all that we want to say; fields that a server adds do not count."""
+    """Whether the API's object contains all of `want`; fields that a server adds are ignored."""
     if not want:
         return not have
     if isinstance(want, Mapping):
@@ -113,10 +113,10 @@ def conditions_of(
     has_address: bool,
     now: str,
 ) -> list[Object]:
-    """The pod's conditions: ours as they are now, everybody else's as they were.
+    """The pod's conditions: the kubelet's with their current values, and all others unchanged.
 
     Args:
-        previous: the conditions last seen.
+        previous: the conditions as last read.
         phase: of the pod.
         init: the init containers.
         containers: the others.

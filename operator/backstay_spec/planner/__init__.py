@@ -1,7 +1,7 @@
-"""The policies of the planner: one module per policy, each a pure function from immutable facts to a typed verdict.
+"""The policies of the planner: one module for each policy, a pure function from immutable facts to a typed verdict.
 
-`facts` holds what a policy reads, `record` what the status remembers (incarnations, budgets, back-off), `effects` what
-a verdict changes. `backstay_spec.plan` is the only module that combines the policies.
+`facts` has the input of the policies, `record` the counters in the status (incarnations, budgets, back-off), and
+`effects` the changes of a verdict. Only `backstay_spec.plan` combines the policies.
 
 | module | question |
 |---|---|
@@ -12,10 +12,10 @@ a verdict changes. `backstay_spec.plan` is the only module that combines the pol
 | `standbys` | Which pod follows the active server of a shard? |
 | `hung` | Is a running pod hung? |
 | `promotion` | Does the standby of a shard become its active server? |
-| `order` | Which pods are created first, and which make room for a server? |
+| `order` | Which pods are created first, and which are deleted to make room for a server? |
 | `budgets` | What does a pod's death cost, and may the slot have another pod? |
 | `surplus` | Which pods does the job no longer need? |
 | `services` | Which Secret, NetworkPolicy and Services are missing, or select the wrong pod? |
-| `conditions` | What do the conditions of the status say? |
+| `conditions` | Which conditions does the status have? |
 | `report` | Which status is written, and when? |
 """

@@ -1,11 +1,11 @@
-"""Policy: the end of training, and the script of worker 0 that goes on after it.
+"""Policy: the end of training, and the script of worker 0, which continues after training.
 
 Training ends with the last checkpoint: the condition Trained. The job ends when the script of worker 0 has ended. Its
 exit code counts, because exporting and uploading a model is part of the job. The job no longer needs any other pod.
 
-Shard 0's last message names the incarnation of rank 0 that has the result (`Trained.returned`): a worker reports it to
-that server before `train` returns. A worker that died before that is replaced, and its replacement reads the last
-checkpoint. One that was lost after it is not: what its script had done by then must not be done twice.
+The final message of shard 0 names the incarnation of rank 0 that has the result (`Trained.returned`). A worker reports
+the result to that server before `train` returns. If the worker died before that, it is replaced, and its replacement
+reads the last checkpoint. If it was lost after that, it is not replaced: its script must not do its work twice.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status, readable
 from backstay_spec.types_status import CheckpointStatus
 
-__all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "said", "trained"]
+__all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "statements", "trained"]
 
 LEADER: Final = Slot(contract.ROLE_WORKER, 0)
 SHARD_0: Final = Slot(contract.ROLE_SERVER, 0)
-# Worker 0 may end before shard 0's server does, whose last message has the loss and the metrics.
+# Worker 0 may end before shard 0's server, whose final message has the loss and the metrics.
 LAST_MESSAGE: Final = timedelta(seconds=20)
 
 
@@ -53,10 +53,10 @@ class Trained:
 
     Attributes:
         reason, message: of the condition.
-        fields: fields of the status that the last messages of the pods name.
+        fields: fields of the status, from the final messages of the pods.
         returned: the incarnation of rank 0 that has the result; 0: none has it; None: not known.
         checkpoint: the last one; None where none is stored.
-        confirmed: whether shard 0's server said it, and not worker 0 alone.
+        confirmed: whether shard 0's server reported it, and not only worker 0.
     """
 
     reason: str
@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def stored(self) -> str:
-        """Where the result is, for people."""
+        """The place of the result, for people."""
         if self.checkpoint is None:
             return "the job stores no checkpoint"
         return f"the checkpoint of step {self.checkpoint.step} is {self.checkpoint.uri}"
@@ -76,7 +76,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job ends; `complete` is what the condition AfterTrainingComplete says of it."""
+    """The job ends; `complete` is the condition AfterTrainingComplete."""
 
     ending: Success | Failure
     complete: Statement
@@ -86,7 +86,7 @@ Verdict: TypeAlias = Ended | Decision
 
 
 def trained(facts: Facts, record: Record) -> Trained | None:
-    """Whether training has ended: shard 0's server, or worker 0, left it as its last message, or the status says so."""
+    """Whether training has ended: by the final message of shard 0's server or of worker 0, or by the status."""
     known = facts.conditions.get(status.TRAINED)
     holds = status.holds(facts.conditions, status.TRAINED)
     server, worker = _outcome(facts, record, SHARD_0), _outcome(facts, record, LEADER)
@@ -117,7 +117,7 @@ def trained(facts: Facts, record: Record) -> Trained | None:
 
 
 def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
-    """What becomes of worker 0 after training: the job's end, or what to do until then."""
+    """The verdict about worker 0 after training: the job's end, or the next actions."""
     verdict = _judge_leader(facts, record, end)
     if isinstance(verdict, Ended):
         return verdict
@@ -133,8 +133,8 @@ def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
     return _failed(end, late)
 
 
-def said(end: Trained, verdict: Verdict) -> list[Statement]:
-    """The conditions Trained and AfterTrainingComplete, and what the others say meanwhile."""
+def statements(end: Trained, verdict: Verdict) -> list[Statement]:
+    """The conditions Trained and AfterTrainingComplete, and the other conditions in the meantime."""
     found = [Statement(status.TRAINED, True, end.reason, end.message, normal("Trained", end.message))]
     if isinstance(verdict, Ended):
         return [*found, verdict.complete]
@@ -156,7 +156,7 @@ def interrupted(end: Trained, failure: Failure) -> Ended:
 
 
 def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:
-    """How a worker that is created now gets the result; None where no checkpoint holds it."""
+    """How a worker that is created now gets the result; None: no checkpoint has it."""
     if end.checkpoint is None or not end.checkpoint.uri:
         return None
     metrics = end.fields.get("metrics", facts.old.metrics)
@@ -190,7 +190,7 @@ def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Ver
     found, state = outcome_of(pod.raw), terminated_state(pod.raw)
     code = state.get("exitCode") if state is not None else None
     returned = found is not None and found.result in (TRAINED, AFTER_TRAINING_FAILED)
-    # A message that the script has written over is not ours; then shard 0's word counts.
+    # A message that the script has overwritten is not the trainer's; then shard 0's message counts.
     returned = returned or (found is None and end.returned == pod.incarnation and not _failed_in_train(state))
     # A worker that was created after training is Ready as soon as it has the result.
     may_have = returned or end.returned is None or (is_restored(pod) and has_worked(pod, None))
@@ -206,10 +206,10 @@ def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Ver
 
 
 def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None) -> Verdict:
-    """Worker 0 has not got the result: its replacement reads the last checkpoint.
+    """Worker 0 does not have the result: its replacement reads the last checkpoint.
 
     Args:
-        alive: its pod, which looks for servers that have left.
+        alive: its pod, which tries to connect to servers that have left.
     """
     if restored_from(end, facts) is None:
         return _failed(end, "worker 0 died before it had the result of the training, and the servers have left")
@@ -227,7 +227,7 @@ def _complete(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdi
 
 
 def _once_server_left(facts: Facts, record: Record, end: Trained, pod: PodView, ended: Ended) -> Verdict:
-    """The verdict `ended`, or a short wait for the last message of shard 0's server, which has the loss."""
+    """The verdict `ended`, or a short wait for the final message of shard 0's server, which has the loss."""
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     at = ended_at(pod)
     if not end.confirmed and server is not None and server.alive and at is not None and facts.now < at + LAST_MESSAGE:
@@ -248,7 +248,7 @@ def _failed(end: Trained, why: str, detail: str = "") -> Ended:
 
 
 def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
-    """Whether the last message is the trainer's about an exception inside `train`."""
+    """Whether the final message is the trainer's about an exception inside `train`."""
     try:
         message = json.loads((state or {}).get("message") or "")
     except ValueError:
@@ -257,7 +257,7 @@ def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
 
 
 def _outcome(facts: Facts, record: Record, slot: Slot) -> Outcome | None:
-    """The last message of a slot's current pod. One of before a suspension does not count: the job begins again."""
+    """The final message of a slot's current pod. Messages before a suspension do not count: the job begins again."""
     pod = facts.pod(slot, record.current(slot))
     if pod is None or not pod.ended or facts.outlived_suspension(slot):
         return None

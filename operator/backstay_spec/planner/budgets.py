@@ -1,7 +1,7 @@
-"""Policy: what a pod's death costs (O4), and whether its slot may have another pod.
+"""Policy: the cost of a pod's death (O4), and whether its slot may have another pod.
 
-A crash is charged to its role's `maxRestarts`; a disruption is charged to nobody. A slot whose pods crash before they
-did any work backs off.
+A crash is charged to its role's `maxRestarts`. A disruption is replaced without charge. A slot backs off if its pods
+crash before they did any work.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 LONGEST_WAIT: Final = timedelta(seconds=60)
-# Crashes in a row of one slot, before the job's first update, after which the script is considered broken: after waits
-# of 1 + 2 + 4 + 8 + 16 s. Nothing is lost by then. Once there are updates, the budgets decide.
+# After this many crashes in a row of one slot before the first update, the script is considered broken. The waits are
+# 1 + 2 + 4 + 8 + 16 s. No work is lost by then. After the first update, the budgets decide.
 HOPELESS: Final = 6
 
 
@@ -62,7 +62,7 @@ StandbyVerdict: TypeAlias = Cost | NoReplacement
 
 
 def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> PodVerdict:
-    """What the death of a slot's current pod costs; a failure of the job when no replacement can help."""
+    """The cost of the death of a slot's current pod; a failure of the job if no replacement can help."""
     slot = pod.slot
     known = record.backoff.get(slot.key)
     if not verdict.cause.charged:
@@ -87,7 +87,7 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
 
 
 def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Verdict) -> StandbyVerdict:
-    """What the death of a standby costs: the same, but a spent budget ends only the standbys."""
+    """The cost of the death of a standby: the same, but a spent budget ends only the standbys."""
     known = record.backoff.get(standby_key(standby.slot))
     if not verdict.cause.charged:
         return Cost(charged=False, backoff=known)
@@ -114,7 +114,7 @@ def max_restarts(spec: TrainingJobSpec, role: str) -> int:
 
 
 def budget_field(role: str) -> str:
-    """The field of a TrainingJob that sets the budget of a role."""
+    """The field of a TrainingJob with the budget of a role."""
     part = {contract.ROLE_SERVER: "parameterServers", contract.ROLE_WORKER: "workers"}.get(role, "evaluator")
     return f"spec.{part}.maxRestarts"
 
@@ -126,6 +126,6 @@ def wait_after(failures: int) -> timedelta:
 
 
 def backed_off(before: Backoff | None, now: datetime) -> Backoff:
-    """The record of one more such crash."""
+    """The back-off after one more such crash."""
     failures = (before.failures if before is not None else 0) + 1
     return Backoff(failures=failures, not_before=now + wait_after(failures))

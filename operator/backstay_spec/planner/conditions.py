@@ -1,4 +1,4 @@
-"""Policy: what the conditions of a job say. Each function returns statements; `updated` turns them into conditions."""
+"""Policy: the conditions of a job. Each function returns statements; `updated` turns them into conditions."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ __all__ = [
     "updated",
 ]
 
-# Containers that have not started by then are worth a message.
+# After this time, containers that have not started are reported.
 SLOW_START: Final = timedelta(seconds=30)
-# Without an update for so long, a job whose servers or workers are not ready does not train.
+# Without an update for this time, a job whose servers or workers are not ready does not train.
 INTERRUPTED: Final = timedelta(seconds=10)
-# The same while all are ready, or so many times what an update takes.
+# The same while all are ready; also at least a multiple of the duration of an update.
 NO_UPDATE: Final = timedelta(seconds=30)
 _UPDATES: Final = 5
-# Together less than a condition's message may have, so that neither is cut by the other.
+# Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
 _MAX_DETAIL: Final = 1300
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one condition says.
+    """The content of one condition.
 
     Attributes:
         type: of the condition.
@@ -71,21 +71,21 @@ def updated(
 ) -> tuple[dict[str, Condition], tuple[Event, ...]]:
     """The conditions after some statements, and the events that go with them."""
     after, events = dict(conditions), []
-    for said in statements:
-        before = after.get(said.type)
+    for statement in statements:
+        before = after.get(statement.type)
         value: Literal["True", "False", "Unknown"] = (
-            "Unknown" if said.value is None else "True" if said.value else "False"
+            "Unknown" if statement.value is None else "True" if statement.value else "False"
         )
-        found = status.conditioned(before, said.type, value, said.reason, said.message, now, generation)
-        after[said.type] = found
+        found = status.conditioned(before, statement.type, value, statement.reason, statement.message, now, generation)
+        after[statement.type] = found
         is_new = before is None or (before.status, before.reason) != (found.status, found.reason)
-        if is_new and said.event is not None:
-            events.append(said.event)
+        if is_new and statement.event is not None:
+            events.append(statement.event)
     return after, tuple(events)
 
 
 def ended(end: Success | Failure) -> list[Statement]:
-    """The job has ended."""
+    """The conditions of a job that has ended."""
     if isinstance(end, Failure):
         event = warning("Failed", f"{end.reason}: {end.message}")
         text = end.message
@@ -103,7 +103,7 @@ def ended(end: Success | Failure) -> list[Statement]:
 
 
 def suspended(facts: Facts) -> list[Statement]:
-    """The job is suspended."""
+    """The conditions of a suspended job."""
     event = normal("Suspended", "deleting the workers, then the servers; their state is in the checkpoint")
     return [
         Statement(status.SUSPENDED, True, "Suspended", "spec.runPolicy.suspend is true", event),
@@ -119,7 +119,7 @@ def suspended(facts: Facts) -> list[Statement]:
 
 
 def resumed(facts: Facts) -> list[Statement]:
-    """The job is no longer suspended."""
+    """The condition of a job that is no longer suspended."""
     if not status.holds(facts.conditions, status.SUSPENDED):
         return []
     event = normal("Resumed", "creating the job's pods again")
@@ -131,13 +131,13 @@ def checkpointing(facts: Facts) -> list[Statement]:
     progress, kind = facts.progress, status.CHECKPOINTING
     if facts.spec.checkpoint.uri is None and facts.spec.checkpoint.volume is None:
         message = (
-            "no checkpoints are written, because spec.checkpoint has neither uri nor volume: "
-            "after the loss of a server without a standby, training starts again at step 0"
+            "no checkpoints are written, because spec.checkpoint has neither uri nor volume. "
+            "After the loss of a server without a standby, training starts again at step 0"
         )
         return [Statement(kind, False, "NotConfigured", message, warning("NotConfigured", message))]
     if progress is not None and progress.checkpoint_error:
-        said = progress.checkpoint_error
-        return [Statement(kind, False, "WriteFailed", said, warning("CheckpointFailed", said))]
+        error = progress.checkpoint_error
+        return [Statement(kind, False, "WriteFailed", error, warning("CheckpointFailed", error))]
     known = facts.conditions.get(kind)
     if progress is not None or known is None or known.reason != "WriteFailed":
         return [Statement(kind, True, "Configured", "checkpoints are written")]
@@ -145,8 +145,8 @@ def checkpointing(facts: Facts) -> list[Statement]:
 
 
 def pods_created(facts: Facts, found: Effects) -> list[Statement]:
-    """PodsCreated, Unknown from the status that records a new incarnation until all pods are seen: an operator that
-    finds it so, and a pod missing, cannot know whether the pod ever existed."""
+    """PodsCreated: Unknown from the status that records a new incarnation until all pods are observed. An operator that
+    finds it Unknown, and a pod missing, cannot determine whether the pod ever existed."""
     kind, before = status.PODS_CREATED, facts.conditions.get(status.PODS_CREATED)
     refusals = (Blocked.REFUSED, Blocked.POD_INVALID)
     refused = next((o for o in found.obstructed if o.obstacle.blocked in refusals), None)
@@ -173,7 +173,7 @@ def _refused(found: Effects) -> bool:
 
 
 def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: Sequence[Obstructed]) -> Statement:
-    """How many pods are ready, standbys included, and what keeps the others."""
+    """How many pods are ready, including standbys, and why the others are not."""
     kind = status.PODS_READY
     standbys = [slot for slot in slots if facts.has_standbys and slot.role == contract.ROLE_SERVER]
     ready = len(_ready(facts, record, slots)) + sum(_has_ready_standby(facts, record, slot) for slot in standbys)
@@ -200,7 +200,7 @@ def _has_ready_standby(facts: Facts, record: Record, slot: Slot) -> bool:
 
 
 def slow_start(facts: Facts, obstructed: Sequence[Obstructed]) -> datetime | None:
-    """When the next pod that has not started is worth a message; None while another obstacle is reported."""
+    """When the next pod that has not started must be reported; None while another obstacle is reported."""
     if _obstacles(obstructed):
         return None
     not_started = (o.since + SLOW_START for o in obstructed if o.obstacle.blocked is Blocked.NOT_STARTED)
@@ -214,7 +214,7 @@ def _obstacles(obstructed: Sequence[Obstructed]) -> list[Obstructed]:
 
 
 def _slow(facts: Facts, obstructed: Sequence[Obstructed]) -> list[Obstructed]:
-    """The slots whose pods take longer to start than one expects."""
+    """The slots whose pods take longer to start than expected."""
     found = (o for o in obstructed if o.obstacle.blocked is Blocked.NOT_STARTED)
     return [o for o in found if facts.now >= o.since + SLOW_START]
 
@@ -224,18 +224,18 @@ class Training:
     """Whether updates are applied.
 
     Attributes:
-        said: the statements about Training and Running.
-        stands_still: the job has trained, and applies no updates now.
+        statements: the statements about Training and Running.
+        interrupted: the job has trained, and applies no updates now.
         check_at: judge again at this time at the latest; None: no need.
     """
 
-    said: tuple[Statement, ...]
-    stands_still: bool = False
+    statements: tuple[Statement, ...]
+    interrupted: bool = False
     check_at: datetime | None = None
 
 
 def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
-    """The conditions Training and Running follow what trains: the step that the coordinator reports, and the pods."""
+    """The conditions Training and Running, from the step that the coordinator reports and from the pods."""
     ready = _ready(facts, record, slots)
     servers = [slot.text for slot in slots if slot.role == contract.ROLE_SERVER and slot not in ready]
     no_worker = not any(slot.role == contract.ROLE_WORKER for slot in ready)
@@ -249,29 +249,29 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         text = f"updates are applied; the newest step is {updates.step}"
         known = facts.conditions.get(status.TRAINING)
         # The text must not change the status with each step.
-        said = known.message if known is not None and known.status == "True" else text
-        trains = Statement(status.TRAINING, True, "Updating", said)
+        message = known.message if known is not None and known.status == "True" else text
+        trains = Statement(status.TRAINING, True, "Updating", message)
         return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
     if updates is None and not stopped:
-        return Training(tuple(_running(facts, record, slots, "", began)))  # this operator has not heard a step yet
+        return Training(tuple(_running(facts, record, slots, "", began)))  # no step was reported to this operator yet
     since = (
         f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
     )
     reason = stopped or "NoUpdate"
     waits = facts.progress.waits if facts.progress is not None and not stopped else ""
-    text = f"{since}: {waits or _why(servers, no_worker)}"
+    text = f"{since}: {waits or _reason(servers, no_worker)}"
     known = facts.conditions.get(status.TRAINING)
     is_new = known is None or known.status != "False" or known.reason == "NotStarted"
     # Servers, then workers, then only updates may be missing: one interruption is one event.
     halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
-    return Training((halted, *_running(facts, record, slots, stopped, began)), stands_still=True)
+    return Training((halted, *_running(facts, record, slots, stopped, began)), interrupted=True)
 
 
 def _seconds(updates: Updates | None) -> float:
     return (updates.seconds or 0.0) if updates is not None else 0.0
 
 
-def _why(servers: Sequence[str], no_worker: bool) -> str:
+def _reason(servers: Sequence[str], no_worker: bool) -> str:
     if servers:
         return f"not ready: {', '.join(servers[:10])}"
     return "no worker is ready" if no_worker else "all servers and at least one worker are ready"

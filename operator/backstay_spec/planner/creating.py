@@ -29,7 +29,7 @@ def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
 
 
 def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: Refusal) -> Effects:
-    """Create a pod that the API server refused, once the time between two attempts is over."""
+    """Create again a pod that the API server refused, after the time between two attempts."""
     due = refusal.at if refusal.reason == HELD else refusal.at + REFUSED_RETRY
     if facts.now >= due:
         return Effects(creations=(Creation(slot, incarnation),))
@@ -37,7 +37,7 @@ def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: Refusal) -> E
 
 
 def look_up(facts: Facts, slot: Slot, incarnation: int) -> Effects:
-    """GET a recorded pod that the index does not hold."""
+    """GET a recorded pod that is not in the index."""
     return Effects(actions=(LookUpPod(facts.pod_name(slot, incarnation)),), wake=facts.now + LOOK_UP_RETRY)
 
 

@@ -1,4 +1,4 @@
-"""What a verdict of the planner changes, as values that are added up: actions, events, deaths, obstructed slots."""
+"""The changes of a planner's verdict, as values that can be added: actions, events, deaths, obstructed slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Obstructed:
     """A slot whose pod does not start, and since when.
 
     Attributes:
-        standby: whether it is a shard's standby, which the job can do without.
+        standby: whether it is the standby of a shard; the job can continue without it.
     """
 
     slot: Slot
@@ -46,11 +46,11 @@ class Obstructed:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the job fails.
+    """The failure of the job.
 
     Attributes:
         reason, message: one CamelCase word, and a sentence for people.
-        detail: such as a traceback, for the condition alone; empty where there is none.
+        detail: such as a traceback, only for the condition; empty: none.
         fields: fields of the status that are known only now.
     """
 
@@ -62,14 +62,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What one or more verdicts change beside the record.
+    """The changes of one or more verdicts, except those of the record.
 
     Attributes:
         actions, events, deaths: as in `actions.Plan`.
         creations: pods to create.
         obstructed: slots whose pods do not start.
         wake: plan again at this time at the latest; None: no need.
-        failure: the job fails; the first one stands.
+        failure: the job fails; the first failure counts.
     """
 
     actions: tuple[Action, ...] = ()
@@ -99,13 +99,13 @@ NOTHING: Final = Effects()
 
 
 def earliest(times: Iterable[datetime | None]) -> datetime | None:
-    """The earliest of some times; None when there is none."""
+    """The earliest of some times; None: all are None."""
     return min((time for time in times if time is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The record after a policy, and what the policy changes beside it."""
+    """The record after a policy, and its other effects."""
 
     record: Record
     effects: Effects = NOTHING

@@ -1,4 +1,4 @@
-"""Policy: how a job stops: its outcome, its deadlines, suspension, and what is cleaned up afterwards."""
+"""Policy: how a job stops: its outcome, its deadlines, suspension, and the clean-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backstay_spec.quorum import quorum_of
 
 __all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
-# When the last step is stored the pods leave by themselves; deleting them at once would only lose their last log lines.
+# When the last step is stored, the pods leave by themselves; deleting them at once would lose their last log lines.
 LEAVING: Final = timedelta(seconds=10)
 
 
@@ -37,10 +37,11 @@ def has_ended(conditions: Mapping[str, Any]) -> bool:
 
 
 def failure(facts: Facts, record: Record) -> Failure | None:
-    """The job's failure, if a pod reported it: any server's, or, before the first update, a refusal that is final: the
-    pod's parameters differ, and its replacement's would differ too (O4).
+    """The job's failure, if a pod reported it.
 
-    Later the others train on, so a refused rank is one that crashes, with its back-off and its budget.
+    A server may report it at any time. Before the first update, the final refusal of a pod counts too: its parameters
+    differ, and those of its replacement would differ too (O4). Later the other pods continue, so a refused rank counts
+    as crashed, with its back-off and its budget.
     """
     for slot, pods in sorted(facts.pods.items()):
         if not any(p.ended for p in pods):
@@ -51,9 +52,9 @@ def failure(facts: Facts, record: Record) -> Failure | None:
             continue
         if facts.trained if found.refused else slot.role != contract.ROLE_SERVER:
             continue
-        said = found.message or "the training runtime gave no reason"
+        message = found.message or "the training runtime gave no reason"
         reason = "Refused" if found.refused else "TrainingFailed"
-        return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {said}", found.traceback)
+        return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {message}", found.traceback)
     return None
 
 
@@ -70,8 +71,8 @@ def active_deadline(facts: Facts) -> Effects:
 
 
 def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
-    """Whether a pod that the job needs could not be started in time: a server, or so many workers that no update has
-    its quorum."""
+    """Whether a pod that the job needs could not be started in time: a server, or so many workers that the quorum is
+    missing."""
     seconds = facts.spec.run_policy.pending_deadline_seconds
     limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
     quorum = quorum_of(facts.spec.update.backups, world) if facts.spec.update.mode == "Sync" else 1
@@ -79,7 +80,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
     effects = Effects()
     for found in obstructed:
         if found.obstacle.blocked is Blocked.GATED:
-            continue  # whoever set the gate, a queue for example, decides when the pod may start
+            continue  # the controller that set the gate, such as a queue, decides when the pod may start
         enough = found.slot.role == contract.ROLE_WORKER and world - missing >= quorum
         if found.standby or found.slot.role == contract.ROLE_EVALUATOR or enough:
             continue
@@ -95,7 +96,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
 
 
 def suspended(facts: Facts) -> Effects:
-    """Delete the workers, then, when they are gone, the servers, which store a checkpoint as they leave."""
+    """Delete the workers, and when they no longer exist, the servers, which then store a checkpoint."""
     effects, lingering = Effects(), False
     for slot in sorted(facts.pods, reverse=True):
         if slot.role != contract.ROLE_SERVER:
@@ -112,8 +113,8 @@ def suspended(facts: Facts) -> Effects:
 
 
 def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, bool]:
-    """Delete a pod unless it has ended; and whether it may still run. The pod of a lost node is assumed to run for its
-    grace period only (T8)."""
+    """Delete a pod unless it has ended. Also returns whether it may still run: the pod of a lost node is assumed to run
+    only for its grace period (T8)."""
     if pod.terminal:
         return Effects(), False
     if not pod.deleting:
@@ -125,8 +126,9 @@ def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, b
 
 
 def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
-    """What is left to do for a job that has ended: its pods by `cleanPods`, then what its pods used, then the job
-    itself by its time to live.
+    """Clean up after a job that has ended.
+
+    Delete its pods by `cleanPods`, then the objects that they used, and then the job itself by its time to live.
 
     Args:
         completed: when the job ended.
@@ -156,8 +158,8 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
 def _delete_objects(facts: Facts) -> Effects:
     """Delete the Secret, the Services and the NetworkPolicy once no pod of the job runs.
 
-    The Secret is deleted before the NetworkPolicy: nobody sees whether a Secret exists, so as long as the policy does,
-    the Secret may. After both are gone there is nothing to do, whichever operator looks.
+    The Secret is deleted before the NetworkPolicy. The operator cannot read whether a Secret exists, so it may exist as
+    long as the policy exists. After both are deleted, nothing is left to do for any operator.
     """
     meta = facts.meta
     if any(not pod.terminal for pods in facts.pods.values() for pod in pods):

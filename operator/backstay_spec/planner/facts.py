@@ -1,4 +1,4 @@
-"""What the policies of the planner read: the job, its objects and the time, parsed once, never changed."""
+"""The input of the planner's policies: the job, its objects and the time, parsed once and immutable."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from backstay_spec.types_status import Condition, TrainingJobStatus
 
 __all__ = ["FRESH", "Facts", "desired_slots", "facts_of"]
 
-# A round of calls ends every 2 s, every 3.5 s at most while a server does not answer.
+# A round of calls ends every 2 s, or every 3.5 s at most while a server does not answer.
 FRESH: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that one call of `plan` knows about a job.
+    """The state of one job for one call of `plan`.
 
     Attributes:
         job, observed, now, settings: the arguments of `plan`.
         pods: the job's own pods by slot, oldest incarnation first.
         services: the job's own Services by name, without those that are being deleted.
-        addresses: the ClusterIP of each shard's Service, None where there is none yet.
+        addresses: the ClusterIP of each shard's Service; None: it has no address yet.
         conditions: the conditions of the status that was last written, by type.
     """
 
@@ -63,8 +63,8 @@ class Facts:
 
     @property
     def contact(self) -> Contact | None:
-        """The newest round of calls; None when it is too old to prove anything: the operator was paused, was not the
-        leader, or is late, and calls again before it judges."""
+        """The newest round of calls. None: it is too old to prove anything, because the operator was paused, was not
+        the leader, or is late. The operator then calls again before it judges."""
         known = self.observed.contact
         return known if known is not None and self.now - known.taken <= FRESH else None
 
@@ -85,18 +85,18 @@ class Facts:
 
     @property
     def server_addresses(self) -> list[str]:
-        """The addresses of the shards' Services, as pods get them; those without a ClusterIP are left out."""
+        """The addresses of the shards' Services in the form for pods; those without a ClusterIP are left out."""
         return [manifests.address(ip) for ip in self.addresses if ip is not None]
 
     @property
     def trained(self) -> bool:
-        """Whether there was an update, in this run or in one that this run continues."""
+        """Whether an update was applied, in this run or in one that this run continues."""
         known = self.progress.step if self.progress is not None and self.progress.step is not None else self.old.step
         return bool(known)
 
     @property
     def done(self) -> bool:
-        """Whether the coordinator said that training is complete and that the pods are leaving."""
+        """Whether the coordinator reported that training is complete and that the pods are leaving."""
         return self.progress is not None and self.progress.done
 
     def pod_name(self, slot: Slot, incarnation: int) -> str:
@@ -112,18 +112,18 @@ class Facts:
         return self.observed.refused.get(self.pod_name(slot, incarnation))
 
     def was_desired(self, slot: Slot) -> bool:
-        """Whether the last status had this slot: if not, this operator deleted its old pods, and they are not lost."""
+        """Whether the last status had this slot. If not, this operator deleted its old pods, and they are not lost."""
         role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
         return role is not None and slot.index < role.desired
 
     def outlived_suspension(self, slot: Slot) -> bool:
-        """Whether the job resumes: a pod that is still alive was made from a spec that may have been edited since."""
+        """Whether the job resumes: a pod that is still alive was created from a spec that may have changed since."""
         role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
         return status.SUSPENDED in self.conditions and (role is None or role.desired == 0)
 
 
 def facts_of(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSettings) -> Facts:
-    """The facts behind one call of `plan`, with the same arguments."""
+    """The facts for one call of `plan`, with the same arguments."""
     meta = job.metadata
     services = {s["metadata"]["name"]: s for s in observed.services if is_owned(s, meta.uid) and not is_deleting(s)}
     return Facts(

@@ -19,11 +19,11 @@ _STORED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What is reported once, and the fields of the status that remember that it was.
+    """Events that are sent once, and the fields of the status that record that.
 
     Attributes:
         events: for `kubectl describe` and `backstay run`.
-        fields: of the status; they are written at once, not at the pace of progress.
+        fields: of the status; they are written at once, and not only with the next progress.
     """
 
     events: tuple[Event, ...] = ()
@@ -31,7 +31,7 @@ class News:
 
 
 def judge(facts: Facts) -> News:
-    """What the servers report that the last status does not have."""
+    """The reports of the servers that the last status does not have."""
     progress = facts.progress
     if progress is None:
         return News()

@@ -1,8 +1,8 @@
-"""Policy: whether a pod that runs is hung (T8), or never joined.
+"""Policy: whether a running pod is hung (T8), or never joined.
 
-A verdict is `Alive`, or `Hung` with the reason. Nothing is measured by the wall clock alone: what counts are calls that
-this operator really made in time (`observed.Silence`), so a pause of the operator, or time in which it was not the
-leader, is never a pod's silence. `docs/decisions/0020-who-is-silent.md` has the reasons.
+A verdict is `Alive`, or `Hung` with the reason. The wall clock alone proves nothing. Only calls count that this
+operator really made in time (`observed.Silence`). So a pause of the operator, or the time in which it was not the
+leader, does not count as the silence of a pod. `docs/decisions/0020-who-is-silent.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = [
     "reported_stalled",
 ]
 
-# A hung container ignores SIGTERM; nothing is gained by waiting for it.
+# A hung container ignores SIGTERM; waiting for it has no use.
 STALLED_GRACE: Final = 1
-# Calls in a row, one every 2 s, that a hung server leaves unanswered, with a long one meanwhile: about 10 s.
+# Calls in a row, one every 2 s, without an answer from a hung server; a long call is unanswered too: about 10 s.
 MISSED_CALLS: Final = 4
-# The same where nobody else reports that the server is silent: about 5 minutes.
+# The same if no other process reports that the server is silent: about 5 minutes.
 NO_WITNESS_CALLS: Final = 150
-# The coordinator considers a worker without heartbeats alive for so long.
+# The time for which the coordinator considers a worker without heartbeats alive.
 HEARTBEAT_TIMEOUT: Final = timedelta(seconds=10)
-# A worker whose heartbeats no server receives is hung after this time: it may have to find another server first.
+# A worker is hung after this time without a heartbeat at any server: it may have to find another server first.
 SILENT_WORKER: Final = timedelta(seconds=20)
 SHORTEST_STALL: Final = timedelta(seconds=60)
 
-LOST: Final = "it has been out of touch with a server"
-NO_HEARTBEAT: Final = "no server has received a heartbeat of it"
+LOST: Final = "it has lost the connection to a server"
+NO_HEARTBEAT: Final = "no server has received a heartbeat from it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,10 @@ Liveness: TypeAlias = Alive | Hung
 def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Liveness:
     """Whether a server's pod, active or standby, is hung.
 
-    The kubelet says that the pod is no longer Ready, the pod leaves several calls of this operator unanswered, and one
-    request with a long deadline too. That is not enough when no server of the job answers: then the operator, the node
-    or the network may be the cause. A worker that reports the same is a witness; without one, the pod has minutes.
+    Three facts are needed. The kubelet reports that the pod is not Ready. The pod does not answer several calls of this
+    operator. It does not answer one request with a long deadline. If no server of the job answers, the operator,
+    the node or the network may be the cause. A worker that reports the same is a witness; without a witness, the pod
+    has minutes.
 
     Args:
         who: the subject of the message: ``it``, ``its server``.
@@ -88,9 +89,9 @@ def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Livene
         return Alive()
     is_active = pod.incarnation == record.current(pod.slot)
     if is_active and pod.slot.index in contact.reachable:
-        return Alive()  # only this operator cannot reach it
+        return Alive()  # other processes reach it, and only this operator does not
     text = f"{who} has not answered for {(facts.now - silence.since).total_seconds():.0f} s"
-    if any(contact.answers(uid) for uid in contact.heard):
+    if any(contact.answers(uid) for uid in contact.answered_at):
         return Hung(_verdict(pod, text))
     if len(contact.silent) == 1 and pod.slot.index in contact.unreachable:
         return Hung(_verdict(pod, text))
@@ -100,15 +101,15 @@ def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Livene
 
 
 def is_unanswered(silence: Silence) -> bool:
-    """Whether a pod left enough calls unanswered: several short ones, and a long one that a starved process answers."""
+    """Whether a pod left enough calls unanswered: several short ones, and a long one that a slow process answers."""
     return silence.calls >= MISSED_CALLS and (silence.long_calls >= 1 or silence.calls >= NO_WITNESS_CALLS)
 
 
 def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
-    """Whether a worker that was Ready and no longer is hangs, or has lost a server and cannot find it again.
+    """Whether a worker that was Ready, and is not Ready now, hangs, or has lost a server and cannot find it again.
 
-    The coordinator reports a worker whose heartbeats have stopped. A worker that fell silent together with the previous
-    coordinator has never sent one to the new coordinator (T8).
+    The coordinator reports a worker whose heartbeats have stopped. A worker that became silent together with the
+    previous coordinator has never sent a heartbeat to the new coordinator (T8).
     """
     unready, progress = unready_since(pod), facts.progress
     if unready is None or facts.done or facts.contact is None:
@@ -125,7 +126,7 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
     if (
         progress is not None
         and 0 in progress.reached
-        # An earlier report proves nothing: the coordinator considers a silent worker alive for 10 s.
+        # An earlier report proves nothing: for 10 s the coordinator considers a silent worker alive.
         and progress.taken >= since + HEARTBEAT_TIMEOUT
         and progress.beating.get(pod.slot.index) != pod.incarnation
     ):
@@ -140,8 +141,9 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
 def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
     """Whether a server reports that this worker is stalled.
 
-    Heartbeats also stop coming when the worker, or the server, gets no processor. So the worker must have left a health
-    request of this operator unanswered too, which a starved process answers late.
+    Heartbeats also stop when the worker, or the server, gets no processor. So the
+    worker must also leave a health request of this operator unanswered. A process without enough CPU time answers it
+    late.
     """
     for stalled in facts.progress.stalled if facts.progress is not None else ():
         if (pod.slot.role, pod.slot.index, pod.incarnation) != (
@@ -159,7 +161,7 @@ def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
 
 
 def never_joined(facts: Facts, since: datetime, text: str) -> Liveness:
-    """Whether a pod that runs since `since` and was never Ready has used up its time to join (T8)."""
+    """Whether a pod that runs since `since` and was never Ready has exceeded its time to join (T8)."""
     deadline = since + timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
     return Alive(deadline) if facts.now < deadline else Hung(Verdict(Cause.STALLED, text))
 

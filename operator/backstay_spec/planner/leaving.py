@@ -1,4 +1,4 @@
-"""Policy: whether a pod that ended left in order, because training is complete."""
+"""Policy: whether a pod ended in order, because training is complete."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from backstay_spec.planner.pods import PodView, ended_at
 
 __all__ = ["Leaving", "judge"]
 
-# A worker that exits 0 may be the first sign that the job is complete; the servers have this long to confirm it.
+# A worker with exit code 0 may be the first sign that the job is complete; the servers must confirm it in this time.
 EXIT_VERDICT: Final = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Whether the pod left in order.
+    """Whether the pod ended in order.
 
     Attributes:
-        in_order: it did, or may have; then it is not replaced.
-        check_at: the servers have to confirm it by then; None: it is certain.
+        in_order: it did, or it may have; then it is not replaced.
+        check_at: the servers must confirm it by then; None: it is certain.
     """
 
     in_order: bool
@@ -32,7 +32,7 @@ class Leaving:
 
 
 def judge(facts: Facts, pod: PodView) -> Leaving:
-    """Whether a dead pod is no loss, or may turn out to be none; the latter for a short while only (T8)."""
+    """Whether a dead pod needs no replacement, or may need none; the latter only for a short time (T8)."""
     state = terminated_state(pod.raw)
     clean = state is not None and state.get("exitCode") == 0 and not pod.deleting
     if pod.slot == Slot(contract.ROLE_WORKER, 0):
@@ -51,7 +51,7 @@ def judge(facts: Facts, pod: PodView) -> Leaving:
     ended, progress = ended_at(pod), facts.progress
     if ended is None or facts.now >= ended + EXIT_VERDICT:
         return Leaving(False)
-    # The two times come from two clocks, one of whole seconds: an answer counts when it is clearly younger.
+    # The two times come from two clocks, one of them in whole seconds: an answer must be clearly newer.
     if progress is not None and 0 in progress.reached and progress.taken > ended + timedelta(seconds=1):
         return Leaving(False)
     return Leaving(True, ended + EXIT_VERDICT)

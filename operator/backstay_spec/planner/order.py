@@ -1,6 +1,6 @@
 """Policy: the order in which a job's pods are created (O9): the servers, then the quorum of workers, then the rest.
 
-Without its servers a job trains nothing, so its other pods must not use up the quota that a server needs.
+Without its servers a job cannot train, so its other pods must not use up the quota that a server needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backstay_spec.quorum import quorum_of
 
 __all__ = ["Order", "judge", "stage"]
 
-# How a ResourceQuota's refusal reads: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
+# The text of a ResourceQuota's refusal: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
 _QUOTA: Final = "exceeded quota"
 
 
@@ -30,8 +30,8 @@ class Order:
     """The verdict.
 
     Attributes:
-        hold: no pod but a server is created: the API server refuses a server.
-        release: deletions that make room in the quota for the servers that it refuses.
+        hold: only servers are created, because the API server refuses a server.
+        release: deletions that free quota for the refused servers.
     """
 
     hold: bool = False
@@ -39,14 +39,14 @@ class Order:
 
 
 def judge(facts: Facts, record: Record) -> Order:
-    """What the servers that the API server refuses mean for the other pods."""
+    """The consequences of refused servers for the other pods."""
     refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
     if not refused:
         return Order()
     others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
     pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
-    # One pod makes room for one server, once: if another job takes that room, more deletions would not help for sure.
+    # One deletion for each refused server, once: if another job takes the free quota, more deletions may not help.
     wanted = sum(_QUOTA in refusal.message for refusal in refused)
     room = len(others) - len({pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
@@ -54,7 +54,7 @@ def judge(facts: Facts, record: Record) -> Order:
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
-    """When a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
+    """The stage in which a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
     slot = creation.slot
     if slot.role == contract.ROLE_SERVER:
         return 0 if creation.incarnation == record.current(slot) else 2
@@ -64,7 +64,7 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
 
 
 def _refusal(facts: Facts, record: Record, shard: int) -> Refusal | None:
-    """Why the API server refuses the shard's active server; None if it does not, or if trying again cannot help."""
+    """The API server's refusal of the shard's active server; None: it is not refused, or a retry cannot help."""
     slot = Slot(contract.ROLE_SERVER, shard)
     current = record.current(slot)
     refusal = facts.refusal(slot, current)
@@ -74,7 +74,7 @@ def _refusal(facts: Facts, record: Record, shard: int) -> Refusal | None:
 
 
 def _least_needed_first(slot: Slot) -> tuple[bool, int]:
-    """Evaluators before workers, and the highest rank first."""
+    """A sort key: evaluators before workers, and the highest rank first."""
     return slot.role == contract.ROLE_WORKER, -slot.index
 
 

@@ -1,4 +1,4 @@
-"""Facts about a job's pods: which pods it owns, which slot each fills, and in what state each is."""
+"""Facts about a job's pods: the pods that it owns, the slot of each, and its state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PodView:
 
     Attributes:
         raw: its manifest.
-        name, uid, slot, incarnation: who it is.
+        name, uid, slot, incarnation: its identity.
         deleting: it has a deletionTimestamp.
         terminal: its phase is Succeeded or Failed.
-        ended: terminal, or its container `trainer` has ended while a side-car goes on.
+        ended: terminal, or its container `trainer` has ended while a side-car continues.
         ready: its condition Ready is True.
         started: a container of it runs or ran.
     """
@@ -42,7 +42,7 @@ class PodView:
 
     @property
     def alive(self) -> bool:
-        """Whether it counts: a pod that is being deleted is dead, however long it takes to go (O2)."""
+        """Whether it counts as alive. A pod that is being deleted is dead, however long its deletion takes (O2)."""
         return not (self.deleting or self.ended)
 
 
@@ -58,7 +58,7 @@ def is_deleting(manifest: Manifest) -> bool:
 
 
 def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
-    """The job's pods by slot, oldest incarnation first. Others' pods and pods without our labels are left out."""
+    """The job's pods by slot, oldest incarnation first. Other owners' pods and pods without our labels are left out."""
     found: dict[Slot, list[PodView]] = {}
     for raw in pods:
         if is_owned(raw, uid) and (view := _view(raw)) is not None:
@@ -110,7 +110,7 @@ def created_at(view: PodView) -> datetime | None:
 
 
 def gone_by(view: PodView) -> datetime | None:
-    """When a pod that is being deleted has used up its grace period."""
+    """When the grace period of a pod that is being deleted ends."""
     return parse_time((view.raw.get("metadata") or {}).get("deletionTimestamp"))
 
 
@@ -153,12 +153,12 @@ def _measured(message: Any) -> tuple[float, ...]:
 
 
 def has_worked(view: PodView, progress: Progress | None) -> bool:
-    """Whether the pod did any work before now, or before it died: if not, its crash backs off (O4).
+    """Whether the pod did any work, before now or before it died. If not, its crash backs off (O4).
 
-    A worker has worked once it has handed in a gradient. The servers tell (`Progress.contributed`); without an
-    answer of theirs that is younger than the pod's start, and for servers always, it is whether the pod has been Ready.
-    The Ready condition of a dead pod is False, but its transition is then later than the container's start; one that
-    never was Ready has its transition from before. Nobody waits for an evaluator, so its crashes always back off.
+    A worker has worked once it has contributed, which the servers report (`Progress.contributed`). Without an answer of
+    theirs that is newer than the pod's start, and always for servers, the criterion is whether the pod has been Ready.
+    The Ready condition of a dead pod is False, but its transition is then later than the container's start. If the pod
+    never was Ready, the transition is earlier. No process waits for an evaluator, so its crashes always back off.
     """
     started = _started_at(view.raw)
     if view.slot.role == contract.ROLE_WORKER and progress is not None:
@@ -182,7 +182,7 @@ def is_restored(view: PodView) -> bool:
 
 
 def silent_since(view: PodView) -> datetime | None:
-    """Since when a pod runs without ever having been Ready; None for any other. A pod is Ready when it has joined."""
+    """Since when a pod runs without ever having been Ready; None for other pods. A pod is Ready when it has joined."""
     started = _started_at(view.raw)
     if view.ready or view.ended or started is None:
         return None
@@ -192,7 +192,7 @@ def silent_since(view: PodView) -> datetime | None:
 
 
 def unready_since(view: PodView) -> datetime | None:
-    """Since when a running pod that has been Ready is not any more; None for any other."""
+    """Since when a running pod that has been Ready is no longer Ready; None for other pods."""
     started = _started_at(view.raw)
     ready = _ready(view.raw.get("status") or {})
     turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
@@ -202,14 +202,14 @@ def unready_since(view: PodView) -> datetime | None:
 
 
 def ready_since(view: PodView) -> datetime | None:
-    """Since when a pod is Ready; None for one that is not."""
+    """Since when a pod is Ready; None: it is not Ready."""
     ready = _ready(view.raw.get("status") or {}) if view.ready else None
     return parse_time(ready.get("lastTransitionTime")) if ready is not None else None
 
 
 def is_node_silent(view: PodView) -> bool:
-    """Whether it is the pod's node that does not answer: the node controller then takes Ready back and gives no reason,
-    while ContainersReady, which only the kubelet sets, stays True."""
+    """Whether the pod's node does not answer. Then the node controller sets Ready to False without a reason. But
+    ContainersReady, which only the kubelet sets, stays True."""
     conditions = {c.get("type"): c for c in (view.raw.get("status") or {}).get("conditions") or ()}
     ready, containers = conditions.get("Ready") or {}, conditions.get("ContainersReady") or {}
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"

@@ -1,12 +1,13 @@
 """Policy: whether the standby of a shard becomes its active server (O2, O3, T6).
 
-A shard with a standby has two pods of incarnations of their own. `status.active` names the active server; a newer
-incarnation is its standby. When the active server is dead and the standby runs, one status write names the standby: the
-Service is patched and the servers are informed after it, so an operator that dies in between finishes what it began.
+A shard with a standby has two pods with different incarnations. `status.active` names the active server; a newer
+incarnation is its standby. When the active server is dead and the standby runs, one status write makes the standby the
+active server. The Service is patched and the servers are informed afterwards. So an operator that dies in between
+finishes the promotion after its restart.
 
-A standby that does not hold what its server held is promoted too: it starts from the newest checkpoint, as any other
-server would, only sooner. One case waits: the server was asked to stop, still answers, and is storing a checkpoint. The
-checkpoint comes first, within the server's grace period.
+A standby without the complete state of its server is promoted too: it starts from the newest checkpoint, as any other
+server would, but sooner. One case waits: the server was requested to stop, still answers, and is storing a checkpoint.
+The checkpoint comes first, within the server's grace period.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from backstay_spec.planner.record import Record, standby_key
 
 __all__ = ["GONE", "AskFirst", "Keep", "Promote", "StoreFirst", "judge", "promoted", "standby_of", "successor"]
 
-# A standby that leaves so many calls unanswered (about a minute) is not waited for: another server takes the slot.
+# After this many unanswered calls (about a minute), a standby is not waited for: another server takes the slot.
 GIVEN_UP_CALLS: Final = 30
 ASK_AGAIN: Final = timedelta(milliseconds=250)
-GONE: Final = Verdict(Cause.VANISHED, "it is gone without a trace")
+GONE: Final = Verdict(Cause.VANISHED, "it no longer exists")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,15 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class StoreFirst:
-    """The active server is dead, but is storing a checkpoint; until then nothing is done for this shard."""
+    """The active server is dead, but it is storing a checkpoint. Until then the shard stays unchanged."""
 
     until: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class AskFirst:
-    """The active server is dead, but the standby has not answered the newest call: a standby that is silent is never
-    promoted. The operator calls again before it decides."""
+    """The active server is dead, but the standby has not answered the newest call. A silent standby is never promoted,
+    so the operator calls again before it decides."""
 
     until: datetime
 
@@ -60,8 +61,8 @@ class Promote:
     Attributes:
         standby: its pod.
         pod, verdict: name of the pod that was the active server, and why it died.
-        counted: its death is on record already.
-        in_sync: the standby held all that the active server held when that reported last.
+        counted: its death is recorded already.
+        in_sync: the standby had the complete state of the active server at that server's last report.
     """
 
     standby: PodView
@@ -80,7 +81,7 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
         return Keep()
     server, name = facts.pod(slot, record.current(slot)), facts.pod_name(slot, record.active[slot.key])
     if server is None:
-        missing = name in facts.observed.missing  # else it is looked up first
+        missing = name in facts.observed.missing  # otherwise it is looked up first
         return (successor(facts, record, slot, name, GONE) or Keep()) if missing else Keep()
     if server.alive or leaving.judge(facts, server).in_order or outcome_of(server.raw) is not None:
         return Keep()
@@ -130,14 +131,14 @@ def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:
 
 
 def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> datetime | None:
-    """Until when a server that was asked to stop has time to store a checkpoint; None: it has no more."""
+    """The end of the time that a server that was requested to stop has for a checkpoint; None: it has no time left."""
     standby, until = standby_of(facts, record, slot), gone_by(server)
     if server.ended or until is None:
         return None
     if (standby is not None and _in_sync(facts, slot, standby)) or verdict_of(server.raw).cause is Cause.NODE_LOST:
         return None
     contact = facts.observed.contact
-    if contact is None or server.uid not in contact.heard:
+    if contact is None or server.uid not in contact.answered_at:
         return None
     silence = contact.silent.get(server.uid)
     if silence is not None and hung.is_unanswered(silence):
@@ -146,5 +147,5 @@ def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> 
 
 
 def _in_sync(facts: Facts, slot: Slot, standby: PodView) -> bool:
-    """Whether the shard's server reported last that this standby holds all that the server does."""
+    """Whether the shard's server last reported that this standby has the server's complete state."""
     return facts.progress is not None and facts.progress.in_sync.get(slot.index) == standby.incarnation

@@ -1,4 +1,4 @@
-"""What the status remembers for the planner: incarnations, back-off and the counters of the budgets. Immutable."""
+"""The planner's records in the status: incarnations, back-off and the counters of the budgets. Immutable."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def standby_key(slot: Slot) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The planner's memory. Each method that changes something returns a new record.
+    """The planner's records. Each method that changes a record returns a new one.
 
     Attributes:
         incarnations: slot key -> the newest incarnation.
         active: slot key of a shard with standbys -> the incarnation of its active server.
-        backoff: slot key, or key of a shard's standby -> its crashes in a row, and until when its next pod waits.
+        backoff: slot key, or key of a shard's standby -> its crashes in a row, and the time of its next pod.
         restarts, disruptions: role -> pods replaced after a crash, and after a disruption.
     """
 
@@ -48,23 +48,25 @@ class Record:
             disruptions={role: r.disruptions for role, r in old.roles.items()},
         )
 
-    # What it says.
+    # Queries.
 
     def newest(self, slot: Slot) -> int:
         """The newest incarnation of a slot; 0 before the first."""
         return self.incarnations.get(slot.key, 0)
 
     def current(self, slot: Slot) -> int:
-        """The incarnation that fills the slot: the newest, or of a shard with standbys the active server's."""
+        """The incarnation that fills the slot: the newest, or the active server's in a shard with standbys."""
         return self.active.get(slot.key) or self.newest(slot)
 
     def selected(self, shard: int) -> int:
-        """The incarnation that a shard's Service selects; 1 before there was any."""
+        """The incarnation that a shard's Service selects; 1 before the first pod."""
         return max(1, self.current(Slot(contract.ROLE_SERVER, shard)))
 
     def waits_until(self, key: str) -> datetime | None:
-        """Until when a slot, or a shard's standby, backs off: its dead pod is counted, and the next one is not recorded
-        yet. None: it does not back off."""
+        """The end of the back-off of a slot, or of a shard's standby. None: it does not back off.
+
+        During a back-off, the dead pod is counted, and the next one is not recorded yet.
+        """
         known = self.backoff.get(key)
         return known.not_before if known is not None else None
 
@@ -72,10 +74,10 @@ class Record:
         """How many restarts are charged to the slot's role."""
         return self.restarts.get(ROLE_OF_LABEL[slot.role], 0)
 
-    # What changes it.
+    # Changes.
 
     def including(self, pods: Mapping[Slot, Sequence[PodView]]) -> Record:
-        """Never older than the pods that exist: a job restored from a backup must not use an incarnation twice."""
+        """Not older than the existing pods: a job restored from a backup must not use an incarnation twice."""
         seen = {slot.key: found[-1].incarnation for slot, found in pods.items()}
         newer = {key: n for key, n in seen.items() if n > self.incarnations.get(key, 0)}
         return replace(self, incarnations={**self.incarnations, **newer}) if newer else self
@@ -93,17 +95,17 @@ class Record:
         return replace(self, active={**self.active, slot.key: incarnation})
 
     def with_backoff(self, key: str, backoff: Backoff | None) -> Record:
-        """Another back-off of a slot; None: no crashes in a row."""
+        """Another back-off of a slot; None: it has no crashes in a row."""
         others = {k: b for k, b in self.backoff.items() if k != key}
         return replace(self, backoff=others if backoff is None else {**others, key: backoff})
 
     def with_backoff_of(self, keys: Sequence[str]) -> Record:
-        """Without the back-off of all other slots."""
+        """Keep only the back-off of these slots."""
         kept = {key: backoff for key, backoff in self.backoff.items() if key in set(keys)}
         return replace(self, backoff=kept) if len(kept) < len(self.backoff) else self
 
     def without_wait(self, key: str) -> Record:
-        """The next pod is recorded; the number of crashes in a row is remembered."""
+        """The next pod is recorded; the number of crashes in a row stays."""
         if self.waits_until(key) is None:
             return self
         return self.with_backoff(key, self.backoff[key].model_copy(update={"not_before": None}))

@@ -1,16 +1,16 @@
 """Policy: which pod fills a slot next (O2, O4).
 
-The newest incarnation on record is the current one of a slot. Its pod is alive, or dead, or not seen:
+The newest recorded incarnation is the current one of a slot. Its pod is alive, dead, or not observed:
 
-- dead: it is counted once, by the same status that records the next incarnation, or (while the slot backs off) its
+- dead: it is counted once, by the status write that records the next incarnation, or (while the slot backs off) its
   `notBefore`;
-- not seen, though recorded: somebody deleted it, or the operator died between writing the status and creating it. A
-  live GET decides. If the pod does not exist it is dead, and the next incarnation fills the slot, because a pod that
-  was force-deleted may still run somewhere. For the counters, what this operator has seen tells the two cases apart,
-  and after its restart the condition PodsCreated;
-- not seen because the API server refused it: the same incarnation is tried again.
+- not observed, though recorded: the pod was deleted, or the operator died between writing the status and creating it.
+  A live GET decides. If the pod does not exist, it is dead, and the next incarnation fills the slot, because a pod that
+  was force-deleted may still run. The counters need to distinguish the two cases. They do so by the pods that this
+  operator has observed, and after its restart by the condition PodsCreated;
+- not observed because the API server refused it: the same incarnation is tried again.
 
-What a shard's standby changes in this is decided in `promotion` and `standbys`.
+The modules `promotion` and `standbys` decide about the standbys of shards.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from backstay_spec.planner.record import Record
 __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
-NOT_JOINED: Final = "it runs, but has not joined the others: does the script hang before backstay.train?"
+NOT_JOINED: Final = "it runs, but has not joined the job: does the script hang before backstay.train?"
 
 
 def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> Decision:
-    """The pods of one slot that the job has, after this plan.
+    """The pods of one slot after this plan.
 
     Args:
         hold: whether only active servers are created now (see `order`).
@@ -66,7 +66,7 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
     if pod is not None and pod.alive and waits is None and not outlived:
         return _judge_living(facts, record, pod)
     if not facts.can_create or held:
-        # What died is judged when it can be replaced: death and replacement go into one status.
+        # A death is judged when the pod can be replaced: one status records the death and the replacement.
         return Decision(record)
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
         return _create(facts, record, slot, None)
@@ -101,8 +101,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
 
 
 def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
-    """A pod that runs and never joins, because its script hangs before `train`, has a deadline (T8). Before the first
-    update that ends the job; later a replacement is worth trying."""
+    """Judge a running pod. If it never joins, because its script hangs before `train`, it has a deadline (T8). Before
+    the first update that ends the job; later the pod is replaced."""
     since = silent_since(pod)
     silence: hung.Liveness
     if since is None:
@@ -148,7 +148,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     if name not in facts.observed.missing:
         return Decision(record, look_up(facts, slot, incarnation))
     if not (status.holds(facts.conditions, status.PODS_CREATED) or name in facts.observed.witnessed):
-        # It may never have existed: the operator can die between the status and the create.
+        # It may never have existed: the operator can die between the status write and the create.
         return _create(facts, record, slot, None)
     created_again = _create(facts, record.with_death(slot, GONE.cause, charged=False), slot, GONE.cause)
     death = Death(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)

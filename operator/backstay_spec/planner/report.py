@@ -1,4 +1,4 @@
-"""Policy: which status is written, and when: a new one at once, one that only progress changed every 10 s (O8)."""
+"""Policy: which status is written, and when: progress alone every 10 s, other changes at once (O8)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from backstay_spec.types_status import (
 
 __all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable", "with_history"]
 
-# How often progress alone may change a status (O8).
+# The shortest time between two writes of a status in which only the progress changed (O8).
 PROGRESS_INTERVAL: Final = timedelta(seconds=10)
 _ENTRIES: Final = 50  # of the history
 _ENTRY_LENGTH: Final = 300
@@ -39,7 +39,7 @@ _ROLES: Final[tuple[Role, ...]] = ("ParameterServer", "Worker", "Evaluator")
 
 @dataclass(frozen=True, slots=True)
 class NewStatus:
-    """What a plan decided about the status.
+    """The parts of the status that a plan has decided.
 
     Attributes:
         record: incarnations, back-off and counters.
@@ -62,8 +62,8 @@ class Report:
     """The verdict.
 
     Attributes:
-        status: to write; None: the one that is written stays.
-        wake: plan again at this time at the latest, because progress is then due; None: no need.
+        status: the status to write; None: no write.
+        wake: plan again at this time at the latest, because progress must be written then; None: no need.
     """
 
     status: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
 def with_history(
     report: Report, old: TrainingJobStatus, events: Sequence[Event], deaths: Sequence[Death], now: datetime
 ) -> Report:
-    """The verdict with the events in the status: the API server deletes events, and a job may train for weeks."""
+    """The verdict with the events in the status: the API server deletes events, but a job may train for weeks."""
     if report.status is None or not events:
         return report
     died = {slot_key(death.role, death.index): death.incarnation for death in deaths}
@@ -117,7 +117,7 @@ def _written(entry: HistoryEntry) -> dict[str, Any]:
 def recovered(
     history: Sequence[HistoryEntry], progress: Progress | None, updates: Updates | None
 ) -> list[HistoryEntry]:
-    """The history, with the times at which slots took part in training again, as far as `progress` shows them.
+    """The history, with the times at which slots took part in training again, as reported in `progress`.
 
     Args:
         updates: when the job's step last changed.
@@ -142,12 +142,12 @@ def _recovery(entry: HistoryEntry, progress: Progress | None, updates: Updates |
 
 
 def _milliseconds(value: datetime) -> datetime:
-    """As the status holds it: a model must equal itself after a round trip."""
+    """Rounded as in the status: a model must be equal to itself after a round trip."""
     return value.replace(microsecond=value.microsecond // 1000 * 1000)
 
 
 def _assembled(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus) -> TrainingJobStatus:
-    """The status without what is not worth a write of its own."""
+    """The status without changes that do not justify a separate write."""
     roles = {}
     for role in _ROLES:
         counts = RoleStatus(
@@ -182,7 +182,7 @@ def _with_progress(
     observed: Observed,
     now: datetime,
 ) -> TrainingJobStatus:
-    """The status with what the servers answered; what this plan has decided stands."""
+    """The status with the answers of the servers; the decisions of this plan stay."""
     if _has_ended({c.type: c for c in old.conditions}):
         return after
     progress = observed.progress
@@ -202,7 +202,7 @@ def _has_ended(conditions: Mapping[str, Condition]) -> bool:
 
 
 def with_progress(before: TrainingJobStatus, progress: Progress | None, now: datetime) -> TrainingJobStatus:
-    """The status with what the servers answered last; fields that they did not send stay as they were."""
+    """The status with the last answers of the servers; fields without a new value stay the same."""
     if progress is None:
         return before
     # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
@@ -214,25 +214,25 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         "term": term,
         "world": progress.world,
     }
-    said: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
+    fields: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
     if progress.examples_per_second is not None:
-        said["examples_per_second"] = readable(progress.examples_per_second, 4)
+        fields["examples_per_second"] = readable(progress.examples_per_second, 4)
     if progress.updates_per_second is not None:
-        said["updates_per_second"] = readable(progress.updates_per_second, 4)
-    said["waited_for"] = [
+        fields["updates_per_second"] = readable(progress.updates_per_second, 4)
+    fields["waited_for"] = [
         WaitedForStatus(rank=w.rank, shard=w.shard, part=w.part, seconds=float(f"{w.seconds:.3g}"), updates=w.updates)
         for w in progress.waited_for
         if math.isfinite(w.seconds)
     ]
     if progress.loss is not None:
-        said["loss"] = readable(progress.loss, 6)
+        fields["loss"] = readable(progress.loss, 6)
     if progress.metrics:
-        said["metrics"] = finite(progress.metrics)
+        fields["metrics"] = finite(progress.metrics)
     if progress.train_metrics:
-        said["train_metrics"] = {name: readable(value, 6) for name, value in finite(progress.train_metrics).items()}
+        fields["train_metrics"] = {name: readable(value, 6) for name, value in finite(progress.train_metrics).items()}
     if progress.checkpoint_step is not None:
-        said["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
-    return before.model_copy(update=said)
+        fields["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
+    return before.model_copy(update=fields)
 
 
 def _with_spent(before: TrainingJobStatus, spent: Spent | None) -> TrainingJobStatus:
@@ -243,8 +243,8 @@ def _with_spent(before: TrainingJobStatus, spent: Spent | None) -> TrainingJobSt
     if seconds == before.worker_seconds:
         return before
     share = goodput(seconds)
-    said = {"worker_seconds": seconds, "worker_seconds_gone": gone, "worker_seconds_until": spent.until}
-    return before.model_copy(update={**said, "goodput": None if share is None else readable(share, 4)})
+    fields = {"worker_seconds": seconds, "worker_seconds_gone": gone, "worker_seconds_until": spent.until}
+    return before.model_copy(update={**fields, "goodput": None if share is None else readable(share, 4)})
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -252,7 +252,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:
-    """The newest whole checkpoint; its time stays when it is the one that was known."""
+    """The newest whole checkpoint; its time stays if it was known before."""
     known = before.checkpoint
     if known is not None and (known.step, known.uri) == (step, uri):
         return known
@@ -260,7 +260,7 @@ def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datet
 
 
 def readable(value: float, digits: int) -> float | None:
-    """To as many significant digits as a person reads in `kubectl get`; None for what JSON does not have, NaN and the
-    infinities."""
+    """The value with that many significant digits, for `kubectl get`; None for NaN and the infinities, which JSON does
+    not have."""
     found = finite({"value": value}).get("value")
     return None if found is None else float(f"{found:.{digits}g}")

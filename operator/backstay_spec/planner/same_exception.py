@@ -1,9 +1,9 @@
 """Policy: whether a job fails at once because its pods raise the same exception before the first update (O4).
 
-A retry cannot help where the pods of different slots, which run the same script, raise the same exception at the same
-place, or all end with exit code 0 without training. One pod proves nothing: its node may be at fault. So most slots of
-a role, or of the job, have to agree; in a role with one slot two incarnations. Nothing is lost, as there has been no
-update yet.
+Different slots run the same script. If their pods raise the same exception at the same line, or all end with exit code
+0 without training, a retry cannot help. One pod proves nothing, because its node may be the cause. So most slots of a
+role, or of the job, must agree; in a role with one slot two incarnations. No work is lost, because no update was
+applied yet.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def judge(facts: Facts) -> Failure | None:
 
 
 def _last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
-    """The lasting exceptions of a slot's dead pods, newest first; none where its newest pod works.
+    """The lasting exceptions of a slot's dead pods, newest first; none if its newest pod works.
 
     Args:
-        start: when the job began to run, or was resumed: pods of before may have had another spec.
+        start: when the job began to run, or was resumed: earlier pods may have had another spec.
     """
     if not pods or pods[-1].ready:
         return []

@@ -16,17 +16,17 @@ from backstay_spec.planner.record import Record
 
 __all__ = ["missing", "repointed", "with_old_address"]
 
-# How often a Secret is created again that may have been deleted.
+# The time between two creations of a Secret that may have been deleted.
 SECRET_RETRY: Final = timedelta(seconds=10)
 ADDRESS_PATIENCE: Final = timedelta(seconds=20)
 _INCARNATION_PATH: Final = "/spec/selector/" + contract.LABEL_INCARNATION.replace("~", "~0").replace("/", "~1")
 
 
 def missing(facts: Facts, record: Record, *, lacks_config: bool) -> Effects:
-    """Create what is missing of Secret, NetworkPolicy and Services; what was refused is tried again later.
+    """Create the missing objects among Secret, NetworkPolicy and Services; refused ones are tried again later.
 
-    The operator cannot read Secrets (O7), so the Secret is also created while a pod lacks a Secret or a ConfigMap that
-    it names.
+    The operator cannot read Secrets (O7). So the Secret is also created while a pod reports that a Secret or a
+    ConfigMap is missing.
 
     Args:
         lacks_config: whether there is such a pod.
@@ -60,8 +60,8 @@ def _missing_services(facts: Facts, record: Record) -> Effects:
         name = names.service_name(facts.meta.name, facts.meta.uid, shard)
         if name in facts.services:
             continue
-        # The address that living pods use, unless it is refused for long because another Service has it now. Right
-        # after a Service was deleted its address is refused too, until the API server has freed it.
+        # The address that running pods use, unless it is refused for long because another Service has it. Immediately
+        # after the deletion of a Service its address is refused too, until the API server has released it.
         refusal = facts.observed.refused.get(name)
         taken = (
             refusal is not None
@@ -101,7 +101,7 @@ def repointed(facts: Facts, record: Record) -> Effects:
 
 
 def with_old_address(facts: Facts, deleted: Collection[str]) -> Effects:
-    """Delete the pods that call a shard at an address that no Service has any more: they would do so forever (T8).
+    """Delete the pods that call a shard at an address that no Service has any more: they would never stop (T8).
 
     Args:
         deleted: uids of the pods that this plan deletes already.
@@ -118,7 +118,7 @@ def with_old_address(facts: Facts, deleted: Collection[str]) -> Effects:
 
 
 def _known_address(facts: Facts, shard: int) -> str | None:
-    """The address of a shard's Service that the job's living pods were started with."""
+    """The address of a shard's Service with which the job's running pods were started."""
     for pods in facts.pods.values():
         for pod in pods:
             if pod.alive and (known := _addresses_of(pod)):
@@ -127,7 +127,7 @@ def _known_address(facts: Facts, shard: int) -> str | None:
 
 
 def _addresses_of(pod: PodView) -> list[str]:
-    """The addresses of the shards' Services that a pod was started with; empty when they cannot be read."""
+    """The addresses of the shards' Services with which a pod was started; empty if they cannot be read."""
     for container in (pod.raw.get("spec") or {}).get("containers") or ():
         for variable in container.get("env") or ():
             if variable.get("name") == contract.ENV_SERVERS:

@@ -1,7 +1,7 @@
-"""Policy: each shard whose active server lives, or is being created, has a standby (O2, O4).
+"""Policy: each shard whose active server is alive, or is being created, has a standby (O2, O4).
 
-The job can do without standbys: one that cannot be started does not fail the job, and a spent budget ends only them.
-When a standby becomes the active server is decided in `promotion`.
+The job can continue without standbys. So a standby that cannot be started does not fail the job, and a spent budget
+ends only the standbys. `promotion` decides when a standby becomes the active server.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _end(facts: Facts, record: Record, slot: Slot, standby: PodView, verdict: Ve
 
 
 def _lose(facts: Facts, record: Record, slot: Slot, standby: PodView, verdict: Verdict) -> Decision:
-    """Charge and replace a standby as any server; where the budget is spent, training goes on without one."""
+    """Charge and replace a standby as any server; if the budget is spent, training continues without one."""
     left = leaving.judge(facts, standby)
     if left.in_order:
         return Decision(record, Effects(wake=left.check_at))

@@ -16,8 +16,8 @@ __all__ = ["judge"]
 
 
 def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Collection[str]) -> Effects:
-    """Delete older incarnations that still run, and dead pods but the last of each slot, which is kept for its log.
-    Delete the pods of slots that the job no longer has, highest rank first: a worker's only once the world is smaller.
+    """Delete older incarnations that still run, and dead pods except the last of each slot, which is kept for its log.
+    Delete the pods of slots that the job no longer has, highest rank first: a worker only after the world is smaller.
 
     Args:
         wanted: the slots that the job has.
@@ -50,5 +50,5 @@ def _has_left_world(facts: Facts, slot: Slot) -> bool:
         return True
     if facts.progress is not None and facts.progress.world is not None:
         return slot.index >= facts.progress.world
-    # No server has reported the world in force: before training begins no update needs the rank, later it may.
+    # No server has reported the world in force. Before training begins, no update needs the rank; later one may.
     return facts.old.world is None and not status.holds(facts.conditions, status.RUNNING)

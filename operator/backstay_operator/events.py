@@ -1,4 +1,4 @@
-"""Events about a job, for `kubectl describe`: one object for each thing that is said, counted when said again."""
+"""Sends events about a job, for `kubectl describe`. A repeated event increments the count of its object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from backstay_operator import errors
 from backstay_operator.kube import Kube
-from backstay_operator.memory import JobMemory, Told
+from backstay_operator.memory import JobMemory, SentEvent
 from backstay_operator.metrics import Metrics
 from backstay_operator.rights import EVENTS
 from backstay_operator.slim import Json
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 COMPONENT = "backstay-operator"
 
 
-async def tell(
+async def send_event(
     kube: Kube,
     key: JobKey,
     job: Json,
@@ -31,24 +31,24 @@ async def tell(
     draw: Callable[[], float],
     metrics: Metrics,
 ) -> None:
-    """Send one event. A failure is counted and logged, and nothing more: an event never delays a job."""
+    """Send one event. A failure is counted and logged, and has no other effect: an event never delays a job."""
     level = logging.WARNING if event.type == "Warning" else logging.INFO
     log.log(level, "job %s/%s: %s: %s", *key, event.reason, event.message)
     stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    said = (event.type, event.reason, event.message)
-    told = memory.told.get(said)
+    content = (event.type, event.reason, event.message)
+    sent = memory.sent_events.get(content)
     try:
-        if told is not None:
+        if sent is not None:
             try:
-                patch = {"count": told.count + 1, "lastTimestamp": stamp}
-                await kube.merge_patch(EVENTS, key[0], told.name, patch)
-                told.count += 1
+                patch = {"count": sent.count + 1, "lastTimestamp": stamp}
+                await kube.merge_patch(EVENTS, key[0], sent.name, patch)
+                sent.count += 1
                 return
             except errors.NotFound:
-                del memory.told[said]  # events are kept for an hour
+                del memory.sent_events[content]  # events are kept for an hour
         name = f"{key[1]}.{int(now.timestamp() * 1e6):x}{int(draw() * 16**6):06x}"
         await kube.create(EVENTS, key[0], _body(name, key, job, event, instance, stamp))
-        memory.told[said] = Told(name, 1)
+        memory.sent_events[content] = SentEvent(name, 1)
     except errors.KubeError as error:
         metrics.errors.labels("event").inc()
         log.warning("job %s/%s: an event could not be sent: %s", *key, error)
