@@ -28,7 +28,7 @@ from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
 
-__all__ = ["BAD_INPUT", "FAILED", "Output", "add_commands", "ask_cluster", "choose", "write_object"]
+__all__ = ["BAD_INPUT", "FAILED", "Output", "add_commands", "choose", "with_cluster", "write_object"]
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _TOP_SECONDS = 2.0
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class Output(StrEnum):
-    """How a command prints what it found."""
+    """The format in which a command prints its result."""
 
     TEXT = "text"
     JSON = "json"
@@ -67,11 +67,11 @@ Format = Annotated[Output, typer.Option("--output", "-o", help="text, json or ya
 Job = Annotated[str | None, typer.Argument(help="The job's name. [default: the only job]", show_default=False)]
 
 
-def ask_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
-    """Connect, do the work, and turn what goes wrong into a message and an exit status.
+def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
+    """Connect and do the work; turn errors into a message and an exit status.
 
     Raises:
-        typer.Exit: it went wrong: 2 for invalid input, 1 for a refusal or no answer, 130 for an interruption.
+        typer.Exit: the work failed: 2 for invalid input, 1 for a refusal or no answer, 130 for an interruption.
     """
 
     async def run() -> _T:
@@ -112,10 +112,10 @@ def write_object(found: Any, output: Output) -> None:
 
 
 async def choose(cluster: Cluster, name: str | None) -> str:
-    """The job that is meant: the one that is named, or the only one.
+    """The job's name: the one that is given, or that of the only job.
 
     Raises:
-        BadInput: none is named, and the namespace has none or several.
+        BadInput: no name is given, and the namespace has none or several jobs.
     """
     if name is not None:
         return name
@@ -131,7 +131,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     """Add the commands to an app.
 
     Args:
-        embedded: look for an embedded cluster in the current folder, which a kubectl plugin does not.
+        embedded: search for an embedded cluster in the current folder, which a kubectl plugin does not do.
     """
 
     def where(kubeconfig: Path | None, context: str | None, namespace: str | None = None) -> Where:
@@ -145,9 +145,9 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         context: Context = None,
         output: Format = Output.TEXT,
     ) -> None:
-        """Show what a job does: progress, what each pod does now, what died and what that cost, what to do next.
+        """Show the state of a job: progress, what each pod does now, deaths with their causes and costs, and advice.
 
-        Exit status: 0: the job is shown; 1: there is no such job, or the cluster refused; 2: the input is invalid.
+        Exit status: 0: the job is shown; 1: the job does not exist, or the cluster refused; 2: the input is invalid.
         """
         from backstay_cli import explain
         from backstay_cli.picture import page
@@ -155,7 +155,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         async def show(cluster: Cluster) -> tuple[JobView, str]:
             return await look(cluster.api, cluster.namespace, await choose(cluster, job)), cluster.name
 
-        view, name = ask_cluster(where(kubeconfig, context, namespace), show)
+        view, name = with_cluster(where(kubeconfig, context, namespace), show)
         if output is Output.TEXT:
             _console().print(page(view, time.time(), name))
         else:
@@ -169,14 +169,14 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         context: Context = None,
         output: Format = Output.TEXT,
     ) -> None:
-        """List the jobs, those that run first."""
+        """List the jobs; running jobs come first."""
         from backstay_cli import listing
 
         async def show(cluster: Cluster) -> tuple[list[JobView], str]:
             jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
             return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
 
-        found, place = ask_cluster(where(kubeconfig, context, namespace), show)
+        found, place = with_cluster(where(kubeconfig, context, namespace), show)
         if output is not Output.TEXT:
             write_object(listing.as_rows(found), output)
         elif found:
@@ -192,7 +192,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         kubeconfig: Kubeconfig = None,
         context: Context = None,
     ) -> None:
-        """Show all jobs, or one job with its pods, redrawn until Ctrl-C; once where the output is not a terminal."""
+        """Show all jobs, or one job with its pods, redrawn until Ctrl-C; only once if the output is not a terminal."""
         console = _console()
 
         async def show(cluster: Cluster) -> None:
@@ -202,7 +202,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
                 await _top_jobs(cluster, console, everywhere=everywhere)
 
         try:
-            ask_cluster(where(kubeconfig, context, namespace), show)
+            with_cluster(where(kubeconfig, context, namespace), show)
         except typer.Exit as ended:
             if ended.exit_code != INTERRUPTED or not console.is_terminal:
                 raise
@@ -219,7 +219,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             bool, typer.Option("--previous", "-p", help="Of the pods that were replaced by the current ones.")
         ] = False,
         follow: Annotated[
-            bool, typer.Option("--follow", "-f", help="Go on until the job ends, also in replacements of pods.")
+            bool, typer.Option("--follow", "-f", help="Continue until the job ends, also in replacements of pods.")
         ] = False,
         tail: Annotated[int | None, typer.Option(min=0, help="Lines of the end of each log. [default: all]")] = None,
         namespace: Namespace = None,
@@ -241,7 +241,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             await show_logs(cluster, await choose(cluster, job), wanted, lambda line: print(line, flush=follow))
 
         with _quiet_pipe():
-            ask_cluster(where(kubeconfig, context, namespace), show)
+            with_cluster(where(kubeconfig, context, namespace), show)
 
     @app.command()
     def trace(
@@ -281,7 +281,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
                 print(f"error: {error}", file=sys.stderr)
                 raise typer.Exit(BAD_INPUT) from None
         else:
-            written = ask_cluster(where(kubeconfig, context, namespace), write)
+            written = with_cluster(where(kubeconfig, context, namespace), write)
         print(written.summary())
 
     @app.command()
@@ -312,7 +312,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
                 print(f"error: {error}", file=sys.stderr)
                 raise typer.Exit(BAD_INPUT) from None
         else:
-            found = ask_cluster(where(kubeconfig, context, namespace), find)
+            found = with_cluster(where(kubeconfig, context, namespace), find)
         if output is not Output.TEXT:
             write_object(as_object(found), output)
             return
@@ -336,12 +336,12 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         async def remove(cluster: Cluster) -> bool:
             return await _delete(cluster, jobs, wait=wait)
 
-        if not ask_cluster(where(kubeconfig, context, namespace), remove):
+        if not with_cluster(where(kubeconfig, context, namespace), remove):
             raise typer.Exit(FAILED)
 
 
 def _console() -> Console:
-    """Where the output is no terminal, lines are as long as they need to be."""
+    """The console. If the output is not a terminal, lines are not wrapped."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
 
@@ -383,7 +383,7 @@ async def _top_job(cluster: Cluster, job: str, console: Console) -> None:
         losses.add(view)
         ended = view.completed if view.completed is not None else time.time()
         elapsed = 0.0 if view.started is None else max(0.0, ended - view.started)
-        return Picture(view, elapsed, losses, hint="Ctrl-C ends this view; the job goes on")
+        return Picture(view, elapsed, losses, hint="Ctrl-C ends this view; the job continues")
 
     if not console.is_terminal:
         console.print(picture())

@@ -1,4 +1,4 @@
-"""Which cluster a command means: a kubeconfig, or the embedded cluster that was started in this folder."""
+"""Selects the cluster for a command: a kubeconfig, or the embedded cluster that was started in this folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CONNECT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Where:
-    """What the user said about the cluster; None: nothing."""
+    """The user's options about the cluster; None: not given."""
 
     kubeconfig: Path | None = None
     context: str | None = None
     namespace: str | None = None
-    embedded: bool = True  # look for an embedded cluster in this folder; a kubectl plugin does not
+    embedded: bool = True  # search for an embedded cluster in this folder; a kubectl plugin does not
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cluster:
 
     Attributes:
         api: the connection.
-        namespace: the one to look in.
+        namespace: the namespace for the command.
         name: for people.
         folder: of an embedded cluster, with the logs of all pods; None: it is another cluster.
     """
@@ -95,7 +95,7 @@ def _changed(path: Path) -> float:
 
 
 def _answers(kubeconfig: Path) -> bool:
-    """Whether something listens where an embedded cluster's kubeconfig points."""
+    """Whether a server listens at the address in an embedded cluster's kubeconfig."""
     try:
         config = yaml.safe_load(kubeconfig.read_text())
         url = urlsplit(config["clusters"][0]["cluster"]["server"])

@@ -1,7 +1,7 @@
-"""Keeps what the pods of a run compiled, so that the next run of the same script starts with it.
+"""Keeps the programs that the pods of a run compiled, so that the next run of the same script starts with them.
 
-JAX's cache of compilations writes its entries in place, so a killed pod may leave half an entry. Only the entries of a
-run in which no pod died are kept. Each entry is named by a digest of all that its program depends on, but not by the
+JAX's cache of compilations writes its entries in place, so a killed pod may leave an incomplete entry. Only the entries
+of a run in which no pod died are kept. The name of each entry is a digest of all inputs of its program, except the
 processor: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 """
 
@@ -27,7 +27,7 @@ def store_in(base: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> Path:
 
     Args:
         base: ``.backstay`` or the run's own folder.
-        cpuinfo: what Linux knows about the processors.
+        cpuinfo: Linux's file about the processors.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def seed(store: Path, cache: Path) -> int:
 
 
 def keep(cache: Path, store: Path) -> int:
-    """Keep the entries of a run's cache; returns how many are new. The oldest ones go above `MOST_BYTES`."""
+    """Keep the entries of a run's cache. Returns how many are new. Above `MOST_BYTES`, the oldest ones are deleted."""
     new = _link(cache, store)
     entries = [(entry, entry.stat()) for entry in store.glob(_PATTERN)]
     size = sum(found.st_size for _, found in entries)
@@ -56,7 +56,7 @@ def keep(cache: Path, store: Path) -> int:
 
 
 def _link(source: Path, target: Path) -> int:
-    """Links cost no room; across file systems, or where links are not supported, nothing is kept."""
+    """Create a link, which needs no space; across file systems, or where links are not supported, keep nothing."""
     count = 0
     with contextlib.suppress(OSError):
         target.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a job does and why, for `backstay status`: as one object for programs, which the page for people is made of."""
+"""The state of a job and its reasons, for `backstay status`: one object for programs, from which the page is made."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Death:
         at: Unix time.
         slot: such as ``worker-3``; empty: not known.
         cause: a value of `Cause`.
-        message: what happened, and what the operator did.
+        message: the event, and the operator's action.
         recovered_after: seconds until the slot took part in training again; None: it has not yet.
-        redone: that updates were made again because of it, as text.
+        redone: the updates that were made again because of it, as text.
     """
 
     at: float | None
@@ -49,20 +49,20 @@ class Death:
 
     @property
     def cost(self) -> str:
-        """What the death cost, as far as it is known; empty: nothing is known."""
+        """The known cost of the death; empty: it is not known."""
         parts = [] if self.recovered_after is None else [f"trains again after {duration(self.recovered_after)}"]
         return "; ".join(parts + ([self.redone] if self.redone else []))
 
 
 @dataclass(frozen=True)
 class News:
-    """Something that happened to the job, for one line.
+    """An event of the job, for one line.
 
     Attributes:
         at: Unix time; None: not known.
         what: in a few words.
-        text: more about it.
-        bad: whether somebody may have to act.
+        text: more details.
+        bad: whether a person may have to act.
     """
 
     at: float | None
@@ -72,7 +72,7 @@ class News:
 
 
 def deaths(view: JobView) -> list[Death]:
-    """The deaths in the job's history, oldest first, with what each of them cost."""
+    """The deaths in the job's history, oldest first, each with its cost."""
     found: list[Death] = []
     for entry in view.history:
         if _is_death(entry):
@@ -90,7 +90,7 @@ def _is_death(entry: Entry) -> bool:
 
 
 def news(view: JobView) -> list[News]:
-    """The job's history, oldest first: a death with what it cost, and an interruption with its length, in one line."""
+    """The job's history, oldest first. A death with its cost is one line, and so is an interruption with its length."""
     died = iter(deaths(view))
     found: list[News] = []
     interrupted: int | None = None
@@ -111,7 +111,7 @@ def news(view: JobView) -> list[News]:
                 found[interrupted] = replace(before, what=lasted)
             interrupted = None
         elif entry.reason == "ReportStored" or (entry.reason == "RolledBack" and found):
-            continue  # it belongs to the death before it
+            continue  # it belongs to the previous death
         else:
             found.append(News(entry.at, entry.reason, on_one_line(entry.message), bad))
     return found
@@ -197,7 +197,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def next_steps(view: JobView, now: float) -> Iterator[str]:
-    """What the user can do about what is not as it should be; nothing for a healthy job."""
+    """Advice for the user about problems; nothing for a healthy job."""
     job, where = view.name, "" if view.namespace == "default" else f" -n {view.namespace}"
     conditions = {c["type"]: c for c in (view.job.get("status") or {}).get("conditions") or []}
     if view.phase == "Failed":
@@ -235,7 +235,7 @@ def _after_failure(view: JobView, where: str) -> Iterator[str]:
 
 
 def short_role(role: str) -> str:
-    """The role as `backstay logs --role` takes it."""
+    """The role in the form of `backstay logs --role`."""
     return "server" if role == contract.ROLE_SERVER else role
 
 

@@ -1,4 +1,4 @@
-"""The state of a job, put together from the API and from the page `/status` of shard 0's server.
+"""The state of a job, from the API and from the page `/status` of shard 0's server.
 
 Progress alone changes the job's status at most every 10 s (O8); the page is as new as the last update.
 """
@@ -17,7 +17,7 @@ from backstay_spec import contract
 
 TERMINAL = {"Succeeded", "Failed"}
 LONG_WAIT = 20.0
-"""Seconds without an update after which the command says what is waited for."""
+"""Seconds without an update after which the command shows the reason."""
 ROLES = {
     "ParameterServer": contract.ROLE_SERVER,
     "Worker": contract.ROLE_WORKER,
@@ -37,10 +37,10 @@ class RoleView:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a pod does, as its newest heartbeat says.
+    """The current activity of a pod, from its newest heartbeat.
 
     Attributes:
-        point: such as ``compute``; empty: nothing that has a name.
+        point: such as ``compute``; empty: none.
         step: the step that it belongs to; None: none.
         seconds: since it began.
         activity: a value of `Activity` in control.proto.
@@ -91,7 +91,7 @@ class JobView:
     standbys: int = 0  # of all shards; `roles` counts them as parameter servers
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
     pods: tuple[dict[str, Any], ...] = ()
-    stage: str = ""  # what is being started before there is a job to look at
+    stage: str = ""  # the part that is being started, before the job exists
     seen: bool = False  # the operator has written a status
     concluded: bool = False  # it has the termination message of shard 0's server
     trouble: str = ""  # a problem that does not stop training
@@ -107,9 +107,9 @@ class JobView:
     checkpoint_time: float | None = None  # Unix time at which it was stored, or first seen
     history: tuple[Entry, ...] = ()  # oldest first
     doings: Mapping[str, Doing] = field(default_factory=dict)  # by the name of the pod
-    blame: tuple[Mapping[str, Any], ...] = ()  # whom updates waited for, the longest first
+    blame: tuple[Mapping[str, Any], ...] = ()  # the ranks that updates waited for, the longest first
     waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
-    live: bool = False  # shard 0's server was asked: the numbers are of this moment
+    live: bool = False  # shard 0's server answered: the numbers are current
     job: Mapping[str, Any] = field(default_factory=dict)  # the TrainingJob
 
     @property
@@ -136,7 +136,7 @@ class JobView:
 
 
 async def look(api: Api, namespace: str, name: str, before: JobView | None = None) -> JobView:
-    """The job as it is now; what can no longer be read is taken from `before`."""
+    """The current state of the job; parts that can no longer be read are copied from `before`."""
     job = await api.get_job(namespace, name)
     pods = await api.pods_of(namespace, name)
     events = await api.events_of(namespace, job["metadata"]["uid"])
@@ -149,7 +149,7 @@ async def look(api: Api, namespace: str, name: str, before: JobView | None = Non
 def view_of(
     job: dict[str, Any], pods: list[dict[str, Any]], events: list[dict[str, Any]], before: JobView | None = None
 ) -> JobView:
-    """The same, from the objects alone."""
+    """The same, only from the given objects."""
     status = job.get("status") or {}
     roles = {
         role: RoleView(*(int(values.get(key, 0)) for key in ("desired", "ready", "restarts", "disruptions")))
@@ -221,7 +221,7 @@ def unix_time(text: Any) -> float | None:
 
 
 def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[Entry, ...]:
-    """The status keeps what the API server forgets after an hour; an older operator keeps nothing there."""
+    """The entries of the status, which stay when the API server has deleted its events. An older operator has none."""
     if entries := status.get("history"):
         return tuple(
             Entry(
@@ -256,7 +256,7 @@ def _message_of(status: dict[str, Any]) -> str:
 
 
 def _trouble_of(status: dict[str, Any]) -> str:
-    """Why checkpoints cannot be stored, when they cannot: a job may wait for its last one for ten minutes."""
+    """The reason why checkpoints cannot be stored, if any: a job may wait for its last one for ten minutes."""
     for condition in status.get("conditions") or []:
         if (condition["type"], condition.get("reason")) == ("Checkpointing", "WriteFailed"):
             return f"checkpoints cannot be stored: {condition.get('message', '')}"
@@ -278,7 +278,7 @@ def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _with_live_numbers(api: Api, view: JobView) -> JobView:
-    """`view` with what shard 0's server shows this moment on its page `/status`, when it can be asked."""
+    """`view` with the current numbers from the page `/status` of shard 0's server, if the server answers."""
     for pod in view.pods:
         if is_slot(pod, contract.ROLE_SERVER, "0") and pod.get("status", {}).get("phase") == "Running":
             page = await api.pod_page(pod, "/status", timeout=0.5 if view.seen else 2.0)
@@ -321,7 +321,7 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         view = replace(view, checkpoint=stored["uri"], checkpoint_step=stored.get("step"))
         if stored.get("unixSeconds"):
             view = replace(view, checkpoint_time=float(stored["unixSeconds"]))
-    # The rates are means of 30 s: where no update comes, they and the time that is left are not true any more.
+    # The rates are means of 30 s. Without updates, they and the remaining time are no longer correct.
     stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
     return replace(
         view,

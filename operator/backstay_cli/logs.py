@@ -29,14 +29,14 @@ _LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which logs.
+    """The selected logs.
 
     Attributes:
         role: a value of the role label; None: every role.
         rank: the index of the slot; None: every slot.
-        previous: of the pod that filled the slot before.
-        follow: go on until the job ends, also in replacements.
-        tail: how many lines of the end of each log; None: all.
+        previous: of the pod that filled the slot before the current one.
+        follow: continue until the job ends, also in replacements.
+        tail: the number of lines at the end of each log; None: all.
     """
 
     role: str | None = None
@@ -46,7 +46,7 @@ class Wanted:
     tail: int | None = None
 
     def covers(self, pod: dict[str, Any]) -> bool:
-        """Whether a pod's slot is wanted."""
+        """Whether a pod's slot is selected."""
         role, index, _ = slot_of(pod)
         return self.role in (None, role) and self.rank in (None, index)
 
@@ -56,14 +56,14 @@ async def show_logs(cluster: Cluster, job: str, wanted: Wanted, write: Callable[
 
     Raises:
         BadInput: the job has no such pod.
-        ApiError: there is no such job, or its logs may not be read.
+        ApiError: the job does not exist, or its logs may not be read.
     """
     await cluster.api.get_job(cluster.namespace, job)
     pods = [pod for pod in await cluster.api.pods_of(cluster.namespace, job) if wanted.covers(pod)]
     chosen = _previous(pods) if wanted.previous else active_pods(pods)
     if not chosen and not wanted.follow:
         raise BadInput(_nothing(job, wanted, pods))
-    # With one pod, a line stands as it is; so that what it printed can be processed.
+    # With one pod, lines have no prefix, so that other programs can process the output.
     many = wanted.role is None or wanted.rank is None
     if not wanted.follow:
         for pod in chosen:
@@ -124,7 +124,7 @@ async def _lines(cluster: Cluster, pod: dict[str, Any], wanted: Wanted, *, follo
 
 
 def _kept(folder: Path | None, pod: dict[str, Any], wanted: Wanted) -> list[str]:
-    """What an embedded cluster has kept of a pod's log that its API no longer serves."""
+    """The lines of a pod's log that an embedded cluster has kept, if its API no longer serves the log."""
     if folder is None:
         return []
     meta = pod["metadata"]
@@ -140,7 +140,7 @@ def _shown(line: bytes) -> str:
 
 
 async def _follow(cluster: Cluster, job: str, wanted: Wanted, write: Callable[[str], None], *, many: bool) -> None:
-    """Follow the logs of all wanted pods, and of those that are created meanwhile, until the job has ended."""
+    """Follow the logs of all selected pods, including new ones, until the job has ended."""
     followed: dict[str, asyncio.Task[None]] = {}
 
     async def one(pod: dict[str, Any]) -> None:

@@ -104,8 +104,8 @@ def run(
     continue_from: Annotated[
         str | None,
         typer.Option(
-            help="Script only: SameJob continues checkpoints of this job only; Any starts a new history from whatever "
-            "the folder holds. [default: SameJob]"
+            help="Script only: SameJob continues checkpoints of this job only; Any starts a new history from any "
+            "checkpoint in the folder. [default: SameJob]"
         ),
     ] = None,
     env: Annotated[
@@ -134,7 +134,7 @@ def run(
 ) -> None:
     """Run a job with servers and workers on this machine, in an embedded cluster, until the job ends.
 
-    Options go before the script. What follows the script are the script's own arguments:
+    Options go before the script. Arguments after the script belong to the script:
     backstay run --workers 4 train.py --lr 0.1
 
     Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted.
@@ -218,7 +218,7 @@ def export(
         str, typer.Argument(help="A checkpoint's manifest, or a job's checkpoint.uri: a folder or any fsspec URI.")
     ],
     out: Annotated[
-        str, typer.Argument(help="What to write, which does not exist yet: a folder, or a file called *.safetensors.")
+        str, typer.Argument(help="The output, which must not exist yet: a folder, or a file called *.safetensors.")
     ],
     format: Annotated[  # noqa: A002  # the option is called so
         str, typer.Option(help="safetensors, or orbax, which needs the package orbax-checkpoint.")
@@ -237,7 +237,7 @@ def export(
 
 @app.command()
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
-    """Check TrainingJobs without running them: every mistake with its path and what would be valid."""
+    """Check TrainingJobs without running them: every mistake with its path and the valid values."""
     invalid = False
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""How a job looks on a terminal: what `backstay run` redraws, and what `backstay status` and `top JOB` print."""
+"""The picture of a job on a terminal, for `backstay run`, `backstay status` and `top JOB`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MOST_NEWS = 8
 
 
 class Losses:
-    """The losses of the updates that were seen, for a curve."""
+    """The losses of the updates, for a curve."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, float]] = []
 
     def add(self, view: JobView) -> None:
-        """Take the loss of the newest update. After a rollback the steps that are redone are dropped."""
+        """Add the loss of the newest update. After a rollback, the losses of the redone steps are dropped."""
         if view.step is None or view.loss is None or not view.step:
             return
         while self._points and self._points[-1][0] >= view.step:
@@ -64,7 +64,7 @@ class Picture:
         losses: for the curve; None: no curve.
         hint: the last line; empty: none.
         now: Unix time.
-        whole: show every pod and the whole history, however high that is.
+        whole: show every pod and the whole history, independent of the height.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Picture:
                 yield Text.assemble((f"{label:>8} ", "dim"), (line, "cyan"), no_wrap=True)
 
     def _waits(self) -> str:
-        """Whom the next update waits for, where it has waited for long."""
+        """The rank or server that the next update waits for, after a long wait."""
         waits = self._view.waits
         seconds = float(waits.get("seconds") or 0.0)
         return f"no update for {duration(seconds)}: {waits.get('text', '')}" if seconds >= LONG_WAIT else ""
@@ -174,7 +174,7 @@ class Picture:
         several = len({row.node for row in found}) > 1
         if several:
             table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=24)
-        # The pods that are not ready come first where there is no room for all.
+        # If there is not enough space, the pods that are not ready come first.
         order = list(found) if len(found) <= room else sorted(found, key=lambda row: row.state == "Ready")[: room - 1]
         chosen = [row for row in found if row in order]
         for row in chosen:
@@ -200,7 +200,7 @@ class Picture:
             place = f": {view.checkpoint}" if self._whole and view.checkpoint else ""
             yield _line((f"checkpoint of step {number(view.checkpoint_step)}{age}{place}", "dim"))
         if self._hint and not view.ended and not view.stage:
-            yield Text(self._hint, "dim", overflow="fold")  # a path that is cut is of no use
+            yield Text(self._hint, "dim", overflow="fold")  # a path that is cut cannot be used
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:

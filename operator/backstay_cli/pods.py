@@ -41,7 +41,7 @@ class PodRow:
         slot: for people, such as ``worker 3`` or ``server 0 (standby)``.
         pod: its name.
         state: one word: Pending, Starting, Ready, Succeeded, Failed, Terminating.
-        does: what it does now; empty: not known.
+        does: its current activity; empty: not known.
         node: where it runs.
         incarnation: its number in its slot.
         since: Unix time at which it became ready; None: it is not.
@@ -86,7 +86,7 @@ def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(view: JobView) -> list[PodRow]:
-    """The pods of a job as they are now."""
+    """The current pods of a job."""
     active = (view.job.get("status") or {}).get("active") or {}
     return [_row(view, pod, active) for pod in active_pods(view.pods)]
 
@@ -162,7 +162,7 @@ def how_it_ended(pod: dict[str, Any]) -> str:
 
 
 def obstacle(pod: dict[str, Any]) -> str:
-    """Why a pod does not start, in the words of Kubernetes; empty: nothing is reported."""
+    """The reason of Kubernetes why a pod does not start; empty: none is reported."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
@@ -176,7 +176,7 @@ def obstacle(pod: dict[str, Any]) -> str:
 
 
 def summary(found: Sequence[PodRow]) -> str:
-    """What the pods that are not shown do, such as ``5 more: 4 Ready, 1 Pending``."""
+    """A summary of the pods that are not shown, such as ``5 more: 4 Ready, 1 Pending``."""
     counts: dict[str, int] = {}
     for row in found:
         counts[row.state] = counts.get(row.state, 0) + 1

@@ -1,6 +1,6 @@
-"""What the embedded cluster imports once for all pods: the trainer's dependencies, and those of the user's script.
+"""The modules that the embedded cluster imports once for all pods: the trainer's dependencies, and the script's.
 
-The modules are named and not imported here: the command starts the trainer as a program.
+This module only has their names, and does not import them: the command starts the trainer as a program.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TRAINER: Final = (
     "backstay._roles._local",
     "backstay._data._dataset",
 )
-# Arrow's allocator, which is not its default one, would start a thread; forked processes have none of the parent's.
+# Arrow's other allocator would start a thread; forked processes have no threads of the parent.
 ENVIRON: Final = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-# What the C libraries under these modules read, and what fsspec finds by going through the whole environment.
+# Variables that the C libraries of these modules read, and those that fsspec finds in the whole environment.
 PREFIXES: Final = (
     "ABSL_",
     "ARROW_",
@@ -63,7 +63,7 @@ PREFIXES: Final = (
 )
 # Forked processes would draw the same numbers; the standard library's generator seeds itself again.
 AFTER_FORK: Final = ("numpy.random:seed",)
-# Importing these connects to other processes or starts threads.
+# An import of these connects to other processes or starts threads.
 NEVER: Final = frozenset({"mpi4py", "horovod", "tensorflow", "torch_xla"})
 
 
@@ -111,7 +111,7 @@ def _learned(job: dict[str, Any]) -> Iterator[str]:
 def imports_of(script: Path) -> list[str]:
     """Modules of installed distributions that a script imports when it starts, directly or through files beside it.
 
-    A file that cannot be read or parsed adds nothing: its pod will say what is wrong with it.
+    A file that cannot be read or parsed adds nothing: its pod will report the error.
     """
     installed = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     found: dict[str, None] = {}
@@ -133,7 +133,7 @@ def imports_of(script: Path) -> list[str]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The names in the import statements that run whenever the file does."""
+    """The names in the import statements that run whenever the file runs."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):

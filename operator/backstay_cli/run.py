@@ -1,4 +1,4 @@
-"""`backstay run` and `backstay up`: a job, or nothing yet, on an embedded cluster of its own."""
+"""`backstay run` and `backstay up`: an embedded cluster, with a job or without one."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from backstay_spec import contract
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _POLL_SECONDS = 0.25
 _LOGS = "pods"
-_COMPILED = "compiled"  # where the cluster's pods have JAX's cache of compilations
+_COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
 _UNSEEN_SECONDS = 60.0
 
 
 def new_folder(name: str, base: Path | None = None) -> Path:
-    """A folder of its own for one run: ``.backstay/runs/<job>-<time>-<pid>`` in the current folder.
+    """A new folder for one run: ``.backstay/runs/<job>-<time>-<pid>`` in the current folder.
 
     It is kept after the run, for the logs of all pods and the volumes with the checkpoints.
     """
@@ -66,7 +66,7 @@ def run_job(
     preloaded: bool = True,
     trace: Path | None = None,
 ) -> int:
-    """Run one job to its end and report what happened.
+    """Run one job to its end and report the outcome.
 
     Args:
         job: a valid TrainingJob, localised.
@@ -74,8 +74,8 @@ def run_job(
         as_json: one object on stdout at the end, everything else on stderr.
         again: the command that continues the job after an interruption.
         live: redraw in place; by default when stdout is a terminal.
-        user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
-        preloaded: pods are forked from a process that has imported JAX and what the script imports.
+        user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
+        preloaded: pods are forked from a process that has imported JAX and the script's imports.
         trace: write the job's timeline to this file.
 
     Returns:
@@ -93,7 +93,7 @@ def run_job(
     started = time.monotonic()
 
     def conclude(reason: str, message: str) -> None:
-        """The object for programs, where the job has no end of its own to report."""
+        """Print the object for programs, if the job's own end cannot be reported."""
         if as_json:
             view = stopping.with_stored(following.view or JobView(following.name, following.namespace), folder / _LOGS)
             seconds = time.monotonic() - started
@@ -145,7 +145,7 @@ def _keep_trace(out: Path | None, following: _Following, logs: Path, say: Callab
 
 
 async def _interruptible(work: Any) -> Any:
-    """Run `work` until it ends, or is cancelled by SIGINT, SIGTERM or SIGHUP; it always gets to clean up."""
+    """Run `work` until it ends, or is cancelled by SIGINT, SIGTERM or SIGHUP; it can always clean up."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -158,7 +158,7 @@ class _Following:
 
     Attributes:
         namespace, name: the job's.
-        view: the job as it was seen last; None before it was seen.
+        view: the job as it was last observed; None: it was not observed yet.
     """
 
     def __init__(self, job: dict[str, Any], display: Display, logs: Path) -> None:
@@ -168,15 +168,15 @@ class _Following:
         self._output = ScriptOutput(logs)
 
     def stage(self, text: str) -> None:
-        """Show what is being started, before there is a job, or stopped, after it."""
+        """Show the part that is being started, before the job exists, or stopped, after it."""
         view = self.view or JobView(self.name, self.namespace)
         self.display.show(replace(view, stage=text))
 
     async def look(self, api: Api, trouble: str = "") -> JobView:
-        """Look at the job, and show it with what worker 0's script has printed.
+        """Read the job's state, and show it with the new output of worker 0's script.
 
         Args:
-            trouble: shown instead of what the job waits for.
+            trouble: shown instead of the reason for which the job waits.
         """
         self.view = view = await look(api, self.namespace, self.name, self.view)
         self.display.print(self._output.news(view.pods, updated=bool(view.step)))
@@ -184,7 +184,7 @@ class _Following:
         return view
 
     def end(self) -> None:
-        """Show what is left of the script's output."""
+        """Show the rest of the script's output."""
         if self.view is not None:
             self.display.print(self._output.news(self.view.pods, updated=bool(self.view.step)))
             self.display.print(self._output.end(failed=self.view.phase == "Failed"))
@@ -193,7 +193,7 @@ class _Following:
 async def _run(
     job: dict[str, Any], folder: Path, following: _Following, user_environment: bool, modules: str | None
 ) -> JobView:
-    # Runs that have a folder each share what they compile through the folder that holds all of them.
+    # Runs below one common folder share their compiled programs through that folder.
     store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
     compiled.seed(store, folder / _COMPILED)
     with following.display:
@@ -242,7 +242,7 @@ async def _follow(session: Session, following: _Following) -> JobView:
         try:
             view = await following.look(session.api, session.trouble)
         except ApiError as error:
-            if error.status == 404:  # somebody deleted the job, with kubectl say
+            if error.status == 404:  # the job was deleted, for example with kubectl
                 raise SessionError(f"the job {following.name} was deleted while it ran") from None
             raise
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -262,7 +262,7 @@ async def _follow(session: Session, following: _Following) -> JobView:
 
 
 def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> int:
-    """Keep an embedded cluster running until it is interrupted, and say how to point kubectl at it."""
+    """Keep an embedded cluster running until it is interrupted, and print how to use kubectl with it."""
 
     async def serve() -> None:
         async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:

@@ -1,6 +1,6 @@
 """How `backstay run` splits its command line: options of Backstay, a script, and the script's own arguments.
 
-As with `python` and `torchrun`, everything after a script belongs to the script. After a YAML file, which takes no
+As with `python` and `torchrun`, all arguments after a script belong to the script. After a YAML file, which takes no
 arguments, options of Backstay may follow.
 """
 
@@ -21,7 +21,7 @@ class ScriptCommand(TyperCommand):
 
     # The type of `ctx` depends on typer's version: newer ones bring a copy of click.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Let click parse the options before a script only.
+        """Parse only the options before a script.
 
         Raises:
             typer.Exit: an option of Backstay follows the script.
@@ -39,7 +39,7 @@ class ScriptCommand(TyperCommand):
         return super().parse_args(ctx, [*before, "--", script, *arguments])
 
     def _first_argument(self, ctx: Any, args: Sequence[str]) -> int | None:
-        """Where the first word that is not an option, or an option's value, stands; None: nowhere."""
+        """The index of the first word that is not an option, or an option's value; None: there is no such word."""
         flags = {name: parameter.is_flag for parameter in _options(self, ctx) for name in parameter.opts}
         at = 0
         while at < len(args):
@@ -52,7 +52,7 @@ class ScriptCommand(TyperCommand):
         return None
 
     def _refuse_misplaced(self, ctx: Any, script: str, arguments: Iterable[str]) -> None:
-        """An option after the script that Backstay has too could be meant for either: the user has to say which."""
+        """Refuse an option after the script that Backstay has too: the user has to specify which one is meant."""
         own = {name for parameter in _options(self, ctx) for name in parameter.opts}
         for argument in arguments:
             if argument == "--":

@@ -1,7 +1,7 @@
-"""What the script of worker 0 prints, read from its pod's log while the job runs.
+"""The output of worker 0's script, read from its pod's log while the job runs.
 
-A pod's log holds standard output and standard error together, and the lines of Backstay itself, which the view shows in
-another form. Those are left out here.
+A pod's log contains standard output, standard error, and Backstay's own lines. The view shows the latter in another
+form, so this module leaves them out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE_LENGTH = 1000
 class ScriptOutput:
     """Follows the log of worker 0, from one pod to its replacement.
 
-    A traceback is held back until it is clear whether the job fails: the report of a failed job shows it once.
+    A traceback is kept until the outcome is clear: the report of a failed job shows it once.
 
     Args:
         logs: the folder with the logs of all pods.
@@ -49,7 +49,7 @@ class ScriptOutput:
 
         Args:
             pods: the job's.
-            updated: whether the job has made an update. Before it, the exception of one pod may soon fail the job.
+            updated: whether the job has made an update. Before that, the exception of one pod may soon fail the job.
         """
         log = self._newest_log(pods)
         if log is not None and log != self._log:
@@ -59,7 +59,7 @@ class ScriptOutput:
         return lines + list(self._filtered(self._read()))
 
     def end(self, *, failed: bool) -> list[str]:
-        """The lines that are left when the job has ended; a job that failed has its traceback in the report."""
+        """The remaining lines when the job has ended; the traceback of a failed job is in the report."""
         lines = list(self._filtered(self._read()))
         if self._rest:
             lines += self._filtered([self._rest])
@@ -77,13 +77,13 @@ class ScriptOutput:
         return max(found)[1] if found else None
 
     def _read(self) -> list[bytes]:
-        """The whole lines that are new."""
+        """The new lines that are complete."""
         if self._log is None:
             return []
         try:
             with self._log.open("rb") as file:
                 size = file.seek(0, 2)
-                if size < self._offset:  # the log was over its limit, and began anew
+                if size < self._offset:  # the log reached its limit and was started again
                     self._offset, self._rest = 0, b""
                 file.seek(max(self._offset, size - _MOST_BYTES))
                 data = file.read()
@@ -100,10 +100,10 @@ class ScriptOutput:
         if left_out:
             yield f"... {left_out} lines are left out here; all are in {self._log}"
         for line in lines[left_out:]:
-            # A progress bar draws over its line: the last picture counts.
+            # A progress bar overwrites its line: show its last state.
             text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
             if _NOT_THE_SCRIPTS.match(text):
-                yield from self._release()  # the process lives on: the script handled its exception
+                yield from self._release()  # the process continues: the script handled its exception
                 continue
             text = printable(text[:_LINE_LENGTH])
             if self._held or text.startswith(_TRACEBACK):
@@ -119,7 +119,7 @@ class ScriptOutput:
         return replaced
 
     def _release(self, *, again: bool = True) -> list[str]:
-        """The traceback that was held back; `again`: also if it is the one that was shown last."""
+        """The traceback that was kept; `again`: also if it is the one that was shown last."""
         held, self._held = self._held, []
         if held == self._shown and not again:
             return []

@@ -1,6 +1,6 @@
 """The embedded cluster and the operator as child processes of the command, which never outlive it.
 
-The operator is the one of a real cluster, started as a program: the command imports neither.
+The operator is the same program as in a real cluster; the command imports neither of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 RESTART_SECONDS = 1.0
 RESTARTS = 5
-"""How often in a row `run` and `up` start the operator again; one that has lived for a minute begins a new row."""
+"""How often in a row `run` and `up` restart the operator; an operator that ran for a minute begins a new row."""
 SHOWN_SECONDS = 10.0
 
 
@@ -33,11 +33,11 @@ class SessionError(Exception):
 
 @dataclass
 class Keeper:
-    """Knows how the operator, which is started again when it ends, has ended last.
+    """Records how the operator has ended last; it is started again when it ends.
 
     Attributes:
         said: the last end, for people; empty: it has not ended.
-        at: when, as the event loop counts.
+        at: when, on the event loop's clock.
     """
 
     said: str = ""
@@ -49,11 +49,11 @@ class Session:
     """A running embedded cluster with the operator.
 
     Attributes:
-        folder: holds everything: logs of all pods, volumes, the kubeconfig.
+        folder: contains all data: logs of all pods, volumes, the kubeconfig.
         kubeconfig: for kubectl and for `Api`.
         api: an open connection.
-        died: completes, with the name of what died, when the cluster or the operator has ended by itself, for good.
-        operator: how the operator has ended last.
+        died: completes with the name of the process when the cluster or the operator has ended by itself, permanently.
+        operator: the last end of the operator.
     """
 
     folder: Path
@@ -64,12 +64,12 @@ class Session:
 
     @property
     def trouble(self) -> str:
-        """How the operator ended a moment ago; empty where it runs, or has run for a while since."""
+        """How the operator ended a moment ago; empty: it runs, or has run for some time since."""
         ended_lately = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
         return self.operator.said if ended_lately else ""
 
     def death(self) -> SessionError:
-        """What to raise once `died` is complete: who died, and the end of its log."""
+        """The exception to raise once `died` is complete: the process that died, and the end of its log."""
         name = self.died.result()
         log = self.folder / f"{name}.log"
         return SessionError(f"the {name} died, see {log}{_tail(log)}")
@@ -87,18 +87,18 @@ async def start_session(
     """Start the cluster and the operator, and apply the CRD.
 
     Args:
-        folder: for everything that the two write.
-        say: is called with the name of each stage.
+        folder: for all files of the two processes.
+        say: called with the name of each stage.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
-        user_environment: pods get the environment of this process, without what is Backstay's or Kubernetes' own.
-        preload: what the cluster imports once for all pods, as `backstay_cli.preload` has it; nothing when None.
+        user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
+        preload: the cluster's imports for all pods, from `backstay_cli.preload`; None: no imports.
 
     Raises:
         SessionError: one of them did not start within a minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kubeconfig = folder / "backstay.kubeconfig"
-    kubeconfig.unlink(missing_ok=True)  # of an earlier use of the folder: it would name a server that is gone
+    kubeconfig.unlink(missing_ok=True)  # of an earlier use of the folder: its server no longer exists
     key = folder / "operator.key"
     with contextlib.suppress(FileExistsError), open(key, "x", opener=_private) as file:
         file.write(secrets.token_hex(32))
@@ -139,7 +139,7 @@ async def start_session(
         )
         stack.push_async_callback(_end, operator)
         stack.callback(_wake, cluster)  # the operator releases its lease there
-        await _apply_crd(api)  # the operator is importing meanwhile, and waits for it
+        await _apply_crd(api)  # the operator is importing in the meantime, and waits for it
         died = asyncio.create_task(_first_death({"cluster": asyncio.create_task(cluster.wait()), "operator": operator}))
         try:
             yield Session(folder, kubeconfig, api, died, keeper)
@@ -148,7 +148,7 @@ async def start_session(
 
 
 def without_proxy_to_itself(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, in which a proxy for the network is not one for this machine's own address."""
+    """`environ`, in which a proxy for the network does not apply to this machine's own address."""
     hosts = [environ.get("no_proxy") or environ.get("NO_PROXY") or "", "127.0.0.1", "localhost"]
     no_proxy = ",".join(host for host in hosts if host)
     return {**environ, "no_proxy": no_proxy, "NO_PROXY": no_proxy}
@@ -171,7 +171,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
             stdout=output,
             stderr=output,
             env=without_proxy_to_itself(os.environ),
-            # A Ctrl-C at the terminal goes to the command alone, which stops these two in order.
+            # A Ctrl-C at the terminal goes only to the command, which stops these two in order.
             start_new_session=True,
         )
     try:
@@ -181,7 +181,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
 
 
 async def _keep(keeper: Keeper, name: str, folder: Path, module: str, *arguments: str, restarts: int) -> None:
-    """Run it, and again when it dies; returns when that does not help."""
+    """Run it, and again when it dies; returns after too many deaths."""
     loop = asyncio.get_running_loop()
     deaths = 0
     while deaths <= restarts:
@@ -203,7 +203,7 @@ async def _end(task: asyncio.Task[Any]) -> None:
 
 
 def _wake(process: asyncio.subprocess.Process) -> None:
-    """A process that was stopped (SIGSTOP) does not handle SIGTERM before it continues."""
+    """Continue a process that was stopped (SIGSTOP): otherwise it does not handle SIGTERM."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)
@@ -279,14 +279,14 @@ async def _apply_crd(api: Api) -> None:
     except ApiError as error:
         if error.reason != "AlreadyExists":
             raise
-        # A folder that is used again has the CRD of the version that made it.
+        # A folder that is used again has the CRD of the version that created it.
         stored = await api.request("GET", f"{CRDS}/{crd['metadata']['name']}")
         crd["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"]
         await api.request("PUT", f"{CRDS}/{crd['metadata']['name']}", crd)
     async with asyncio.timeout(START_SECONDS):
         while True:
             stored = await api.request("GET", f"{CRDS}/{crd['metadata']['name']}")
-            # A real API server says null before its first look at the definition.
+            # A real API server has null here before it has processed the definition.
             conditions = (stored.get("status") or {}).get("conditions") or []
             if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
                 return

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a running job: its servers store a checkpoint, and the user learns how to continue."""
+"""Ctrl-C during a job: its servers store a checkpoint, and the command prints how to continue."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from backstay_spec import contract
 __all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored", "stored_step", "stores", "with_stored"]
 
 STORING_SECONDS = 60.0
-"""How long the servers may take to store a checkpoint; as long as their pods have on a cluster."""
+"""How long the servers may take to store a checkpoint; the same time as in a cluster."""
 
 _POLL_SECONDS = 0.1
-# The line of shard 0's server in `backstay._roles._leader`; the end-to-end test of Ctrl-C holds the two together.
+# The line of shard 0's server in `backstay._roles._leader`; the end-to-end test of Ctrl-C checks that both agree.
 _STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): (.+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 
 
 def stores(job: dict[str, Any]) -> bool:
-    """Whether a job has a place for its checkpoints."""
+    """Whether a job stores checkpoints."""
     checkpoint = job["spec"].get("checkpoint") or {}
     return "uri" in checkpoint or "volume" in checkpoint
 
 
 async def stop_job(api: Api, namespace: str, name: str) -> None:
-    """Suspend the job, and wait until its pods have ended. Whatever fails, the caller stops the cluster next."""
+    """Suspend the job, and wait until its pods have ended. After any failure, the caller stops the cluster."""
     try:
         async with asyncio.timeout(STORING_SECONDS):
             await api.suspend(namespace, name)
@@ -55,7 +55,7 @@ def stored_step(view: JobView, logs: Path) -> int | None:
 
 
 def with_stored(view: JobView, logs: Path) -> JobView:
-    """`view` with the step and the place of the newest checkpoint: it is newer than the status of a stopped job."""
+    """`view` with the step and the URI of the newest checkpoint: it is newer than the status of a stopped job."""
     newest = stored(view, logs)
     if newest is None:
         return view
@@ -63,7 +63,7 @@ def with_stored(view: JobView, logs: Path) -> JobView:
 
 
 def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
-    """The step and the place of the newest checkpoint that shard 0's servers stored in this run."""
+    """The step and the URI of the newest checkpoint that shard 0's servers stored in this run."""
     found = []
     for pod in view.pods:
         labels = pod["metadata"].get("labels", {})
@@ -84,7 +84,7 @@ def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) 
     """The lines that are printed after Ctrl-C.
 
     Args:
-        view: the job as it was seen last; None: it had not begun.
+        view: the job as it was last observed; None: it had not begun.
         job: the job.
         logs: the folder with the logs of all pods.
         again: the command that continues the job.

@@ -1,4 +1,4 @@
-"""How a running job looks: a live table on a terminal, one line for each thing that happens elsewhere."""
+"""Shows a running job: a live table on a terminal, and elsewhere one line for each event."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from backstay_cli.waiting import waiting_for
 from backstay_cli.words import duration, plain, printable
 
 SCRIPT = "worker 0"
-"""Stands before what its script prints."""
+"""Prefix of the script's output."""
 
 
-def told(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def shown_events(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The events to show: the results of evaluations are shown as numbers."""
     return [event for event in events if event[1] != "Evaluated"]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people: a dash when there is none, few digits, no exponent where it can be avoided."""
+    """A number for people: a dash for None, few digits, and an exponent only if necessary."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -66,10 +66,10 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def show(self, view: JobView) -> None:
-        """Show the job as it is now."""
+        """Show the current state of the job."""
 
     def print(self, lines: Sequence[str]) -> None:
-        """Show what worker 0's script has printed; the lines are printable."""
+        """Show output of worker 0's script; the lines are printable."""
 
 
 class LiveDisplay:
@@ -99,7 +99,7 @@ class LiveDisplay:
         self._live.update(self.render(view))
 
     def print(self, lines: Sequence[str]) -> None:
-        """Above the picture, where it stays."""
+        """Print above the picture, where the lines stay."""
         for line in lines:
             self._console.print(Text(f"{SCRIPT} | {line}"))
 
@@ -112,7 +112,7 @@ class LiveDisplay:
 
 
 def ready_of(view: JobView, role: RoleView) -> str:
-    """How many pods are ready; at the end they all leave, which is not a problem."""
+    """How many pods are ready; at the end all pods leave, which is not a problem."""
     return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
 
 
@@ -142,8 +142,8 @@ class LineDisplay:
         return
 
     def show(self, view: JobView) -> None:
-        """Write what is new."""
-        known = told(view.events)
+        """Write the changes."""
+        known = shown_events(view.events)
         for kind, reason, message in known[self._events :]:
             if not (view.ended and reason == view.phase):  # the report after the end has the same text
                 self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
@@ -153,7 +153,7 @@ class LineDisplay:
             self._phase = view.phase
             self._say(f"{view.name} is {view.phase}")
         now = self._clock()
-        # Where pods die again and again, their events say it better.
+        # If pods die repeatedly, their events are a better explanation.
         if waiting and waiting != self._waiting and not view.restarts:
             self._say(waiting)
         self._waiting = waiting
@@ -178,7 +178,7 @@ class LineDisplay:
             self._say(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")
 
     def print(self, lines: Sequence[str]) -> None:
-        """As lines of their own, without a time."""
+        """Print as separate lines, without a time."""
         for line in lines:
             self._write(f"{SCRIPT} | {line}")
 

@@ -1,4 +1,4 @@
-"""What a job is waiting for, in one line: most of a short job's time is its start."""
+"""The reason why a job waits, in one line: most of a short job's time is its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contra
 
 
 def waiting_for(view: JobView) -> str:
-    """What has to happen before the next update, or nothing where updates happen."""
+    """The condition for the next update; empty while updates are applied."""
     if view.stage:
         return view.stage
     if view.ended or view.phase == "Suspended":

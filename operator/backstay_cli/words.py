@@ -1,4 +1,4 @@
-"""Texts that come from pods, fit to be shown: a pod may print anything, and a terminal obeys what it is sent."""
+"""Makes texts from pods safe to show: a pod may print control characters, which a terminal would execute."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import contextlib
 import re
 from pathlib import Path
 
-# What Python prints before the line that says what happened; the rest is in the pod's log.
+# The part of a traceback before the line with the exception; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
 _TORN_TRACEBACK = re.compile(r"(?:[ \t]+File \".*\", line \d+.*\n(?:[ \t].*\n)*)+")
 
 
 def printable(text: str) -> str:
-    """`text` with every character that is not for the eye (controls, direction marks) escaped; tabs stay."""
+    """`text` with every invisible character (controls, direction marks) escaped; tabs stay."""
     return "".join(
         c if c.isprintable() or c == "\t" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
 
 
 def plain(message: str) -> list[str]:
-    """The lines of a message, tracebacks cut down to what they end with."""
+    """The lines of a message; of each traceback only the end."""
     text = _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message))
     return [printable(line) for line in text.splitlines() if line.strip()] or [""]
 
 
 def on_one_line(message: str) -> str:
-    """The same where there is room for one line."""
+    """The same on one line."""
     return " ".join(line.strip() for line in plain(message))
 
 
 def shortened(place: str) -> str:
-    """A path relative to the current folder if it is in it; anything else as it is."""
+    """A path relative to the current folder if it is inside; other paths unchanged."""
     with contextlib.suppress(ValueError):
         return str(Path(place).relative_to(Path.cwd()))
     return place
@@ -56,7 +56,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
+    """A duration in the form of a clock: ``0:07``, ``12:30``, ``1:02:03``."""
     whole = max(0, int(seconds))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
