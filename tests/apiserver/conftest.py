@@ -99,7 +99,7 @@ class Client:
 
 
 class Embedded(Client):
-    """An embedded server in a thread of its own, and a client for it."""
+    """An embedded server in a separate thread, and a client for it."""
 
     def __init__(self, **options):
         self.server = ApiServer(token=TOKEN, **options)
@@ -160,7 +160,7 @@ def embedded():
 
 @pytest.fixture
 def start():
-    """Start another embedded server, with options of its own."""
+    """Start another embedded server, with its own options."""
     started = []
 
     def one(**options):

@@ -1,4 +1,4 @@
-"""Custom resources: schemas and rules are enforced with field and reason, definitions come and go."""
+"""Custom resources: errors of schemas and rules have field and reason; definitions are created and deleted."""
 
 import pytest
 from hypothesis import given
@@ -255,7 +255,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_any_value_is_pruned_defaulted_and_judged(value):
-    """Whatever the value: no crash, pruning and defaulting are idempotent, what was pruned is not found again."""
+    """For any value: no crash, pruning and defaulting are idempotent, and pruned fields are not found again."""
     unknown = []
     prune(SPEC, value, "", unknown)
     default(SPEC, value)

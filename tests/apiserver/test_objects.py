@@ -1,4 +1,4 @@
-"""What holds for objects of any kind: versions, names, finalizers, owners, grace, namespaces, and who is let in."""
+"""Rules for objects of any kind: versions, names, finalizers, owners, grace, namespaces, and authentication."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def clean(embedded):
     embedded.delete("/api/v1/nodes/n1")
 
 
-# Who is let in (O7)
+# Authentication (O7)
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/livez", "/readyz", "/readyz/ping"])
@@ -236,7 +236,7 @@ def test_owners_a_second_owner_keeps_the_child(clean):
 
 
 def test_owners_a_child_of_an_owner_that_is_gone_is_not_kept(clean):
-    """O2: a pod that is created just after its job was deleted goes too."""
+    """O2: a pod that is created shortly after the deletion of its job is deleted too."""
     gone = made(clean.post(MAPS, config_map("gone")))
     clean.delete(f"{MAPS}/gone")
     made(clean.post(MAPS, config_map("late", ownerReferences=[owner(gone)])))

@@ -1,4 +1,4 @@
-"""The server as a process sees it: ports, certificates, garbage on the wire, speed by counting, and its own data."""
+"""The server from outside: ports, certificates, invalid bytes on the wire, counted work, and its own data."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ def test_the_private_key_is_not_shown():
 
 
 def test_the_table_of_built_in_types_is_fresh():
-    """Written anew by `python -m backstay_cluster.apiserver.typegen`."""
+    """`python -m backstay_cluster.apiserver.typegen` writes the same file again."""
     found = resources.files("backstay_cluster.apiserver").joinpath("data/types.json").read_text()
     assert json.loads(found) == typegen.generate()
 

@@ -1,8 +1,8 @@
 """The API server answers as a real one did: a recorded session is replayed, request by request.
 
-What may differ is listed here and nowhere else: what differs from run to run anyway (names that are generated, uids,
-versions, times, addresses), what other programs of a cluster write (the scheduler's condition), prose that says the
-same in other words (descriptions of columns), and the requests that this server refuses.
+Only the differences in this file are allowed. Some values differ from run to run (generated names, uids, versions,
+times, addresses). Other programs of a cluster write some fields (the scheduler's condition). Some texts have other
+words (descriptions of columns). And this server refuses some requests.
 """
 
 import json
@@ -31,7 +31,7 @@ MUTATED = {
     "watch by label: an object that stops matching is DELETED",
     "watch: bookmarks asked for",
 }
-# What comes about in a moment, not at once.
+# These take effect after a moment, not at once.
 EVENTUAL = {"the owned pod afterwards", "crd get: established", "crd discovery", "crd group discovery", "list after it"}
 
 UID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -92,7 +92,7 @@ def events(value):
 
 
 class Replay:
-    """What was recorded, in terms of this run: versions, uids and generated names as they are now."""
+    """The recorded request, in terms of this run: with its current versions, uids and generated names."""
 
     def __init__(self, api):
         self.api, self.known, self.token = api, {}, ""

@@ -1,4 +1,4 @@
-"""A watch gives exactly the history: whoever lists and then watches ends up with the same state as the server."""
+"""A watch shows exactly the history: a client that lists and then watches gets the same state as the server."""
 
 import json
 import threading

@@ -24,7 +24,7 @@ from trace_format import step as step_of
 from typer.testing import CliRunner
 
 from backstay_cli import cluster_commands, explain, listing
-from backstay_cli.cluster_commands import ask_cluster
+from backstay_cli.cluster_commands import with_cluster
 from backstay_cli.clusters import Where, find
 from backstay_cli.curve import bar, curve, thin
 from backstay_cli.follow import JobView, view_of, with_page
@@ -382,7 +382,7 @@ class FakeApi:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
-    """In a thread, because the commands have an event loop of their own."""
+    """In a thread, because the commands have their own event loop."""
     import threading
 
     fake, ready, loop = FakeApi(), threading.Event(), asyncio.new_event_loop()
@@ -524,7 +524,7 @@ def test_an_error_without_a_text_is_named(capsys: pytest.CaptureFixture[str]) ->
         raise TimeoutError
 
     with pytest.raises(typer.Exit):
-        ask_cluster(Where(None, None, None, embedded=True), silent)
+        with_cluster(Where(None, None, None, embedded=True), silent)
     assert "does not answer: TimeoutError" in capsys.readouterr().err
 
 

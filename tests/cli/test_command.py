@@ -216,7 +216,7 @@ def test_variables_come_from_the_command_line_or_from_the_environment() -> None:
 
 
 def test_a_relative_checkpoint_of_a_file_starts_at_its_folder(tmp_path: Path) -> None:
-    """A cluster cannot read it: `validate` says so."""
+    """A cluster cannot read it, and `validate` reports that."""
     path = tmp_path / "job.yaml"
     relative = {**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": "out/ck"}}}
     path.write_text(yaml.safe_dump(relative))

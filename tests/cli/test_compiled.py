@@ -1,4 +1,4 @@
-"""What one run compiled, the next one starts with; nothing that could be half an entry, or another processor's."""
+"""A run starts with the programs that an earlier run compiled, without incomplete entries or another processor's."""
 
 from __future__ import annotations
 

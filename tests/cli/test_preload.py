@@ -1,4 +1,4 @@
-"""What `backstay run` has imported before the first pod starts, and that forked pods may begin with it."""
+"""The imports of `backstay run` before the first pod starts, and that forked pods may begin with them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_variables_of_the_job_that_take_effect_at_an_import_are_set_before_it():
     assert json.loads(preload(environ={"JAX_PLATFORMS": "cpu"}))["started_with"] == {**before, "JAX_PLATFORMS": "cpu"}
 
 
-# `sys.modules` is asked for in a roundabout way: a script that reads it is not forked.
+# The expression for `sys.modules` is indirect: a script that reads it is not forked.
 LOOKS = """
 import os, sys
 loaded = vars(sys)["modules"]

@@ -1,4 +1,4 @@
-"""What worker 0's script prints reaches the terminal, once, and nothing that a terminal would obey."""
+"""The output of worker 0's script reaches the terminal, once, and without control characters for the terminal."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def lives(folder: Path) -> list[int]:
 
 
 def test_what_dies_again_and_again_is_given_up(module, tmp_path):
-    """And whoever waits for it reads why it ends: an operator that cannot start would else look like a slow one."""
+    """The caller gets the reason for the end: otherwise an operator that cannot start would look like a slow one."""
     keeper = session.Keeper()
     asyncio.run(session._keep(keeper, "operator", tmp_path, module(0), restarts=2))
     assert len(lives(tmp_path)) == 3

@@ -1,4 +1,4 @@
-"""What a job waits for is said, and whatever a pod printed is shown so that neither a terminal nor a reader suffers."""
+"""The text shows why a job waits, and the output of a pod is safe for a terminal and readable."""
 
 from __future__ import annotations
 

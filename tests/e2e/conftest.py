@@ -1,9 +1,9 @@
 """One cluster with the operator for all end-to-end tests: embedded, or what KUBECONFIG names when BACKSTAY_E2E=cluster.
 
-With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API. A cluster that KUBECONFIG names has
-the operator already (`helm install`), a token in its kubeconfig, and nodes that are this machine, with its files and
-its processes: the tests kill for themselves. BACKSTAY_E2E_IMAGE is the trainer's image there; all is made in the
-namespace `backstay-e2e`.
+With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API. A cluster in KUBECONFIG has the
+operator already (`helm install`), and a token in its kubeconfig. Its nodes are this machine, with its files and its
+processes, because the tests kill processes themselves. BACKSTAY_E2E_IMAGE is the trainer's image there. All objects are
+created in the namespace `backstay-e2e`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Cluster:
         return status
 
     def describe(self, name: str) -> str:
-        """What a person would want to see of a job that did not do what it should."""
+        """The state of a job that failed a test, for people."""
         lines = [json.dumps(self.job(name).get("status", {}), indent=1)]
         lines += [f"{event['reason']}: {event['message']}" for event in self.events(name)]
         for pod in self.pods(name):
@@ -233,7 +233,7 @@ class Foreign(Cluster):
             async with self.api._session.get(self.api.server + path, ssl=self.api._tls) as response:
                 return await response.text(errors="replace") if response.status == 200 else ""
 
-        # What was read stays: the pod may be gone when it is asked for again.
+        # Keep the text: the pod may be deleted at the next read.
         self._logs[pod] = self.run(read()) or self._logs.get(pod, "")
         return self._logs[pod]
 

@@ -86,7 +86,7 @@ def test_o4_a_script_that_raises_in_all_pods_fails_the_job_at_once(cluster: Any,
 
 
 def test_processes_are_named_after_their_role_and_rank(cluster: Any, submit: Submit, tmp_path: Path) -> None:
-    """`ps -eo comm` tells a worker from a server."""
+    """`ps -eo comm` distinguishes a worker from a server."""
     name = submit({"workers": {"replicas": 1}}, env={"HOLD_AT": "3", "GATE": str(tmp_path / "gate")})
     cluster.wait(f"{name} trains", lambda: cluster.job(name).get("status", {}).get("phase") == "Running")
     named = {

@@ -53,7 +53,7 @@ def wait_until_gone(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the command keeps its files; whatever still uses it is killed after the test."""
+    """The folder of the command's files; processes that still use it are killed after the test."""
     yield tmp_path / "run"
     for line in processes(tmp_path):
         with contextlib.suppress(ProcessLookupError):
@@ -110,7 +110,7 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_command(folder: Path, number: signal.Signals) -> None:
-    """Ctrl-C says so and exits with 130; after SIGKILL the children notice by themselves."""
+    """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""
     process = start(folder, SCRIPT)
     assert process.stdout is not None
     for line in process.stdout:
@@ -140,7 +140,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continues(folder: Path, tmp_path: Path) -> None:
-    """What happened is said: the script's output, the step that is stored, and that the next run continues there."""
+    """The output has the script's output, the stored step, and that the next run continues there."""
     script = tmp_path / "shows.py"
     script.write_text(SHOWS_ITSELF.format(folder=str(SCRIPT.parent)))
     options = ["--checkpoint", str(tmp_path / "ck"), "--every-seconds", "0", "--env", "ADDED=1"]

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 
 
 def replayed(state: CoordinatorState, settings: dict[str, Any]) -> Any:
-    """The plain loop, with the worlds that the manifest tells: each update is of the smaller world around it."""
+    """The plain loop, with the worlds of the manifest: each update has the smaller world of the two around it."""
     params = settings["init"](jax.random.key(settings["seed"]))
     optimizer = settings["optimizer"]
     memory = optimizer.init(params)

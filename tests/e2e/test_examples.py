@@ -35,7 +35,7 @@ def kubectl_commands() -> list[list[str]]:
 
 @pytest.fixture
 def kubeconfig(tmp_path: Path) -> Iterator[str]:
-    """What `backstay up` prints; it runs during the test."""
+    """The output of `backstay up`, which runs during the test."""
     up = subprocess.Popen(
         [sys.executable, "-m", "backstay_cli.main", "up", "--data-dir", str(tmp_path / "up")],
         stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ def kubeconfig(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.tool("kubectl")
 def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readme(kubeconfig: str) -> None:
-    """It waited for a ConfigMap and a claim that nobody made."""
+    """It waited for a ConfigMap and a claim that do not exist."""
     environment = {**os.environ, "KUBECONFIG": kubeconfig}
 
     def run(*command: str, seconds: float = 60) -> str:

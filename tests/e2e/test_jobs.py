@@ -81,7 +81,7 @@ def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
 def test_t2_with_a_backup_an_update_never_waits_for_the_worker_that_hangs(
     cluster: Any, submit: Submit, tmp_path: Path
 ) -> None:
-    """T2: with one backup the job ends although rank 1 is stopped for good (no replacement is asked for)."""
+    """T2: with one backup the job ends although rank 1 is stopped permanently (and no replacement is requested)."""
     spec = {
         "parameterServers": {"replicas": 1},
         "workers": {"replicas": 3},
@@ -102,7 +102,7 @@ def test_t2_with_a_backup_an_update_never_waits_for_the_worker_that_hangs(
     gate.touch()
     status = ended(cluster, name, "Succeeded")
     assert status["step"] == 40
-    cluster.kill(victim)  # it cannot hear that it shall stop, and would be waited for
+    cluster.kill(victim)  # it cannot receive the request to stop, and the job's end would wait for it
 
 
 def test_async_ends_with_every_update_counted(cluster: Any, submit: Submit, tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_o4_a_script_that_does_not_train_fails_the_job_with_the_reason(
 ) -> None:
     name = submit(ONE_EACH, env={"BEHAVE": behave})
     status = ended(cluster, name, "Failed")
-    told = json.dumps(status["conditions"]) + json.dumps([event["message"] for event in cluster.events(name)])
-    told += json.dumps([event["reason"] for event in cluster.events(name)])
-    told += "".join(cluster.log(pod["metadata"]["name"]) for pod in cluster.pods(name))
-    assert says in told, cluster.describe(name)
+    texts = json.dumps(status["conditions"]) + json.dumps([event["message"] for event in cluster.events(name)])
+    texts += json.dumps([event["reason"] for event in cluster.events(name)])
+    texts += "".join(cluster.log(pod["metadata"]["name"]) for pod in cluster.pods(name))
+    assert says in texts, cluster.describe(name)
 
 
 def test_other_shapes_are_refused_at_joining_and_name_the_leaf(cluster: Any, submit: Submit) -> None:
@@ -180,7 +180,7 @@ def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: 
 
 
 def test_an_image_name_that_cannot_be_right_fails_the_job_at_once(cluster: Any, submit: Submit) -> None:
-    """O4: what a retry cannot mend."""
+    """O4: failures that a retry cannot fix."""
     name = submit({"image": "x:::y"})
     ended(cluster, name, "Failed")
     assert "InvalidImageName" in json.dumps(cluster.condition(name, "Failed"))

@@ -1,4 +1,4 @@
-"""What hangs is replaced and charged as such, what is deleted is replaced for nothing (T2, T7, T8, O4): in one job."""
+"""Hung pods are replaced with a charge, deleted pods are replaced without charge (T2, T7, T8, O4): in one job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Submit = Callable[..., str]
 def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     cluster: Any, submit: Submit, tmp_path: Path
 ) -> None:
-    """Storage that errs for a while, SIGSTOP of a worker, `kubectl delete` of a worker, SIGSTOP of a server."""
+    """Storage that fails for a while, SIGSTOP of a worker, `kubectl delete` of a worker, SIGSTOP of a server."""
     gate, folder = tmp_path / "gate", tmp_path / "ckpt"
     (tmp_path / "broken").write_text("no folder")
     (tmp_path / "real").mkdir()
@@ -68,11 +68,11 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
         (tmp_path / "link").symlink_to(tmp_path / target)
         (tmp_path / "link").replace(folder)
 
-        def told(value: str = value, reason: str = reason) -> bool:
+        def reported(value: str = value, reason: str = reason) -> bool:
             condition = cluster.condition(name, "Checkpointing")
             return condition.get("status") == value and reason in condition["reason"]
 
-        cluster.wait(f"checkpoints with a {target} folder are told of", told)
+        cluster.wait(f"checkpoints with a {target} folder are reported", reported)
     before = status()["step"]
     stop(pod_of("worker-2"))
     cluster.wait("the stopped worker is replaced", lambda: status()["incarnations"]["worker-2"] == 2)

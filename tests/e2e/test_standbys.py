@@ -1,4 +1,4 @@
-"""Hot standbys, whole: the operator promotes, the servers go on, and what comes out is what a quiet run gives."""
+"""Hot standbys as a whole: the operator promotes, the servers continue, with the result of a run without faults."""
 
 from __future__ import annotations
 

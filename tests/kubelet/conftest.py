@@ -78,7 +78,7 @@ class Driver:
             raise AssertionError(f"{kind} {name} did not become as expected, last seen: {seen}") from None
 
     async def gone(self, name: str) -> None:
-        """Wait until the pod is no more."""
+        """Wait until the pod no longer exists."""
         async with asyncio.timeout(DEADLINE):
             while True:
                 try:

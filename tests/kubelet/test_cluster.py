@@ -1,4 +1,4 @@
-"""The cluster as a whole: beside another, killed, orphaned, told to stop; and an API server that goes away."""
+"""The cluster as a whole: beside another one, killed, orphaned, stopped; and an outage of its API server."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_bad_command_line_says_what_is_wrong(tmp_path):
 
 
 class Gate:
-    """Stands between kubelet and API server and can be shut: the API server is away."""
+    """A proxy between kubelet and API server that can be closed, as in an outage of the API server."""
 
     def __init__(self, target: str, ssl) -> None:
         self.target = target.removeprefix("https://").split(":")
@@ -153,13 +153,13 @@ class Gate:
         await asyncio.gather(copy(reader, back), copy(back_reader, writer))
         self.writers -= {writer, back}
 
-    def shut(self) -> None:
+    def close_gate(self) -> None:
         self.open = False
         for writer in self.writers:
             writer.transport.abort()
 
     async def stop(self) -> None:
-        self.shut()
+        self.close_gate()
         self.server.close()
         await asyncio.sleep(0)
 
@@ -191,7 +191,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
 
             before = await phase("lives", "Running")
             await phase("ends", "Running")
-            gate.shut()
+            gate.close_gate()
             (tmp_path / "go").touch()
             log = kubelet.node.sinks["default", "ends", "main"]
             async with asyncio.timeout(60):

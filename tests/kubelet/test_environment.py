@@ -1,4 +1,4 @@
-"""What a container gets of the environment of the user who started the cluster."""
+"""The variables that a container gets from the environment of the user who started the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers forked from a process that has imported modules: a script cannot tell them from executed ones."""
+"""Containers forked from a process that has imported modules: a script cannot distinguish them from executed ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTE = "executed, not forked"
 EARLY = (
     'import os, random\nFLAG = os.environ.get("EARLY_FLAG")\nSEED = 0\ndef seed():\n    global SEED\n    SEED += 1\n'
 )
-# `sys.modules` in a script is a reason to execute it, so scripts ask for it like this.
+# `sys.modules` in a script is a reason to execute it, so the scripts use this expression.
 WAS_PRELOADED = 'import sys; print("early" in vars(sys)["modules"], flush=True)\n'
 
 
@@ -188,7 +188,7 @@ WORKERS = """
 
 
 async def both(bench: Bench, *commands: Sequence[str], **env: str) -> list[list[tuple[int, str]]]:
-    """What a fresh Python does with each command, and what forked processes do."""
+    """A new Python and forked processes do the same with each command."""
     results = []
     for preload in (False, True):
         async with bench.runtime(preload=preload) as runtime:
@@ -202,7 +202,7 @@ async def test_scripts_do_the_same(bench, capfd):
     commands = [["python", f"{number}.py", "a b", ""] for number in range(len(SCRIPTS))]
     executed, forked = await both(bench, *commands, A="1")
     assert dict(zip(SCRIPTS, forked, strict=True)) == dict(zip(SCRIPTS, executed, strict=True))
-    # Scripts that do not compile are left to a fresh Python, which knows best how to say so.
+    # A new Python runs the scripts that do not compile, because it reports the error best.
     assert capfd.readouterr().err.count(NOTE) == len(["syntax error", "null byte"])
 
 
@@ -479,7 +479,8 @@ def test_nothing_outlives_the_kubelet_or_the_spawner(bench, whom):
         try:
             pids = read_pids(parent.stdout.fileno(), 5)
             spawner, main = pids[:2]
-            # What changed its session loses its subreaper with the spawner; the spawner's own children die with it.
+            # A process that changed its session loses its subreaper with the spawner; the spawner's own children die
+            # with it.
             own = {spawner, main, *children(spawner)} - set(pids[2:])
             os.kill(parent.pid if whom == "kubelet" else spawner, signal.SIGKILL)
             for pid in {*own, *pids} if whom == "kubelet" else own:

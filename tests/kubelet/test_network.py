@@ -107,7 +107,7 @@ class World:
         self.servers.append(await asyncio.start_server(echo, ip, 7077))
 
     async def call(self) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the Service as soon as somebody listens; who answered."""
+        """Connect to the Service once something listens; returns the pod that answered."""
         async with asyncio.timeout(30):
             while True:
                 try:
@@ -140,7 +140,7 @@ async def ended(reader: asyncio.StreamReader) -> None:
 
 
 async def test_a_changed_selector_cuts_old_connections_and_new_ones_go_to_the_new_pod(world):
-    """O3: failing over is one patch of the selector; nobody goes on talking to the old incarnation."""
+    """O3: failing over is one patch of the selector; no connection to the old incarnation stays open."""
     for ip, incarnation in zip(world.ips, "12", strict=False):
         await world.serve(ip)
         world.proxy.pod_changed(("default", f"p{incarnation}"), pod(f"p{incarnation}", ip, incarnation=incarnation))
@@ -254,8 +254,8 @@ async def test_a_service_of_the_cluster_follows_a_patch_of_its_selector(driver):
     await ended(reader)
     writer.close()
     await ask(names[1])
-    # A pod started later is told where its Services are.
-    told = f"{name.upper().replace('-', '_')}_SERVICE_HOST"
-    assert (await driver.ended(await driver.pod(f'[ "${told}" = {ip} ]')))["exitCode"] == 0
+    # A pod that is started later gets the addresses of its Services.
+    variable = f"{name.upper().replace('-', '_')}_SERVICE_HOST"
+    assert (await driver.ended(await driver.pod(f'[ "${variable}" = {ip} ]')))["exitCode"] == 0
     for one in names:
         await driver.delete(one, gracePeriodSeconds=0)

@@ -117,7 +117,7 @@ async def test_init_containers_run_in_order_before_the_others(driver):
 
 
 async def test_memory_over_its_limit_ends_as_oom_killed(driver):
-    """O4: out of memory is a cause of its own."""
+    """O4: out of memory is a separate cause."""
     script = "b=bytearray(200<<20); b[::4096]=b'x'*len(b[::4096]); import time; time.sleep(600)"
     limits = {"resources": {"limits": {"memory": "100Mi"}}}
     end = await driver.ended(await driver.pod(container={"command": ["python", "-S", "-c", script], **limits}))

@@ -1,4 +1,4 @@
-"""What the node's scheduler refuses, and what it lets pass."""
+"""The pods that the node's scheduler refuses or binds."""
 
 from __future__ import annotations
 

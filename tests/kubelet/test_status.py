@@ -47,7 +47,7 @@ def test_phase(policy, init, containers, phase):
 
 
 def test_foreign_conditions_stay_and_times_change_only_with_the_status():
-    """O4: a `DisruptionTarget` that somebody else set is not lost to our next write."""
+    """O4: our next write keeps a `DisruptionTarget` that another client set."""
     foreign = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
     first = conditions_of([foreign], "Running", [], [record("waiting")], has_address=True, now=NOW)
     assert foreign in first

@@ -1,4 +1,4 @@
-"""What the tests of the operator share: a clock that jumps, and a small API server in memory that fails as told."""
+"""Shared by the operator's tests: a clock that jumps, and a small API server in memory with injected failures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FakeKube:
         self.requests: list[tuple[str, str, str]] = []
         self.history: list[tuple[str, Resource, Json]] = []
 
-    # What the operator calls.
+    # Calls of the operator.
 
     async def get(self, resource: Resource, namespace: str, name: str) -> Json:
         self._before("get", resource, name)
@@ -127,7 +127,7 @@ class FakeKube:
         ]
         yield items, str(self.version)
 
-    # What a user, a kubelet and the garbage collector do.
+    # Actions of a user, a kubelet and the garbage collector.
 
     def put(self, resource: Resource, namespace: str, body: Json) -> Json:
         self.uids += 1
@@ -205,7 +205,7 @@ def _merge(into: Json, patch: Mapping[str, Any]) -> None:
 
 
 class Operator:
-    """One operator process without Kopf: a watch that shows as much of the history as it is told to."""
+    """One operator process without Kopf: a watch that shows the part of the history that the test selects."""
 
     def __init__(self, kube: FakeKube, *, seed: int = 0) -> None:
         self.kube = kube

@@ -1,4 +1,4 @@
-"""O5: only calls that this operator made in time, and waited for without a pause of its own, prove a silence."""
+"""O5: only calls that this operator made in time, and awaited without its own pause, prove a silence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_process_that_got_no_processor_was_not_awake(asleep: float, awake: boo
     for _ in range(5):
         clock.at += TICK
         attention.tick()
-    clock.at += TICK + asleep  # the tick itself comes later than whoever asks
+    clock.at += TICK + asleep  # the tick itself comes later than the caller
     assert attention.awake_since(began) is awake
     assert attention.paused_since(began) is paused
     assert attention.awake_since(clock.at + 0.01)
@@ -62,7 +62,7 @@ def test_only_calls_that_prove_something_count_and_an_answer_ends_the_silence() 
 
 
 def test_a_call_that_proves_nothing_is_still_no_answer() -> None:
-    """A standby that was not heard in the newest round is called again before it is promoted."""
+    """A standby that did not answer in the newest round is called again before it is promoted."""
     calls = Calls()
     calls.answered("a", NOW)
     calls.missed("a", NOW, proves=False)

@@ -36,7 +36,7 @@ class Work:
             self.now.discard(key)
         if self.fail.get(key, 0) > 0:
             self.fail[key] -= 1
-            raise RuntimeError("as told")
+            raise RuntimeError("as configured")
         return self.again.get(key)
 
     def times(self, key: str) -> list[float]:

@@ -32,7 +32,7 @@ class Leases:
 
     def _reach(self) -> None:
         if self.away:
-            raise errors.Unreachable("as told")
+            raise errors.Unreachable("as configured")
 
     async def get(self, *_: Any) -> dict[str, Any]:
         self._reach()
@@ -66,9 +66,9 @@ class Leases:
         return cast(str, self.stored["spec"]["holderIdentity"])
 
 
-def leader(leases: Leases, me: str, told: list[bool] | None = None) -> Leader:
+def leader(leases: Leases, me: str, notified: list[bool] | None = None) -> Leader:
     loop = asyncio.get_running_loop()
-    sink: list[bool] = [] if told is None else told
+    sink: list[bool] = [] if notified is None else notified
     return Leader(cast(Kube, leases), "ns", me, clock=loop.time, changed=sink.append, seconds=15.0, period=4.0)
 
 
@@ -82,8 +82,8 @@ def test_the_first_acts_the_second_waits_and_takes_over_when_the_first_is_silent
     virtual: Callable[..., Any],
 ) -> None:
     async def story() -> None:
-        leases, told = Leases(), list[bool]()
-        first, second = leader(leases, "a"), leader(leases, "b", told)
+        leases, notified = Leases(), list[bool]()
+        first, second = leader(leases, "a"), leader(leases, "b", notified)
         await first.step()
         await second.step()
         assert (first.leads(), second.leads()) == (True, False)
@@ -99,7 +99,7 @@ def test_the_first_acts_the_second_waits_and_takes_over_when_the_first_is_silent
         await asyncio.sleep(5)
         await second.step()
         assert second.leads()
-        assert told == [True]
+        assert notified == [True]
         await first.step()
         assert not first.leads()
         assert leases.holder == "b"
@@ -135,11 +135,11 @@ def test_a_clean_exit_hands_over_at_once(virtual: Callable[..., Any]) -> None:
 
 
 def test_who_could_not_renew_ceases_and_is_told_when_it_acts_again(virtual: Callable[..., Any]) -> None:
-    """Triggers are dropped while it does not act, so it must hear that it acts again, and look at every job."""
+    """Triggers are dropped while it does not act, so it must be notified that it acts again, and check every job."""
 
     async def story() -> None:
-        leases, told = Leases(), list[bool]()
-        one = leader(leases, "a", told)
+        leases, notified = Leases(), list[bool]()
+        one = leader(leases, "a", notified)
         await one.step()
         leases.away = True
         await asyncio.sleep(11)
@@ -147,7 +147,7 @@ def test_who_could_not_renew_ceases_and_is_told_when_it_acts_again(virtual: Call
         leases.away = False
         await one.step()
         assert one.leads()
-        assert told == [True, False, True]
+        assert notified == [True, False, True]
 
     virtual(story())
 
@@ -183,20 +183,20 @@ def test_whose_lease_is_deleted_acts_no_longer_until_it_holds_it_again(virtual: 
     """A pod that was deleted by force may still run: it must not act beside its successor."""
 
     async def story() -> None:
-        leases, told = Leases(), list[bool]()
-        one, other = leader(leases, "a", told), leader(leases, "b")
+        leases, notified = Leases(), list[bool]()
+        one, other = leader(leases, "a", notified), leader(leases, "b")
         await one.step()
         leases.delete(one)
         assert not one.leads()
         await other.step()
         await one.step()
         assert (one.leads(), other.leads()) == (False, True)
-        assert told == [True, False]
+        assert notified == [True, False]
         leases.delete(one, other)
         await one.step()
         await other.step()
         assert (one.leads(), other.leads()) == (True, False)
-        assert told == [True, False, True]
+        assert notified == [True, False, True]
 
     virtual(story())
 
@@ -255,14 +255,14 @@ def test_a_lapse_while_the_renewal_is_under_way_is_reported(virtual: Callable[..
             return await super().replace(*arguments)
 
     async def story() -> None:
-        leases, told = Slow(), list[bool]()
-        one = leader(leases, "a", told)
+        leases, notified = Slow(), list[bool]()
+        one = leader(leases, "a", notified)
         await one.step()
         await asyncio.sleep(9.5)
         leases.seconds = 1.0  # the Lease runs out after 10 s, and the answer arrives after 10.5 s
         await one.step()
         assert one.leads()
-        assert told == [True, False, True]
+        assert notified == [True, False, True]
 
     virtual(story())
 

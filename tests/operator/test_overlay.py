@@ -1,4 +1,4 @@
-"""O1: what is observed is the index overlaid with our own writes, whatever the watch has not shown yet."""
+"""O1: the observed state is the index overlaid with our own writes that the watch has not shown yet."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_answer_that_comes_after_the_deletion_was_shown_raises_nothing_from_t
     overlay.wrote(KEY, seen("a", 8))
     assert values(overlay) == []
     assert overlay.owed_since() is None
-    for number in range(50):  # what is remembered of the dead does not grow for ever
+    for number in range(50):  # the records of deleted objects do not grow forever
         clock.now += 10.0
         overlay.shown(KEY, f"b{number}", 10 + number, deleted=True)
     assert len(overlay._deleted) <= 14
@@ -182,7 +182,7 @@ def pod(name: str, version: int) -> dict[str, Any]:
 
 
 def test_a_watch_that_moves_is_not_dead_however_much_it_owes() -> None:
-    """The liveness probe asks for this: it must not restart the operator because the API server is slow."""
+    """The liveness probe uses this: it must not restart the operator because the API server is slow."""
     now = [0.0]
     metrics = Metrics(lambda: now[0])
     cluster = Cluster(lambda: now[0], metrics, lambda _: None)

@@ -94,7 +94,7 @@ class Cut:
         for writer in list(self._writers):
             writer.transport.abort()
 
-    async def mend(self) -> None:
+    async def restore(self) -> None:
         self._open = True
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,7 +120,7 @@ class Cut:
 
 
 class Api:
-    """The API server in a thread with an event loop of its own, and a client for the test."""
+    """The API server in a thread with its own event loop, and a client for the test."""
 
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
@@ -168,7 +168,7 @@ class Api:
             self._block.close()
 
     def address(self, number: int) -> str:
-        """One of loopback on which nobody else listens."""
+        """A loopback address on which no other process listens."""
         return str(ip_network(self._block.pod_cidr)[number])
 
     async def _drain(self) -> None:
@@ -177,7 +177,7 @@ class Api:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
 
-    # What a user and a kubelet do.
+    # Actions of a user and a kubelet.
 
     def all(self, resource: Resource, namespace: str = "default") -> list[Json]:
         async def listed(kube: Kube) -> list[Json]:
@@ -379,7 +379,7 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     assert failed["reason"] == "InvalidPod"
     assert "nodeSelectr" in failed["message"]
 
-    # A dead worker is replaced, and nobody else.
+    # Only the dead worker is replaced.
     dead = api.pods("story", "worker")[0]["metadata"]["name"]
     api.kill_pod(dead)
     eventually(lambda: len(api.pods("story")) == 4)
@@ -392,25 +392,25 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     operator.stop(signal.SIGKILL)
     before = {pod["metadata"]["uid"] for pod in api.pods("story")}
     dead = api.pods("story", "worker")[-1]["metadata"]["name"]
-    api.kill_pod(dead)  # nobody saw it
+    api.kill_pod(dead)  # no operator observed it
     operator = start(name="second")
     eventually(lambda: len(api.pods("story")) == 5)
     assert before <= {pod["metadata"]["uid"] for pod in api.pods("story")}
     api.run_pods("story")
     eventually(lambda: api.job("story")["status"]["roles"]["Worker"] == counts(2, 2, 2))
 
-    # The API server is away for a while: the operator waits, alive but not ready, and goes on.
+    # The API server does not answer for a while: the operator waits, alive but not ready, and continues.
     eventually(lambda: operator.get("/readyz")[0] == 200)
     api.do(api.cut.cut())
     alive = [pod for pod in api.pods("story", "worker") if pod["status"]["phase"] == "Running"]
     api.kill_pod(alive[0]["metadata"]["name"])
     eventually(lambda: operator.get("/readyz")[0] == 503)
     assert operator.get("/healthz")[0] == 200
-    api.do(api.cut.mend())
+    api.do(api.cut.restore())
     eventually(lambda: any(pod["status"]["phase"] == "Pending" for pod in api.pods("story", "worker")))
     eventually(lambda: operator.get("/readyz")[0] == 200)
 
-    # What is exported is what the list of names says; a job's series go with it.
+    # The exported metrics are in the list of names; a job's series are removed with it.
     status, text = operator.get("/metrics")
     assert status == 200
     exported = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("backstay_")}
@@ -432,7 +432,7 @@ def counts(desired: int, ready: int, restarts: int) -> Json:
 
 
 class Shard(control_pb2_grpc.ControlServicer):
-    """A server's control service, which says what it is told to say to who has the token."""
+    """A server's control service, which gives its prepared answer to callers with the token."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -460,9 +460,9 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
     """O8: by the pod's address, with the job's token."""
     address = api.address(200)
     operator = start()
-    api.apply(make("told"))
-    eventually(lambda: len(api.pods("told")) == 3)
-    shard = Shard(token_for((tmp_path / "key").read_bytes().strip(), api.job("told")["metadata"]["uid"]))
+    api.apply(make("calls"))
+    eventually(lambda: len(api.pods("calls")) == 3)
+    shard = Shard(token_for((tmp_path / "key").read_bytes().strip(), api.job("calls")["metadata"]["uid"]))
 
     async def serve() -> grpc.aio.Server:
         server = grpc.aio.server()
@@ -476,21 +476,21 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
 
     server = api.do(serve())
     try:
-        # Not at once, as training that merely goes on changes a status every 10 s only.
+        # Not at once, because progress alone changes a status only every 10 s.
         shard.reply.stalled.add(rank=1, incarnation=1, reason="no gradient for 300 s")
         shard.reply.contributed[1] = 1  # it has worked: its replacement does not back off
-        api.run_pods("told", address)
-        eventually(lambda: api.job("told")["status"]["incarnations"]["worker-1"] == 2)
-        status = api.job("told")["status"]
+        api.run_pods("calls", address)
+        eventually(lambda: api.job("calls")["status"]["incarnations"]["worker-1"] == 2)
+        status = api.job("calls")["status"]
         assert (status["step"], status["loss"], status["world"], status["term"]) == (41, 0.25, 2, 1)
         asked = shard.asked[0]
         assert (asked.shard, asked.expected_incarnation, asked.world) == (0, 1, 2)
         assert asked.incarnations["worker-1"] == 1
-        step = 'backstay_job_step{namespace="default",training_job="told"} 41.0'
+        step = 'backstay_job_step{namespace="default",training_job="calls"} 41.0'
         eventually(lambda: step in operator.get("/metrics")[1])
 
         def stalled_and_alive() -> list[Json]:
-            named = [pod for pod in api.pods("told") if pod["metadata"]["name"].startswith("told-worker-1-1-")]
+            named = [pod for pod in api.pods("calls") if pod["metadata"]["name"].startswith("calls-worker-1-1-")]
             return [pod for pod in named if not pod["metadata"].get("deletionTimestamp")]
 
         eventually(lambda: not stalled_and_alive())
@@ -499,8 +499,8 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
         assert "fault in the operator" not in operator.said()
     finally:
         api.do(end(server))
-    uid = api.job("told")["metadata"]["uid"]
-    api.ask(lambda kube: kube.delete(JOBS, "default", "told", uid=uid))
+    uid = api.job("calls")["metadata"]["uid"]
+    api.ask(lambda kube: kube.delete(JOBS, "default", "calls", uid=uid))
 
 
 def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Callable[..., Process]) -> None:
@@ -539,7 +539,7 @@ def test_an_uninstalled_operator_leaves_no_lease_that_is_held(api: Api, start: C
 
 
 def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Callable[..., Process]) -> None:
-    """O6: every request of a whole life of jobs is in the table, and everything in the table is asked for."""
+    """O6: every request in the whole life of jobs is in the table, and every entry of the table is used."""
     api.server.seen.clear()
     operator = start("--log-format", "json")
     api.apply(make("rights", workers={"replicas": 1}, runPolicy={"cleanPods": "All"}))
@@ -583,7 +583,7 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     may = {key: set(verbs) for key, verbs in {**RIGHTS, **LEASE_RIGHTS}.items()}
     for key, verbs in used.items():
         assert verbs <= may.get(key, set()), f"{key}: {verbs - may.get(key, set())} used, and not in rights.py"
-    # The rest of what is granted is used where something goes wrong, which tests of their own make happen.
+    # The remaining rights are used after failures, which separate tests inject.
     rare = {
         (JOBS.group, JOBS.plural): {"get"},  # a conflict on the status
         (SERVICES.group, SERVICES.plural): {"get"},  # a name that is taken; a patch whose test fails

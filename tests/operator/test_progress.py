@@ -1,4 +1,4 @@
-"""O8: the operator calls every server, tells what is wished, and hears how training goes."""
+"""O8: the operator calls every server, sends the desired values, and receives the progress of training."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def round_of(*servers: Server, token: str = TOKEN) -> Round:
     )
 
 
-class Heard:
+class Received:
     def __init__(self) -> None:
         self.rounds: list[Progress] = []
         self.news = asyncio.Event()
@@ -88,10 +88,10 @@ class Heard:
             await asyncio.wait_for(self.news.wait(), 20)
 
 
-def poller(what: Callable[[Any], Round | None], heard: Heard, metrics: Metrics, **options: Any) -> Poller:
+def poller(what: Callable[[Any], Round | None], received: Received, metrics: Metrics, **options: Any) -> Poller:
     return Poller(
         what,
-        heard,
+        received,
         metrics,
         **{"now": lambda: NOW, "draw": lambda: 0.0, "clock": lambda: 0.0, "period": 0.02, **options},
     )
@@ -110,15 +110,15 @@ def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
             ),
         )
         one = FakeServer(4, pb.ProgressReply(incarnation=4, step=6, stalled=[pb.Stalled(rank=2, incarnation=3)]))
-        heard, metrics = Heard(), Metrics()
+        received, metrics = Received(), Metrics()
         async with serving(zero) as first, serving(one) as second:
             todo = round_of(Server(0, 1, "u0", first), Server(1, 4, "u1", second))
-            it = poller(lambda _: todo, heard, metrics)
+            it = poller(lambda _: todo, received, metrics)
             it.follow(KEY)
             it.follow(KEY)
-            await heard.more(2)
+            await received.more(2)
             await it.close()
-        progress = heard.rounds[0]
+        progress = received.rounds[0]
         assert progress == Progress(
             taken=NOW,
             reached=frozenset({0, 1}),
@@ -145,22 +145,22 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
         stuck = FakeServer(1, pb.ProgressReply())
         stuck.free.clear()
         old = FakeServer(2, pb.ProgressReply())
-        heard, metrics = Heard(), Metrics()
+        received, metrics = Received(), Metrics()
         async with serving(good) as a, serving(stuck) as b, serving(old) as c:
             todo = round_of(
                 Server(0, 1, "u0", a), Server(1, 1, "u1", b), Server(2, 1, "u2", c), Server(3, 1, "u3", "127.0.0.1:1")
             )
             contacts: list[Contact] = []
             it = poller(
-                lambda _: todo, heard, metrics, deadline=0.3, on_contact=lambda _, found: contacts.append(found)
+                lambda _: todo, received, metrics, deadline=0.3, on_contact=lambda _, found: contacts.append(found)
             )
             it.follow(KEY)
-            await heard.more(2)
+            await received.more(2)
             stuck.free.set()
-            await heard.more(len(heard.rounds) + 2)
+            await received.more(len(received.rounds) + 2)
             await it.close()
-        assert heard.rounds[0].reached == frozenset({0})
-        assert heard.rounds[-1].reached == frozenset({0, 1})
+        assert received.rounds[0].reached == frozenset({0})
+        assert received.rounds[-1].reached == frozenset({0, 1})
         assert set(contacts[0].silent) == {"u1", "u2", "u3"}
         assert set(contacts[-1].silent) == {"u2", "u3"}
         assert contacts[-1].silent["u2"].calls == len(contacts), "each call counts: the operator was not late"
@@ -175,12 +175,12 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
 def test_a_wrong_token_is_counted_and_tells_nothing() -> None:
     async def story() -> None:
         server = FakeServer(1, pb.ProgressReply(incarnation=1))
-        heard, metrics = Heard(), Metrics()
+        received, metrics = Received(), Metrics()
         async with serving(server) as address:
-            it = poller(lambda _: None, heard, metrics)
+            it = poller(lambda _: None, received, metrics)
             await it.round(KEY, Poll(), round_of(Server(0, 1, "u", address), token="guess"))
             await it.close()
-        assert heard.rounds == []
+        assert received.rounds == []
         assert server.asked == []
         assert outcome(metrics, "UNAUTHENTICATED") == 1
 
@@ -190,17 +190,17 @@ def test_a_wrong_token_is_counted_and_tells_nothing() -> None:
 def test_a_replaced_pod_gets_a_channel_of_its_own_and_a_job_without_servers_is_left() -> None:
     async def story() -> None:
         server = FakeServer(1, pb.ProgressReply(incarnation=1))
-        heard = Heard()
+        received = Received()
         todo: list[Round | None] = []
         async with serving(server) as address:
             todo.append(round_of(Server(0, 1, "old", address)))
-            it = poller(lambda _: todo[-1], heard, Metrics())
+            it = poller(lambda _: todo[-1], received, Metrics())
             it.follow(KEY)
-            await heard.more(1)
+            await received.more(1)
             lines = it._polls[KEY].lines
             assert set(lines) == {"old"}
             todo.append(round_of(Server(0, 1, "new", address)))
-            await heard.more(len(heard.rounds) + 2)
+            await received.more(len(received.rounds) + 2)
             assert set(lines) == {"new"}
             task = it._polls[KEY].task
             todo.append(None)
@@ -260,7 +260,7 @@ def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_o
 
 
 def test_what_a_server_said_of_its_standby_outlives_it() -> None:
-    """O4, T6: it is asked for when the server is dead."""
+    """O4, T6: the operator sends the request when the server is dead."""
     before = Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={0: 2, 1: 2})
     assert carried(None, before) == before  # it has no term yet
     assert carried(before, Progress(taken=NOW, reached=frozenset({1}))).in_sync == {0: 2}
@@ -329,7 +329,7 @@ def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
             todo = replace(round_of(Server(0, 1, "u0", address)), worker=lambda *who: pods.get(who))
             it = poller(
                 lambda _: todo,
-                Heard(),
+                Received(),
                 Metrics(),
                 on_contact=lambda _, contact: contacts.append(contact),
                 clock=time.monotonic,
@@ -354,21 +354,21 @@ def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
 def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() -> None:
     async def story() -> None:
         zero, one = FakeServer(1, pb.ProgressReply(incarnation=1)), FakeServer(1, pb.ProgressReply(incarnation=1))
-        heard, metrics = Heard(), Metrics()
+        received, metrics = Received(), Metrics()
         async with serving(zero) as first, serving(one) as second:
             servers = Server(0, 1, "u0", first), Server(1, 1, "u1", second)
             todo = [replace(round_of(*servers), record=lambda: "the status", record_id="a")]
-            it = poller(lambda _: todo[0], heard, metrics)
+            it = poller(lambda _: todo[0], received, metrics)
             it.follow(KEY)
-            await heard.more(2)
+            await received.more(2)
             assert {(request.record, request.record_id) for request in zero.asked} == {("the status", "a")}
             zero.reply = pb.ProgressReply(incarnation=1, recorded="a")
             known = len(zero.asked)
-            await heard.more(len(heard.rounds) + 3)
+            await received.more(len(received.rounds) + 3)
             assert [request.record for request in zero.asked[known + 1 :]] == [""] * len(zero.asked[known + 1 :])
             todo[0] = replace(todo[0], record_id="b")
             known = len(zero.asked)
-            await heard.more(len(heard.rounds) + 2)
+            await received.more(len(received.rounds) + 2)
             assert "b" in {request.record_id for request in zero.asked[known:]}
             await it.close()
         assert {request.record for request in one.asked} == {""}

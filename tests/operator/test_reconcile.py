@@ -1,4 +1,4 @@
-"""O1, O2: a job becomes its objects, whatever fails on the way; running again changes nothing."""
+"""O1, O2: a job becomes its objects, with any failure in between; running again changes nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_running_again_writes_nothing(kube: Any, operator_on: Any, make_job: Mak
 def test_running_again_before_the_watch_shows_anything_writes_nothing(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:
-    """The overlay of our own writes stands in for the watch."""
+    """The overlay of our writes replaces the watch."""
     kube.put(JOBS, "team", make_job())
     operator = operator_on(kube)
     operator.show()
@@ -208,7 +208,7 @@ def test_a_pod_deleted_while_the_operator_was_away_is_found_missing_by_a_live_ge
 def test_a_deletion_that_no_watch_told_of_is_found_by_comparing_with_a_list(
     kube: Any, operator_on: Any, make_job: MakeJob, virtual: Any
 ) -> None:
-    """Kopf lists again after a gap, and does not tell of what was deleted in between."""
+    """Kopf lists again after a gap, and does not report the deletions in between."""
     from backstay_operator.verify import Verifier
 
     kube.put(JOBS, "team", make_job())
@@ -505,7 +505,7 @@ def test_the_account_of_worker_seconds_survives_pods_and_operators(
             (rank, 1): Report(at, tuple(spent * (i == applied) for i in range(len(MEASURED))))
             for rank, spent in seconds.values()
         }
-        operator.reconciler.heard(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=reports))
+        operator.reconciler.on_progress(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=reports))
 
     assert "workerSeconds" not in status(kube), "nothing is paid yet"
     run_all(kube)

@@ -221,7 +221,7 @@ def test_json_lines_are_json() -> None:
 
 
 def test_a_signal_ends_the_wait_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process 1 of a container gets none that it did not ask for."""
+    """Process 1 of a container receives only signals that it has handlers for."""
     assert not command.interrupted(0.01)
 
     def on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

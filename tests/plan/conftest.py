@@ -59,8 +59,8 @@ class Cluster:
         self.secret_at: datetime | None = None
         self.witnessed: set[str] = set()
         self.secret_deleted = False
-        self.secrets_deleted = 0  # how often that was asked for
-        self.secrets = 0  # how often a Secret was asked for
+        self.secrets_deleted = 0  # number of these requests
+        self.secrets = 0  # number of requests to create a Secret
         self.progress: Progress | None = None
         self.updates: Updates | None = None
         self.gated: dict[str, datetime] = {}
@@ -80,7 +80,7 @@ class Cluster:
         self.job_deleted = False
         self._serial = 0
 
-    # What the operator does.
+    # Actions of the operator.
 
     @property
     def job(self) -> TrainingJob:
@@ -271,7 +271,7 @@ class Cluster:
             else:
                 at[last] = operation["value"]
 
-    # What people, kubelet and nodes do.
+    # Actions of people, kubelet and nodes.
 
     def tick(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
@@ -383,7 +383,7 @@ class Cluster:
         self.pods = {n: p for n, p in self.pods.items() if not p["metadata"].get("deletionTimestamp")}
 
     def restart_operator(self) -> None:
-        """All that an operator remembers is lost."""
+        """The operator's memory is lost."""
         self.secret_ensured, self.secret_at, self.secret_deleted = False, None, False
         self.witnessed = set()
         self.missing = set()

@@ -1,4 +1,4 @@
-"""The end of training and the script of worker 0 that goes on after it: O1, O4, O5, T7, T8."""
+"""The end of training and the script of worker 0, which continues after it: O1, O4, O5, T7, T8."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leader(cluster, incarnation=None):
 
 
 def after(running, spec=SPEC, **fields):
-    """A job whose training has ended, while the script of worker 0 goes on."""
+    """A job whose training has ended, while the script of worker 0 continues."""
     cluster = running(spec)
     cluster.train(**fields)
     cluster.settle()
@@ -132,7 +132,7 @@ def test_t8_the_deadline_counts_from_the_end_of_training_and_may_change(running)
 
 @pytest.mark.parametrize("how", ["evicted", "deleted", "vanished"])
 def test_a_script_that_was_lost_is_not_run_again(running, how):
-    """Succeeded, and a condition and a warning say that nobody knows whether the script was complete."""
+    """Succeeded; a condition and a warning report that the outcome of the script is unknown."""
     cluster = after(running)
     name = leader(cluster)
     if how == "evicted":
@@ -169,8 +169,8 @@ def test_t8_a_worker_without_the_result_is_replaced_from_the_checkpoint(running,
         cluster.settle()
     pod = cluster.pods[leader(cluster, 2)]
     (trainer,) = pod["spec"]["containers"]
-    told = next(v["value"] for v in trainer["env"] if v["name"] == "BACKSTAY_TRAINED")
-    assert json.loads(told) == {"step": 9, "checkpoint": "file:///ckpt/9", "metrics": {"accuracy": 0.5}}
+    restored = next(v["value"] for v in trainer["env"] if v["name"] == "BACKSTAY_TRAINED")
+    assert json.loads(restored) == {"step": 9, "checkpoint": "file:///ckpt/9", "metrics": {"accuracy": 0.5}}
     assert [mount["mountPath"] for mount in trainer["volumeMounts"]] == [contract.CHECKPOINT_MOUNT]
     cluster.bury()
     assert {name for name in cluster.living() if "-worker-0-" in name} == {leader(cluster, 2)}
@@ -184,7 +184,7 @@ def test_t8_a_worker_without_the_result_is_replaced_from_the_checkpoint(running,
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_exception_before_train_returns_is_not_the_code_s_after_training(running, inside):
-    """The worker has reported that it has the result; its last message tells on which side of the return it died."""
+    """The worker has reported that it has the result; its final message shows whether `train` had returned."""
     cluster = running(SPEC)
     cluster.end(leader(cluster), 1, json.dumps({"reason": "OSError", "message": "x"}) if inside else "log")
     cluster.train(returned=1)
@@ -232,7 +232,7 @@ def test_a_replacement_runs_the_code_once_too(running, ready):
 
 
 def test_a_result_that_nothing_holds_fails_the_job(running):
-    """No checkpoint, and no worker that has it: there is nothing to go on with."""
+    """No checkpoint, and no worker with the result: the job cannot continue."""
     cluster = running({**SPEC, "checkpoint": {}})
     cluster.end(leader(cluster), 137)
     cluster.train(returned=0, checkpoint="")
@@ -297,7 +297,7 @@ def test_before_the_servers_leave_a_worker_without_the_result_is_replaced(runnin
 
 
 def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
-    """The spec may be edited meanwhile, so what the pods said before does not count."""
+    """The spec may change in between, so the earlier messages of the pods do not count."""
     cluster = after(running)
     cluster.edit(runPolicy={"suspend": True})
     cluster.settle()

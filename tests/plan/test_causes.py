@@ -107,14 +107,14 @@ def test_who_was_killed_had_no_last_words_only_a_log_and_lines_of_json_are_read(
     """The kubelet gives the log's end as the message of any that failed, however old it is."""
     log = '{"level": "info", "message": "checkpoint of step 5"}\n{"level": "info", "message": "step 7"}\nfree text\n[1]'
     states = {code: {"exitCode": code, "reason": "Error", "message": log} for code in (1, 137)}
-    told = {
+    texts = {
         code: verdict_of(
             {"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": {"terminated": state}}]}}
         ).text
         for code, state in states.items()
     }
-    assert told[1] == "exit code 1: checkpoint of step 5\nstep 7\nfree text\n[1]"
-    assert told[137] == "exit code 137 (SIGKILL); its log ends: checkpoint of step 5\nstep 7\nfree text\n[1]"
+    assert texts[1] == "exit code 1: checkpoint of step 5\nstep 7\nfree text\n[1]"
+    assert texts[137] == "exit code 137 (SIGKILL); its log ends: checkpoint of step 5\nstep 7\nfree text\n[1]"
 
 
 def test_an_unknown_signal_is_still_a_number():
@@ -150,7 +150,7 @@ def test_what_keeps_a_pod_from_starting(status, blocked):
 
 
 def test_what_a_script_printed_cannot_move_a_reader_s_cursor():
-    """O4: its last words are in the status, and `kubectl` prints that as it is."""
+    """O4: its final message is in the status, and `kubectl` prints it unchanged."""
     red = "\x1b[31mValueError\x1b[0m:\ttoo hot\r\n"
     state = {"terminated": {"exitCode": 1, "message": red}}
     verdict = verdict_of({"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": state}]}})

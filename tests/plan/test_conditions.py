@@ -1,4 +1,4 @@
-"""What the conditions, the phase and the counters of a job say."""
+"""The conditions, the phase and the counters of a job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_job_that_stores_nothing_says_so(running):
 
 
 def test_a_pod_that_waits_for_a_volume_says_where_the_reason_is(make_cluster):
-    """O4: the kubelet tells of a ConfigMap that is not there in the pod's events alone."""
+    """O4: the kubelet reports a missing ConfigMap only in the pod's events."""
     cluster = make_cluster(SPEC | {"code": {"configMap": "missing"}})
     cluster.settle()
     cluster.tick(20)

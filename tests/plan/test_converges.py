@@ -1,7 +1,7 @@
-"""O1, O2, O4, O5: whatever happens to the pods, in whatever order, the planner ends where it should.
+"""O1, O2, O4, O5: after any events about the pods, in any order, the planner reaches the expected state.
 
-A random history of everything that kubelets, nodes, people and operators do to one job; after every step the planner is
-run once, or until it is settled, or is killed in the middle of carrying a plan out.
+A random history has all actions of kubelets, nodes, people and operators on one job. After every step the planner runs
+once, or until no action is left, or is killed while it carries out a plan.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_any_history_converges(make_cluster, standbys):
         def ended(self):
             return self.cluster.status.get("phase") in ("Failed", "Succeeded")
 
-        # What may happen.
+        # Possible events.
 
         @rule(data=st.data(), ready=st.booleans())
         @precondition(lambda self: self.cluster.living())
@@ -185,7 +185,7 @@ def test_any_history_converges(make_cluster, standbys):
                 asked = any(self.silent_standby(place))  # it is called again before it is promoted, or given up
                 assert place in living or waits or left or asked or not wanted, f"{place} has no pod"
 
-        # What must hold, always.
+        # Invariants.
 
         @invariant()
         def the_budget_is_never_exceeded(self):

@@ -202,7 +202,7 @@ def test_a_server_that_outlived_the_suspension_is_replaced(running):
 
 
 def test_suspension_waits_for_a_lost_node_only_for_its_grace(running):
-    """T8: a worker that cannot be seen to die holds nobody up."""
+    """T8: a worker whose death cannot be observed does not delay the end."""
     cluster = running(TWO_SERVERS)
     cluster.edit(runPolicy={"suspend": True})
     assert cluster.settle().requeue_after.total_seconds() <= 31

@@ -9,7 +9,7 @@ from backstay_spec.observed import StoredReport, TermStart
 URI = "/ck/step-105"
 
 
-def told(job: Any, *reasons: str) -> list[tuple[str, str]]:
+def sent_events(job: Any, *reasons: str) -> list[tuple[str, str]]:
     return [(reason, text) for reason, text in job.events if reason in reasons]
 
 
@@ -22,7 +22,7 @@ def test_a_rollback_is_one_warning_with_the_updates_that_are_redone(running: Any
     job.tick(20)
     job.answer(term=2, step=120, step_before_term=157, term_start=TermStart(2, 105, URI, redone=52))
     job.settle()
-    assert told(job, "RolledBack", "Continued") == [
+    assert sent_events(job, "RolledBack", "Continued") == [
         ("RolledBack", "back to the checkpoint of step 105: 52 updates are redone")
     ]
     assert job.status["term"] == 2
@@ -35,7 +35,7 @@ def test_a_coordinator_that_was_replaced_leaves_a_lower_bound(running: Any) -> N
     job.settle()
     job.answer(term=2, step=1, last=(2, 1), step_before_term=157, term_start=TermStart(2, 0))
     job.settle()
-    assert told(job, "RolledBack") == [
+    assert sent_events(job, "RolledBack") == [
         ("RolledBack", "back to step 0, the initial parameters: at least 157 updates are redone")
     ]
 
@@ -51,7 +51,7 @@ def test_a_restarted_operator_knows_the_step_from_the_status_and_says_nothing_tw
     job.restart_operator()
     job.answer(term=2, step=130, last=(2, 130), term_start=TermStart(2, 105, URI))
     job.settle()
-    assert told(job, "RolledBack") == [
+    assert sent_events(job, "RolledBack") == [
         ("RolledBack", "back to the checkpoint of step 105: at least 5 updates are redone")
     ]
 
@@ -63,13 +63,13 @@ def test_a_job_that_continues_a_checkpoint_says_so_and_a_new_one_says_nothing(ru
     job.tick(20)
     job.answer(term=4, step=106, last=(4, 106), term_start=TermStart(4, 105, URI))
     job.settle()
-    assert told(job, "RolledBack", "Continued") == [
+    assert sent_events(job, "RolledBack", "Continued") == [
         ("Continued", f"training continues from the checkpoint of step 105: {URI}")
     ]
     new = running()
     new.answer(term=1, step=3, last=(1, 3), term_start=TermStart(1, 0))
     new.settle()
-    assert not told(new, "RolledBack", "Continued")
+    assert not sent_events(new, "RolledBack", "Continued")
 
 
 def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> None:
@@ -79,7 +79,7 @@ def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> No
     for step in (105, 120):
         job.answer(term=4, step=step, last=(4, step), term_start=start)
         job.settle()
-    assert told(job, "SettingsChanged") == [
+    assert sent_events(job, "SettingsChanged") == [
         (
             "SettingsChanged",
             "changed since the checkpoint of step 105: "
@@ -99,7 +99,7 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
     assert (job.status["evaluatedStep"], job.status["metrics"]) == (40, {"mse": 0.1768481})
     job.answer(term=1, step=90, evaluated_step=80, metrics=metrics, evaluation_error="ValueError: no data")
     job.settle()
-    assert told(job, "Evaluated", "EvaluationFailed") == [
+    assert sent_events(job, "Evaluated", "EvaluationFailed") == [
         ("Evaluated", "evaluation of step 40: bad nan, mse 0.176848"),
         ("EvaluationFailed", "the evaluation of step 80 failed: ValueError: no data"),
     ]
@@ -116,7 +116,7 @@ def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
     job.restart_operator()
     job.answer(term=1, step=30, untrained_leaves=names)
     job.settle()
-    [(_, text)] = told(job, "ZeroGradients")
+    [(_, text)] = sent_events(job, "ZeroGradients")
     assert "norm_0.mean, norm_1.mean" in text
     assert "and 22 more was exactly zero in the first updates of every worker" in text
     assert job.status["untrainedLeaves"] == list(names[:20])
@@ -136,6 +136,6 @@ def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(runn
     job.restart_operator()
     job.answer(term=1, step=7, reports=reports)
     job.settle()
-    assert told(job, "ReportStored") == [("ReportStored", "the report about worker-0 #1 is /ck/report-1")]
+    assert sent_events(job, "ReportStored") == [("ReportStored", "the report about worker-0 #1 is /ck/report-1")]
     (death,) = [entry for entry in job.status["history"] if entry.get("slot") == "worker-0"]
     assert death["report"] == "/ck/report-1"

@@ -57,7 +57,7 @@ def test_o5_what_proves_that_a_server_is_hung(training, round_of_calls, hung):
 @pytest.mark.parametrize(
     ("round_of_calls", "cause"),
     [
-        ({}, None),  # nobody confirms it: the operator or the node may be the cause
+        ({}, None),  # without a witness the operator or the node may be the cause
         ({"unreachable": frozenset({1})}, "Unresponsive"),
         ({"calls": 149}, None),
         ({"calls": 150}, "Unresponsive"),
@@ -261,8 +261,8 @@ def test_a_server_whose_node_is_cut_off_pays_for_nothing(training):
 
 @pytest.mark.parametrize("beats", [False, True])
 def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, beats):
-    """T8: it fell silent together with the coordinator, and the new one has never heard it, so it cannot say that it
-    hangs; or it lives, and does not find one of the servers."""
+    """T8: the worker became silent together with the coordinator, and the new coordinator never received a heartbeat
+    from it, so it cannot report it. Or the worker is alive, and does not find one of the servers."""
     cluster, name = out_of_touch
     uid = cluster.pods[name]["metadata"]["uid"]
     limit = cluster.job.spec.workers.stall_seconds if beats else 20

@@ -11,7 +11,7 @@ SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract
 
 
 def test_workers_that_leave_when_it_is_done_are_no_deaths(running):
-    """How a job ends: exit 0 after `done`, in whatever order the pods are seen to go."""
+    """The end of a job: exit code 0 after `done`; the pods end in any order."""
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(WORKER, 0), 0)
     cluster.settle()
@@ -30,7 +30,7 @@ def test_workers_that_leave_when_it_is_done_are_no_deaths(running):
 
 
 def test_exit_0_before_done_is_a_crash(running):
-    """ExitedEarly: told by the servers, or after a while without them."""
+    """ExitedEarly: by a report of the servers, or after some time without them."""
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(WORKER, 0), 0)
     cluster.tick(3)

@@ -81,8 +81,8 @@ def test_the_environment_is_the_contracts():
     every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", *of_kubelets}
     assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED} <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"
-    told = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
-    assert told == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})
+    config = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
+    assert config == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})
 
 
 def test_the_runtime_is_told_the_whole_spec():
@@ -116,7 +116,7 @@ def test_the_runtime_is_told_the_whole_spec():
 
 
 def test_a_dollar_in_a_uri_reaches_the_trainer():
-    """The kubelet expands $(NAME) in values; $$ is how it is told not to."""
+    """The kubelet expands $(NAME) in values, but not after $$."""
     assert "$$(HOME)" in environment(build(checkpoint={"uri": "file:///a$(HOME)"}))["BACKSTAY_CONFIG"]
 
 
@@ -137,7 +137,7 @@ def test_a_pod_has_no_rights_and_little_patience():
 
 
 def test_a_server_and_its_standby_would_rather_be_on_two_nodes():
-    """A node that is lost must not take both; but one node is enough, and a template's own wish counts."""
+    """The loss of a node must not end both; but one node is enough, and a template's own rule counts."""
     mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
     spec = {"parameterServers": {"replicas": 2, "standbys": 1, "template": {"spec": {"affinity": mine}}}}
     pod = build(SERVER, 1, 4, **spec)

@@ -79,7 +79,7 @@ def test_a_standby_that_does_not_run_yet_is_not_promoted(training):
 
 
 def test_a_deleted_server_is_succeeded_while_it_still_ends(training):
-    """T6: it may run for its whole grace period: nobody waits for that."""
+    """T6: it may run for its whole grace period, and the promotion does not wait for that."""
     answer(training, shard_0=2, shard_1=2)
     training.delete(training.named(SERVER, 1, 1), 60)
     training.settle()
@@ -88,7 +88,7 @@ def test_a_deleted_server_is_succeeded_while_it_still_ends(training):
 
 
 def test_an_operator_that_dies_after_the_status_ends_what_was_begun(training):
-    """O2, O5: the status is written first; the patch and the births follow from it."""
+    """O2, O5: the status is written first; the patch and the new pods follow from it."""
     training.end(training.named(SERVER, 0, 1), 137)
     todo = training.plan()
     training.write_status(todo)
@@ -145,7 +145,7 @@ def test_a_server_of_a_lost_node_is_not_waited_for(training):
 
 
 def test_a_standby_that_hangs_is_replaced_and_never_promoted(training):
-    """T8: its server has gone on without it; a promotion would be the end of the shard."""
+    """T8: its server has continued without it; a promotion would lose updates of the shard."""
     answer(training, shard_0=2, shard_1=2)
     name = training.named(SERVER, 0, 2)
     identity = uid(training, name)

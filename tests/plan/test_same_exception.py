@@ -137,7 +137,7 @@ def test_a_command_that_does_not_exist_fails_the_job(make_cluster):
 
 
 def test_a_script_that_never_trains_fails_the_job(make_cluster):
-    """Exit code 0 without `train`: every attempt would end alike, and nothing says so in a log."""
+    """Exit code 0 without `train`: every attempt would end in the same way, and no log explains it."""
     cluster = started(make_cluster)
     crash(cluster, SERVER, 0, "", 0)
     assert cluster.status["phase"] != "Failed"

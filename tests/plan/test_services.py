@@ -73,7 +73,7 @@ def test_a_deleted_service_comes_back_under_its_address(running):
 
 
 def test_an_address_that_is_being_freed_is_asked_for_again(running):
-    """T8: the API server tells of a Service's deletion some milliseconds before it can give its address again."""
+    """T8: the API server reports a Service's deletion some milliseconds before it can assign its address again."""
     cluster = running(TWO_SERVERS)
     name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))
     lost = cluster.services.pop(name)
@@ -87,7 +87,7 @@ def test_an_address_that_is_being_freed_is_asked_for_again(running):
 
 
 def test_where_an_address_is_lost_for_good_the_pods_that_know_it_are_replaced(running):
-    """T8: they would look for their servers there for ever."""
+    """T8: they would call their servers at that address forever."""
     cluster = running(TWO_SERVERS)
     name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))
     lost, before = cluster.services.pop(name), set(cluster.pods)
@@ -123,7 +123,7 @@ def test_what_carries_our_labels_but_another_owner_is_left_alone(running):
 
 
 def test_a_secret_that_was_deleted_comes_back_when_a_pod_lacks_it(running):
-    """O7 forbids to look whether it is there; a pod that waits for want of it tells."""
+    """O7 forbids a read of the Secret; a pod that waits for it shows that it is missing."""
     cluster = running(SPEC)
     cluster.end(cluster.named(WORKER, 0), 1)
     cluster.settle()

@@ -50,7 +50,7 @@ class Heart:
 
 @dataclass
 class World:
-    """What happens to whom: spans of seconds.
+    """The injected interruptions: spans of seconds.
 
     Attributes:
         stopped: name -> when its process is stopped. Names: a pod's, ``operator``, ``kubelet``, ``worker``.
@@ -254,8 +254,8 @@ QUICK = settings(
 def test_o5_a_healthy_pod_is_never_replaced(
     make_world, shape, node, operator, kubelet, follows, starved, latency, own, which
 ):
-    """The node and all that runs on it, the operator, the kubelet and one server stop for a while, alone and together;
-    the Lease is lost; the node is starved. All of them go on afterwards."""
+    """The node and all its processes, the operator, the kubelet and one server stop for a while, alone and together.
+    The Lease is lost, and the node has too little CPU time. All of them continue afterwards."""
     world = make_world(*shape, starved=starved, latency=latency, follows=follows)
     servers = names_of(world)
     world.stopped = {name: list(node) for name in (*servers, "worker")}
@@ -276,7 +276,7 @@ def test_o5_a_healthy_pod_is_never_replaced(
     at=st.integers(5, 40),
 )
 def test_t8_a_dead_server_is_replaced_within_a_bound(make_world, shape, operator, follows, which, at):
-    """Its process is stopped for good. 20 s after the last interruption of the operator it is replaced, and charged."""
+    """Its process is stopped permanently. 20 s after the operator's last interruption it is replaced, and charged."""
     world = make_world(*shape, follows=follows)
     name = names_of(world)[which % len(world.uids)]
     quiet = max([at, *(end for _, end in (*operator, *follows))])
