@@ -52,8 +52,8 @@ def tokens(expression: str) -> list[tuple[str, str]]:
 def selectors(expression: str) -> list[Selector]:
     """Every metric that a PromQL expression reads.
 
-    A name is a metric's unless a parenthesis or `by (...)` follows it (a function, an aggregation), it is a word of the
-    language, or it stands in the label list of `by (...)` and its like. Label matchers belong to the name before them.
+    A name before a parenthesis or `by (...)` is a function or an aggregation, and not a metric. Words of the language
+    and names in the label list of `by (...)` are not metrics either. Label matchers belong to the previous name.
     """
     given = tokens(expression)
     found: list[Selector] = []

@@ -29,7 +29,7 @@ SECONDS = 90.0
 
 @dataclasses.dataclass
 class Pod:
-    """One process, with its output and last words."""
+    """One process, with its output and its termination message."""
 
     name: str
     process: Forked
@@ -61,7 +61,7 @@ class Job:
         self.environment: dict[str, str] = {}
         self.pods: list[Pod] = []
         self._let = folder / "let"
-        # An address of its own: no port can be taken by others, though pods come and go.
+        # The job has its own address, so no other process can use its ports while a pod is replaced.
         self._block = claim_block()
         self.address = self._block.node_ip
         self._numbers = itertools.count(20000)
@@ -118,9 +118,9 @@ class Job:
             self.worker(rank)
 
     def let(self, step: int | None = None) -> None:
-        """Those that `HOLD_AT` holds go on until before this step, or to the end.
+        """Pods that `HOLD_AT` holds continue until before this step, or to the end.
 
-        Nothing that a test waits for can be over before the test has looked, however slow the machine is.
+        A test can therefore always observe a state before it ends, also on a slow machine.
         """
         beside = self._let.with_suffix(".part")
         beside.write_text(str(10**9 if step is None else step))

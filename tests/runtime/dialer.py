@@ -1,5 +1,7 @@
-"""Dials a server again and again as a pod or the operator does, and ends with 3 if that takes a lot of memory: run as
-a process of its own."""
+"""Calls a server again and again, as a pod or the operator does. Exits with 3 if that takes a lot of memory.
+
+Tests run it as a separate process.
+"""
 
 from __future__ import annotations
 

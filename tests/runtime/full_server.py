@@ -1,4 +1,4 @@
-"""A data port in a process that may open few files: run as a process of its own."""
+"""A data port in a process that may open few files. Tests run it as a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code after `train`: whose exit code counts, what is said of a failure, and who gets the result. T7, T8."""
+"""The code after `train`: which exit code counts, the report of a failure, and which pods get the result. T7, T8."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
 
 
 def test_the_last_messages_say_who_has_the_result(job, tmp_path: Path) -> None:
-    """T8: the server names the incarnation of rank 0 that returned, each worker says that training is over."""
+    """T8: the server names the incarnation of rank 0 that returned. Each worker reports the end of training."""
     tiny = stored(job, tmp_path, 2)
     server, leads, follows = tiny.server(0, 1), tiny.worker(0, 3), tiny.worker(1, 1)
     assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
@@ -94,7 +94,7 @@ def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path)
 
 
 def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_checkpoint(job, tmp_path: Path) -> None:
-    """T7, T8: killed with the result in its hands; the server says so, and a later pod returns the same result."""
+    """T7, T8: a worker is killed when it has the result. The server reports it. A later pod returns the same result."""
     tiny = stored(job, tmp_path, 1, **{ENV_FAULTS: "kill worker/0 @0 done"})
     server, dies = tiny.server(0, 1), tiny.worker(0, 1)
     assert [dies.wait(), server.wait()] == [KILLED, 0]

@@ -1,4 +1,4 @@
-"""What an answer means: most say that a connection is in transition (T8), few are final. One table for all calls."""
+"""The meaning of answers: most mean that a connection is in transition (T8), and few are final. One table has all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 class Answers(grpc.GenericRpcHandler):
-    """A server that answers each call with what it is told."""
+    """A server that answers each call with the status that a test sets."""
 
     def __init__(self) -> None:
         self.code, self.marked, self.calls = grpc.StatusCode.UNAVAILABLE, False, 0
@@ -48,7 +48,7 @@ class Answers(grpc.GenericRpcHandler):
             self.calls += 1
             if self.marked:
                 context.set_trailing_metadata(((REFUSAL, "1"),))
-            context.abort(self.code, "as told")
+            context.abort(self.code, "as set")
             yield b""
 
         return grpc.stream_stream_rpc_method_handler(answer)
@@ -227,7 +227,7 @@ def test_t8_heartbeats_go_on_after_a_strange_answer(answers: tuple[Answers, str]
 
 
 class Shard:
-    """A `join` that fails as often as it is told."""
+    """A server whose `join` fails `fails` times."""
 
     def __init__(self, fails: int, terms: tuple[int, ...] = (1,)) -> None:
         self.fails, self.terms, self.asked = fails, terms, 0

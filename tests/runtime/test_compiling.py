@@ -32,7 +32,7 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """Time that passes only during a call of sleep."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -15,7 +15,7 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 
 
 def scale(address: str, world: int) -> ProgressReply:
-    """What the operator says every 2 s."""
+    """Send the request that the operator sends every 2 s."""
     with grpc.insecure_channel(address) as channel:
         request = ProgressRequest(shard=0, world=world)
         return ControlStub(channel).Progress(request, timeout=30, metadata=bearer("0123456789abcdef"))

@@ -22,8 +22,8 @@ def test_t3_t4_connections_cut_and_frames_damaged_change_nothing_but_the_time(jo
     for name, value in tiny.reference().items():
         if name.isdigit():
             np.testing.assert_allclose(tiny.params(worker)[name], value, rtol=1e-9, atol=1e-12)
-    told = tiny.logs()
-    assert told.count("fault injected at step") == 4
+    logs = tiny.logs()
+    assert logs.count("fault injected at step") == 4
     assert "connecting again" in worker.output()
 
 
@@ -35,7 +35,7 @@ def test_t7_a_server_that_dies_before_a_file_is_renamed_leaves_the_checkpoint_be
     dies = tiny.server(1, 1)
     worker = tiny.worker(0, 1)
     dies.wait()
-    # A version is passed over while the one before it is still being written.
+    # No checkpoint of a version is written while the previous checkpoint is still being written.
     struck = re.search(r"fault injected at step (\d+): kill server/1 @8 rename", dies.output())
     tiny.server(1, 2)
     assert worker.wait() == 0

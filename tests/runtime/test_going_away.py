@@ -1,7 +1,7 @@
-"""A server that is about to end takes up connections still, and says at once that it is going away.
+"""A server that is about to end still accepts connections, and sends GOAWAY on each at once.
 
-gRPC's own retries begin a call anew on such a connection, without a pause, for as long as the channel takes it for
-ready: one thread is busy for good, and the process takes all the memory there is.
+gRPC itself retries a call on such a connection, without a pause, while it treats the channel as ready. One thread is
+then permanently busy, and the process uses all memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def going_away() -> Iterator[str]:
 
 @pytest.mark.parametrize("dials", ["control", "data", "operator"])
 def test_a_server_that_is_going_away_costs_its_callers_no_memory(dials: str, going_away: str) -> None:
-    """T8, O1: calls to it end; they are not begun anew for ever."""
+    """T8, O1: calls to the server end, and are not repeated forever."""
     dialer = [sys.executable, str(Path(__file__).with_name("dialer.py")), dials, going_away]
     ran = subprocess.run(dialer, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The instrumentation point: what spans keep, what histograms see, when faults strike."""
+"""The instrumentation point: the content of spans, the values of histograms, and the time of injected faults."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
 
 
 def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path: Path) -> None:
-    """T3, T5, T7: `AlreadyComplete`; an evaluator sees the last version. The state is that of the newest gradient."""
+    """T3, T5, T7: `AlreadyComplete`; an evaluator gets the last version. The state is that of the newest gradient."""
     tiny = job(
         2,
         2,
@@ -194,7 +194,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     old = tiny.worker(2, 0)
     assert old.wait() == 1
     assert "incarnation 1" in old.output()
-    # What the operator asks (O8).
+    # This is the request of the operator (O8).
     with grpc.insecure_channel(tiny.control(0)) as channel:
         progress = ControlStub(channel).Progress(
             ProgressRequest(world=4, stall_seconds=5), metadata=bearer("0123456789abcdef"), timeout=10
@@ -215,7 +215,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
     assert "\nprocess_resident_memory_bytes " in text
     labels = 'index="0",outcome="applied",role="ParameterServer",training_job="tiny"'
     assert f"backstay_contributions_total{{{labels}}} 0.0" in text
-    # Told to stop, a server without checkpoints just ends, and its worker leaves as well.
+    # After SIGTERM, a server without checkpoints ends at once, and its worker leaves too.
     for pod in (server, tiny.pods[1]):
         pod.process.send_signal(signal.SIGTERM)
     assert server.wait() == 143
@@ -248,7 +248,7 @@ def test_a_script_that_raises_leaves_its_last_words(job) -> None:
 
 
 def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
-    """T3, T4, T7: SIGTERM to a worker, then to its server, which stores what there is; the next incarnations go on."""
+    """T3, T4, T7: SIGTERM to a worker, then to its server, which stores its state. The next incarnations continue."""
     tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})
     tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
     server = tiny.server(0)

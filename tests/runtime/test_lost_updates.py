@@ -1,4 +1,4 @@
-"""What a job's metrics show after its coordinator died without a standby, and before the first update."""
+"""The metrics of a job after its coordinator died without a standby, and before the first update."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path
         assert shown["backstay_steps_redone_total"] == lost_at - stored  # of two workers, counted once
         assert (reply.steps_redone, reply.term_start.redone) == (total, lost_at - stored)
         assert reply.term_start.step == stored
-        # Whether or not the new coordinator has stored one itself: the checkpoint's age goes on.
+        # The age of the checkpoint continues, whether or not the new coordinator has stored one itself.
         assert began < shown["backstay_checkpoint_timestamp_seconds"] <= time.time()
 
 

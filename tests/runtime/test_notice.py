@@ -1,4 +1,4 @@
-"""A preemption's notice: a worker drops the gradient in hand and leaves, whatever it is in the middle of."""
+"""A notice of preemption: a worker drops its current gradient and leaves, also in the middle of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 
 
 def test_a_worker_that_is_told_to_stop_leaves_in_the_middle_of_a_step(job) -> None:
-    """O4, T4, T8: exit 143 long before its batch is there, gone for the server at once; its successor goes on."""
+    """O4, T4, T8: it exits with 143 long before its batch exists. The server drops it, and its successor continues."""
     tiny = job(1, 1)
     tiny.environment = {"JAX_ENABLE_X64": "1"}
     server, first = tiny.server(0), tiny.worker(0, HOLD_AT="3")
@@ -22,8 +22,8 @@ def test_a_worker_that_is_told_to_stop_leaves_in_the_middle_of_a_step(job) -> No
     assert first.wait() == 143
     with grpc.insecure_channel(tiny.control(0)) as channel:
         request = ProgressRequest(world=1, stall_seconds=60)
-        told = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
-    assert (told.live_workers, list(told.lost), list(told.stalled)) == (0, [], [])
+        reply = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
+    assert (reply.live_workers, list(reply.lost), list(reply.stalled)) == (0, [], [])
     second = tiny.worker(0, 1)
     assert [server.wait(), second.wait()] == [0, 0]
     expected = tiny.reference()

@@ -26,7 +26,7 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     assert "job default/a (uid 1, pod parameter-server-0)" in str(second.words()["message"])
     server.process.send_signal(signal.SIGKILL)
     assert server.wait() == KILLED
-    # Its next incarnation goes on at once with its own history, whoever else tries.
+    # Its next incarnation continues its history at once, although another job requests the folder.
     third = other.server(0, 1)
     server = tiny.server(0, 1)
     tiny.wait_for(server, "continuing from the checkpoint of step 2: ")
@@ -117,7 +117,7 @@ def test_t7_another_seed_is_refused_and_any_history_may_be_asked_for(job, tmp_pa
 
 
 def test_t8_a_folder_that_cannot_be_written_is_found_before_the_first_update(job, tmp_path: Path) -> None:
-    """Every server looks for itself, before it opens a port; the message names the path and the uid."""
+    """Every server checks the folder before it opens a port. The message names the path and the uid."""
     (tmp_path / "file").write_text("not a folder")
     tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "file" / "folder")})
     servers = [tiny.server(shard) for shard in range(2)]

@@ -1,4 +1,4 @@
-"""What leaves the coordinator: scalars that TensorBoard reads, `on_update`, and an early end."""
+"""Reports of the coordinator: scalars that TensorBoard reads, `on_update`, and an early end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from backstay.errors import CheckpointError, ConfigurationError
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a folder."""
+    """The scalars that TensorBoard reads from a folder."""
     read = EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
     read.Reload()
     return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
@@ -79,10 +79,10 @@ def test_a_storage_that_errs_loses_nothing_when_it_is_back(
     files = EventFiles(PosixFolder(tmp_path), "job.uid.1")
     with monkeypatch.context() as full:
 
-        def err(*arguments: object) -> None:
+        def fail(*arguments: object) -> None:
             raise CheckpointError("the disk is full")
 
-        full.setattr(PosixFolder, "append", err)
+        full.setattr(PosixFolder, "append", fail)
         for step in range(3):
             files.add(step, {"loss": 1.0})
             files.flush()
@@ -168,7 +168,7 @@ def test_early_ends_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="train was called without evaluate"):
         backstay.train(**settings(steps=1), stop_when=lambda metrics: True)
     with pytest.raises(ConfigurationError, match="evaluate_every is 0"):
-        backstay.train(**settings(steps=1), evaluate_every=0)
+        backstay.train(**settings(steps=1), evaluate=lambda params: {}, evaluate_every=0)
     with pytest.raises(ConfigurationError, match="on_update is int"):
         backstay.train(**settings(steps=1), on_update=3)  # type: ignore[arg-type]
 

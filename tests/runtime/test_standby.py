@@ -1,4 +1,4 @@
-"""Standbys as real processes: the active server is killed, and training goes on in the same term (T3, T4, T6)."""
+"""Standbys as real processes: the active server is killed, and training continues in the same term (T3, T4, T6)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Service:
 
 
 class Operator:
-    """What the operator does for servers: it starts them, points the Services, and tells every server who serves."""
+    """Does for servers what the operator does: starts them, sets the Services, and sends the active incarnations."""
 
     def __init__(self, job: Any) -> None:
         self.job = job
@@ -74,7 +74,7 @@ class Operator:
         self.pods: dict[tuple[int, int], Any] = {}
         job.environment["BACKSTAY_SERVERS"] = ",".join(service.address for service in self.services)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._tell_forever, daemon=True)
+        self._thread = threading.Thread(target=self._send_forever, daemon=True)
         self._thread.start()
 
     def server(self, shard: int, incarnation: int) -> Any:
@@ -94,9 +94,9 @@ class Operator:
     def promote(self, shard: int, incarnation: int) -> None:
         self.services[shard].target = (self.job.address, self.ports[shard, incarnation][0])
         self.active[shard] = incarnation
-        self.tell()
+        self.send_active()
 
-    def tell(self) -> dict[tuple[int, int], ProgressReply]:
+    def send_active(self) -> dict[tuple[int, int], ProgressReply]:
         incarnations = {f"parameter-server-{shard}": active for shard, active in self.active.items()}
         replies = {}
         for (shard, incarnation), (control, *_) in list(self.ports.items()):
@@ -111,13 +111,13 @@ class Operator:
                 )
         return replies
 
-    def _tell_forever(self) -> None:
+    def _send_forever(self) -> None:
         while not self._closed.wait(0.3):
-            self.tell()
+            self.send_active()
 
     def wait(self, what: Callable[[dict[tuple[int, int], ProgressReply]], bool]) -> None:
         for _ in range(int(SECONDS / 0.1)):
-            if what(self.tell()):
+            if what(self.send_active()):
                 return
             self._closed.wait(0.1)
         pytest.fail(f"it did not happen:\n{self.job.logs()}")

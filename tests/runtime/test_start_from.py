@@ -12,8 +12,10 @@ from backstay import load
 
 
 def test_t4_started_beside_another_job_it_is_the_plain_loop_though_a_server_dies(job, tmp_path: Path) -> None:
-    """Two servers, in the folder of the other job. One dies before the first checkpoint: all begin again with the same
-    parameters, though the newest checkpoint of the folder is excluded by the claim of this job."""
+    """Two servers use the folder of the other job, and one dies before the first checkpoint.
+
+    All pods begin again with the same parameters, although this job's claim excludes the newest checkpoint.
+    """
     folder = tmp_path / "folder"
     first = job(1, 1, checkpoint={"uri": str(folder), "every_steps": 2})
     first.environment = {"BACKSTAY_JOB": "a", "STEPS": "2"}

@@ -1,4 +1,4 @@
-"""A job whose checkpoints cannot be stored: it trains on and says so, and is whole again when the storage is (T7)."""
+"""A job whose checkpoints cannot be stored continues and reports it. It stores again when the storage works (T7)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def progress(address: str) -> ProgressReply:
 def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when_it_is_back(
     job, tmp_path: Path
 ) -> None:
-    """T7, T8: a folder that vanishes and comes back; log, metric and `Progress` tell; no update waits for it."""
+    """T7, T8: a folder disappears and returns. Log, metric and `Progress` report it, and no update waits for it."""
     folder = tmp_path / "checkpoints"
     real, broken = tmp_path / "real", tmp_path / "broken"
     real.mkdir()
@@ -59,7 +59,7 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     assert "step-000000000010" in str(server.words()["checkpoint"])
     output = server.output()
     manifest = next(file for file in folder.iterdir() if "000000000010" in file.name and file.suffix == ".json")
-    # Damaged behind our back: the next start names it and goes on from the one before.
+    # The test damages the manifest. The next start names it and continues from the previous checkpoint.
     manifest.write_bytes(manifest.read_bytes()[:200])
     again = tiny.server(0, 1)
     tiny.wait_for(again, "continuing from the checkpoint")

@@ -20,7 +20,7 @@ def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: 
     state = CoordinatorState(term=1, version=3, world=3)
     peers = [Peer(role="worker", index=rank, incarnation=1) for rank in range(3)]
 
-    def told(now: float, *seconds: float) -> list[int]:
+    def reported(now: float, *seconds: float) -> list[int]:
         for peer, each in zip(peers, seconds, strict=True):
             live.joined(now, peer)
             for _ in range(20):
@@ -30,12 +30,12 @@ def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: 
             leader.fill(now, reply, state, 300)
         return [slow.rank for slow in reply.stragglers]
 
-    assert told(0, 0.1, 0.1, 0.5) == [2]
+    assert reported(0, 0.1, 0.1, 0.5) == [2]
     series = 'backstay_straggler_delay_seconds{index="0",rank="2",role="ParameterServer",training_job="job"} 0.4'
     assert series in generate_latest(metrics.registry).decode()
-    assert told(5, 0.1, 0.1, 0.5) == [2]
+    assert reported(5, 0.1, 0.1, 0.5) == [2]
     assert [record.getMessage() for record in caplog.records] == [
         "rank 2 is slow: its gradient takes 0.4 s longer than the others' median"
     ]
-    assert told(8, 0.1, 0.1, 0.1) == []
+    assert reported(8, 0.1, 0.1, 0.1) == []
     assert "backstay_straggler_delay_seconds{" not in generate_latest(metrics.registry).decode()

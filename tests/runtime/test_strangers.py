@@ -1,7 +1,7 @@
-"""O7, T8: what peers can do to a server's ports that have no token, or have one and do not keep the rules of HTTP/2.
+"""O7, T8: peers of a server that have no token, or have a token and break the rules of HTTP/2.
 
-The peers are sockets, as gRPC's own clients are too well behaved. Training, which is a link and heartbeats here, goes
-on meanwhile.
+The peers are sockets, because the clients of gRPC keep the rules. Training continues meanwhile. It consists of a link
+and heartbeats here.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Connection:
         self.send(frame(HEADERS, END_HEADERS, stream, grpc_headers(method, token)))
 
     def frames(self, seconds: float = 30.0) -> list[tuple[int, int, int, bytes]]:
-        """What has come, once something has; empty when the peer has closed the connection."""
+        """The received frames, at least one. The list is empty when the peer has closed the connection."""
         self.socket.settimeout(seconds)
         found: list[tuple[int, int, int, bytes]] = []
         while not found:
@@ -235,7 +235,7 @@ class Training:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         self._report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Updates are made from now on, and heartbeats are answered."""
         start = self.version
         until(lambda: self.version > start + 10)
@@ -275,7 +275,7 @@ def test_o7_calls_without_a_token_are_refused_by_their_headers(
 ) -> None:
     """T8: 40 calls that never send a message hold nothing."""
     job = training(message=3600.0, unproven=3600.0)
-    job.goes_on()
+    job.continues()
     with caplog.at_level(logging.WARNING):
         for first in range(0, 40, 10):
             strangers.append(Connection(job.server.port))
@@ -283,7 +283,7 @@ def test_o7_calls_without_a_token_are_refused_by_their_headers(
             for stream in sorted(streams):
                 strangers[-1].call(stream, HEARTBEAT, None if first % 20 else "another token")
             assert strangers[-1].answered(streams) == streams
-        job.goes_on()
+        job.continues()
     said = [record.getMessage() for record in caplog.records if "without this job's token" in record.getMessage()]
     assert len(said) == 1
     assert "the control port" in said[0]
@@ -294,13 +294,13 @@ def test_t8_calls_with_the_token_that_never_send_a_message_hold_no_thread(
     training: Callable[..., Training], strangers: list[Connection]
 ) -> None:
     job = training(message=3600.0)
-    job.goes_on()
+    job.continues()
     threads = threading.active_count()
     streams = {2 * number + 1 for number in range(40)}
     strangers.append(Connection(job.server.port))
     for stream in sorted(streams):
         strangers[-1].call(stream, HEARTBEAT, TOKEN)
-    job.goes_on()
+    job.continues()
     assert threading.active_count() <= threads
 
 
@@ -315,7 +315,7 @@ def test_t8_a_call_whose_message_does_not_come_ends(
     strangers[-1].call(3, HEARTBEAT, TOKEN)
     strangers[-1].send(frame(DATA, 0, 3, b"\0" + struct.pack(">I", 100) + b"half"))
     assert strangers[-1].answered({3}) == {3}
-    job.goes_on()
+    job.continues()
 
 
 @pytest.mark.parametrize("method", [HEARTBEAT, "/backstay.v1.Control/Coordinate", "/backstay.v1.Control/None"])
@@ -324,7 +324,7 @@ def test_o7_large_messages_without_a_token_do_not_grow_a_server(
 ) -> None:
     """40 messages of 15 MB: they are sent without regard to HTTP/2's windows, as far as the server lets them."""
     job = training(unproven=3600.0)
-    job.goes_on()
+    job.continues()
     before = memory()
     message = b"\0" + struct.pack(">I", 15 * MIB) + bytes(15 * MIB)
     chunk = 16 << 10
@@ -335,7 +335,7 @@ def test_o7_large_messages_without_a_token_do_not_grow_a_server(
         with contextlib.suppress(OSError):
             for at in range(0, len(message), chunk):
                 strangers[-1].socket.sendall(frame(DATA, 0, 1, message[at : at + chunk]))
-    job.goes_on()
+    job.continues()
     assert memory() - before < 100 * MIB
 
 
@@ -346,7 +346,7 @@ def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Call
         with pytest.raises(grpc.RpcError) as refused:
             raw(bytes(MAX_MESSAGE_BYTES + 1), metadata=bearer(TOKEN), timeout=SECONDS)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    job.goes_on()
+    job.continues()
 
 
 def test_t8_a_stranger_that_goes_on_calling_is_cut_off(
@@ -357,7 +357,7 @@ def test_t8_a_stranger_that_goes_on_calling_is_cut_off(
     for number in range(4 * MAX_REFUSED):
         strangers[-1].call(2 * number + 1, HEARTBEAT)
     assert strangers[-1].closed()
-    job.goes_on()
+    job.continues()
 
 
 def test_o7_calls_above_the_limit_of_a_connection_are_refused(
@@ -371,13 +371,13 @@ def test_o7_calls_above_the_limit_of_a_connection_are_refused(
         strangers[-1].call(stream, HEARTBEAT, TOKEN)
     surplus = set(streams[MAX_CALLS_PER_CONNECTION:])
     assert strangers[-1].answered(surplus) == surplus
-    job.goes_on()
+    job.continues()
 
 
 def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[..., Training]) -> None:
     """The older server, which was only stopped, learns at once that it was replaced."""
     job = training()
-    job.goes_on()
+    job.continues()
     sink = SimpleNamespace(deliver=lambda _: None)
     newer = Peer(role="parameter-server", index=1, incarnation=1)
     link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, sink, "Sync")  # type: ignore[arg-type]
@@ -393,11 +393,11 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
 def test_t8_idle_connections_are_closed(training: Callable[..., Training], strangers: list[Connection]) -> None:
     """300 of them, half of which do not even begin to speak HTTP/2."""
     job = training(unproven=1.0)
-    job.goes_on()
+    job.continues()
     strangers.extend(Connection(job.server.port, silent=number % 2 == 0) for number in range(300))
-    job.goes_on()
+    job.continues()
     assert all(stranger.closed() for stranger in strangers)
-    job.goes_on()
+    job.continues()
 
 
 def test_t8_a_call_whose_headers_never_end_is_closed(
@@ -412,7 +412,7 @@ def test_t8_a_call_whose_headers_never_end_is_closed(
     strangers.append(Connection(job.server.port))
     strangers[-1].send(frame(HEADERS, END_HEADERS, 1, headers)[:12])  # not even one frame
     assert strangers[-1].closed()
-    job.goes_on()
+    job.continues()
 
 
 # ---- The data port ----
@@ -430,7 +430,7 @@ class Exchange:
         self.port = self.listener.bound
         self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         body = np.arange(100_000, dtype=np.uint8)
         self._stream.write(Frame(pull=Pull(min_version=7)), body)
         frame, got = self._stream.read()
@@ -464,13 +464,13 @@ def test_o7_data_streams_without_a_token_are_refused_by_their_headers(
     exchange: Callable[..., Exchange], strangers: list[Connection], method: str
 ) -> None:
     data = exchange(unproven=3600.0)
-    data.goes_on()
+    data.continues()
     streams = {2 * number + 1 for number in range(40)}
     strangers.append(Connection(data.port))
     for stream in sorted(streams):
         strangers[-1].call(stream, FLIGHT + method)
     assert strangers[-1].answered(streams) == streams
-    data.goes_on()
+    data.continues()
 
 
 @pytest.mark.parametrize("method", ["GetFlightInfo", "GetSchema", "DoAction", "DoGet", "ListFlights", "DoExchange"])
@@ -479,7 +479,7 @@ def test_o7_large_messages_without_a_token_do_not_grow_the_data_port(
 ) -> None:
     """gRPC receives the one message of such a method before Flight sees the call: the connection is closed instead."""
     data = exchange(unproven=3600.0)
-    data.goes_on()
+    data.continues()
     before, peak = memory(), 0
     stranger = Connection(data.port)
     strangers.append(stranger)
@@ -508,7 +508,7 @@ def test_o7_large_messages_without_a_token_do_not_grow_the_data_port(
             elif kind in (1, 3):  # HEADERS, RST_STREAM: refused
                 open_ = False
     assert sent < size
-    data.goes_on()
+    data.continues()
     assert peak - before < 512 * MIB
 
 
@@ -516,12 +516,12 @@ def test_t8_idle_connections_to_the_data_port_are_closed(
     exchange: Callable[..., Exchange], strangers: list[Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = exchange(unproven=1.0)
-    data.goes_on()
+    data.continues()
     with caplog.at_level(logging.WARNING):
         strangers.extend(Connection(data.port, silent=number % 2 == 0) for number in range(300))
-        data.goes_on()
+        data.continues()
         assert all(stranger.closed() for stranger in strangers)
-        data.goes_on()
+        data.continues()
     assert any("the data port" in record.getMessage() for record in caplog.records)
 
 

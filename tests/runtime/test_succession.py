@@ -1,4 +1,4 @@
-"""One server in this process, told things in an order that networks and takers-over bring about: T6, T8."""
+"""One server in this process gets messages in the order that broken links and takeovers cause. T6, T8."""
 
 from __future__ import annotations
 
@@ -121,8 +121,10 @@ def server(coordinator: ControlServer) -> Iterator[Server]:
 
 
 def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, server: Server) -> None:
-    """The link breaks while the shard loads, as when it first hears who leads: the coordinator tells the beginning of
-    the term again, and that comes when the shard stands there already."""
+    """The link breaks while the shard loads, for example when the shard first receives the leader.
+
+    The coordinator sends the beginning of the term again. The shard is already there when it gets this message.
+    """
     until(lambda: not server.not_ready())
     server.deliver(Rollback(term=1, version=0, world=1))
     until(lambda: not server.not_ready())
@@ -131,7 +133,7 @@ def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, 
 def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
     coordinator: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has joined it, and the job is over: a worker may have been pulling from the server before it."""
+    """No worker has joined it, and the job is over. A worker may have been pulling from the previous server."""
     answers: list[bool] = []
     awaited = Server._awaited
     monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
@@ -238,10 +240,10 @@ def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
     try:
         with monkeypatch.context() as broken:
 
-            def err(**more: object) -> None:
-                raise StorageError("the storage errs")
+            def fail(**more: object) -> None:
+                raise StorageError("the storage fails")
 
-            broken.setattr(store, "newest", err)
+            broken.setattr(store, "newest", fail)
             assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
         storage._hold()
         assert store.newest().manifest == four
@@ -295,7 +297,7 @@ def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> N
 def test_t6_a_folder_that_is_taken_over_late_continues_where_the_term_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing could be written when the term began. What the previous incarnation stored until then does not count."""
+    """No file could be written when the term began. Earlier files of the previous incarnation do not count."""
     store = CheckpointStore(str(tmp_path))
     job = Job(namespace="default", name="job", uid="1")
     storage = storage_of(store)

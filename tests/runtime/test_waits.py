@@ -1,4 +1,4 @@
-"""What the next update waits for is said with the rank and what that rank does (the rank is named within 30 s)."""
+"""The rank that the next update waits for is reported, with its activity, within 30 s."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def evaluate(params, state=None):
     return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
 
 
-# Two threads may wait for a batch that is held, and the third one prepares what is asked for after a rollback.
+# Two threads may wait for a held batch. The third one prepares the batch that is requested after a rollback.
 ROWS = np.arange(int(os.environ.get("SAMPLES", "2")))
 SAMPLES = backstay.from_dataset(ROWS, batch_size=2, workers=3, ahead=3)
 
