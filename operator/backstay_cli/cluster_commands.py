@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -28,7 +29,16 @@ from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
 
-__all__ = ["BAD_INPUT", "FAILED", "Output", "add_commands", "choose", "with_cluster", "write_object"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "Output",
+    "accept_any_character",
+    "add_commands",
+    "choose",
+    "with_cluster",
+    "write_object",
+]
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _TOP_SECONDS = 2.0
@@ -86,6 +96,8 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        raise  # of the output, such as `| head`
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
@@ -95,6 +107,13 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         print(f"error: the API server does not answer: {str(error) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
+
+
+def accept_any_character() -> None:
+    """A character that the terminal's encoding does not have is printed as ``?``; without this it is an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _refusal(error: ApiError) -> str:

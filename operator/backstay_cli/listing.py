@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,9 @@ from backstay_cli.view import number
 from backstay_cli.words import clock, duration
 
 __all__ = ["as_rows", "table", "top_table", "views"]
+
+_NAME_WIDTH: Final = 8
+"""The least width of the first column, in characters. In a narrow terminal the others give way."""
 
 _PHASES = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended": "yellow"}
 
@@ -64,7 +67,9 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
 def _columns(names: Sequence[str], *, left: frozenset[str]) -> Table:
     made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in names:
-        made.add_column(name, justify="left" if name in left else "right", no_wrap=True, overflow="ellipsis")
+        least = _NAME_WIDTH if name == names[0] else None
+        justify: Any = "left" if name in left else "right"
+        made.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from backstay_cli.cluster_commands import add_commands
+from backstay_cli.cluster_commands import accept_any_character, add_commands
 from backstay_cli.jobfile import (
     BadInput,
     ScriptOptions,
@@ -282,6 +282,7 @@ def _refuse(message: str) -> NoReturn:
 
 def main() -> None:
     """The entry point of the `backstay` command."""
+    accept_any_character()
     app()
 
 

@@ -169,8 +169,10 @@ class Picture:
 
     def _rows(self, found: Sequence[PodRow], room: int) -> Iterator[RenderableType]:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for column in ("pod", "state", "does now"):
-            table.add_column(column, no_wrap=True, overflow="ellipsis")
+        for column, texts in (("pod", [row.slot for row in found]), ("state", [row.state for row in found])):
+            # In a narrow terminal the others give way.
+            table.add_column(column, no_wrap=True, overflow="ellipsis", min_width=max(map(len, texts), default=0))
+        table.add_column("does now", no_wrap=True, overflow="ellipsis")
         several = len({row.node for row in found}) > 1
         if several:
             table.add_column("node", no_wrap=True, overflow="ellipsis", max_width=24)

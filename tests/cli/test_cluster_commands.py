@@ -6,7 +6,10 @@ import asyncio
 import base64
 import gzip
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,6 +172,34 @@ def test_a_small_terminal_gets_a_picture_that_fits_and_names_the_pods_that_are_n
     said = "\n".join(lines)
     assert "worker 70" in said
     assert "more: " in said
+
+
+def test_a_terminal_of_40_columns_shows_the_names() -> None:
+    lines = text_of(page(view(), NOW, "a cluster"), 40)
+    assert max(len(line) for line in lines) <= 40
+    for name in ("server 0", "worker 0", "worker 1"):
+        assert any(line.startswith(name) for line in lines), lines
+    listed = text_of(listing.table(listing.views([job("digits"), job("mnist")]), everywhere=False, now=NOW), 40)
+    assert [line.split()[0] for line in listed[1:]] == ["digits", "mnist"]
+
+
+@pytest.mark.parametrize("command", ["backstay", "kubectl-backstay"])
+def test_a_terminal_without_unicode_gets_question_marks(cluster: FakeApi, command: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    program = Path(sys.executable).with_name(command)
+    done = subprocess.run([program, "status", "digits"], capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"step 240 of 400" in done.stdout
+    assert b"?" in done.stdout
+
+
+def test_the_end_of_a_pipe_is_no_error_of_the_server(cluster: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    async def write(_: object) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        with_cluster(Where(None, None, None, embedded=True), write)
+    assert capsys.readouterr().err == ""
 
 
 def test_the_object_for_scripts_has_finite_numbers_only() -> None:
