@@ -30,6 +30,7 @@ from backstay_cli.words import shortened
 from backstay_spec import contract
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+_LAST_SECONDS = 2.0
 _POLL_SECONDS = 0.25
 _LOGS = "pods"
 _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
@@ -250,7 +251,7 @@ async def _follow(session: Session, following: _Following) -> JobView:
                 raise session.death() from None
         else:
             if view.ended:
-                return view
+                return await _last_look(session, following)
             if not view.seen and time.monotonic() > deadline:
                 log = session.folder / "operator.log"
                 ended = f" ({session.operator.said})" if session.operator.said else ""
@@ -259,6 +260,26 @@ async def _follow(session: Session, following: _Following) -> JobView:
         if session.died.done():
             raise session.death()
         await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _last_look(session: Session, following: _Following) -> JobView:
+    """The job once its workers have ended: their last seconds are part of its goodput."""
+    deadline = time.monotonic() + _LAST_SECONDS
+    with contextlib.suppress(ApiError, aiohttp.ClientError, TimeoutError, OSError):
+        while time.monotonic() < deadline:
+            pods = await session.api.pods_of(following.namespace, following.name)
+            workers = [
+                pod
+                for pod in pods
+                if pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE) == contract.ROLE_WORKER
+            ]
+            if not any((pod.get("status") or {}).get("phase") in ("Pending", "Running") for pod in workers):
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)  # the operator writes the status then
+        return await following.look(session.api)
+    assert following.view is not None
+    return following.view
 
 
 def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> int:
