@@ -63,7 +63,7 @@ def test_t7_a_folder_without_a_usable_checkpoint_is_refused(tmp_path: Path, writ
     before = names_in(tmp_path)
     storage = storage_of(tmp_path)
     try:
-        with pytest.raises(CheckpointError, match=r"can use none of them: restore the files, use another") as caught:
+        with pytest.raises(CheckpointError, match=r"can use none of them. Restore the files, use another") as caught:
             storage.newest(0)
     finally:
         storage.close()

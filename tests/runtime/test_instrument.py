@@ -14,12 +14,12 @@ from backstay import _instrument
 def fresh() -> Iterator[None]:
     _instrument.keep(_instrument.CAPACITY)
     yield
-    _instrument.strike_with(None)
+    _instrument.inject_with(None)
     _instrument.observe("p", None)
     _instrument.keep(_instrument.CAPACITY)
 
 
-class Striker:
+class FaultInjector:
     def __init__(self, error: Exception | None = None) -> None:
         self.reached: list[tuple[str, int | None]] = []
         self._error = error
@@ -35,8 +35,8 @@ class Striker:
 
 def test_a_span_is_kept_observed_and_struck_once() -> None:
     seen: list[float] = []
-    striker = Striker()
-    _instrument.strike_with(striker)
+    striker = FaultInjector()
+    _instrument.inject_with(striker)
     _instrument.observe("p", seen.append)
     with _instrument.span("p", 7, shard=1):
         pass
@@ -58,7 +58,7 @@ def test_a_body_that_raises_is_kept_and_not_observed() -> None:
 
 def test_a_fault_that_raises_leaves_no_open_span() -> None:
     _instrument.follow_this_thread()
-    _instrument.strike_with(Striker(OSError("full")))
+    _instrument.inject_with(FaultInjector(OSError("full")))
     with pytest.raises(OSError, match="full"), _instrument.span("p"):
         raise AssertionError("the body must not run")
     assert _instrument.doing() is None
@@ -95,7 +95,7 @@ def test_values_pass_unchanged_without_a_script() -> None:
     value = object()
     assert _instrument.alter("frame", value) is value
     _instrument.reach("p")
-    _instrument.strike_with(Striker())
+    _instrument.inject_with(FaultInjector())
     assert (_instrument.alter("frame", 1), _instrument.alter("else", 1)) == (2, 1)
 
 

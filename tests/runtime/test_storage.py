@@ -64,7 +64,7 @@ def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when
     again = tiny.server(0, 1)
     tiny.wait_for(again, "continuing from the checkpoint")
     said = again.output()
-    assert f"passed over a checkpoint: {manifest.name}" in said
+    assert f"skipped a checkpoint: {manifest.name}" in said
     assert "continuing from the checkpoint of step 2: " in said, output
 
 
@@ -76,5 +76,5 @@ def test_t8_a_scheme_that_no_file_system_has_fails_the_job_before_anything_is_co
     words = server.words()
     assert (words["result"], words["reason"]) == ("Failed", "CheckpointError")
     assert "s4://bucket/folder cannot be opened: Protocol not known: s4" in str(words["message"])
-    assert "a scheme that fsspec knows" in str(words["message"])
+    assert "a scheme that fsspec supports" in str(words["message"])
     assert "planned after" not in server.output()

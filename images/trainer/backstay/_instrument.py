@@ -1,8 +1,8 @@
 """The one instrumentation point of a training pod: spans, histograms and injected faults share it.
 
-Code marks what it does once, with `span`, `reach` or `record`. What happens at such a point is decided elsewhere: a
-ring buffer keeps the newest spans, a histogram observes their durations, and a fault script strikes. Times are seconds
-of `time.monotonic`.
+Code marks its points once, with `span`, `reach` or `record`. Other objects act at such a point. A ring buffer keeps the
+newest spans, a histogram observes their durations, and a fault script injects faults. Times are seconds of
+`time.monotonic`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 __all__ = [
     "CAPACITY",
     "Doing",
+    "FaultInjector",
     "Span",
-    "Striker",
     "alter",
     "clocks",
     "doing",
     "follow_this_thread",
+    "inject_with",
     "keep",
     "means",
     "observe",
@@ -34,7 +35,6 @@ __all__ = [
     "record",
     "span",
     "spans",
-    "strike_with",
 ]
 
 CAPACITY: Final = 16_384
@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Doing:
-    """What the followed thread is doing.
+    """The activity of the followed thread.
 
     Attributes:
         point: the innermost open span.
@@ -79,14 +79,14 @@ class Doing:
     began: float
 
 
-class Striker(Protocol):
+class FaultInjector(Protocol):
     """Carries out a fault script."""
 
     def reach(self, point: str, step: int | None) -> None:
         """The process is at `point`. Raises OSError where the script lets a write fail."""
 
     def alter(self, point: str, value: Any) -> Any:
-        """What is used instead of `value` at `point`."""
+        """The replacement of `value` at `point`."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class _Clocks:
 
 clocks: Final = _Clocks()
 
-_striker: Striker | None = None
+_injector: FaultInjector | None = None
 _ring: deque[tuple[int, str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
 _numbers = itertools.count()
 _observers: dict[str, Callable[[float], None]] = {}
@@ -155,9 +155,9 @@ class _Open:
         self._began = _monotonic()
         if _thread_id() == _followed:
             _open.append(self)
-        if _striker is not None:
+        if _injector is not None:
             try:
-                _striker.reach(self._point, self._step)
+                _injector.reach(self._point, self._step)
             except BaseException:
                 self._leave()
                 raise
@@ -187,7 +187,7 @@ class _Open:
 
 
 def span(point: str, step: int | None = None, **notes: Any) -> AbstractContextManager[None]:
-    """``with span("compute", step):`` marks what the thread does meanwhile; a fault may strike when it begins.
+    """``with span("compute", step):`` marks what the thread does meanwhile; a fault may be injected when it begins.
 
     A span whose body raises an exception is kept with the exception's name, and is in no histogram.
 
@@ -200,21 +200,21 @@ def span(point: str, step: int | None = None, **notes: Any) -> AbstractContextMa
 
 
 def reach(point: str, step: int | None = None) -> None:
-    """The thread is at `point`: a fault may strike here. Nothing is kept."""
-    if _striker is not None:
-        _striker.reach(point, step)
+    """The thread is at `point`: a fault may be injected here. No span is kept."""
+    if _injector is not None:
+        _injector.reach(point, step)
 
 
 def alter(point: str, value: _T) -> _T:
     """`value`, unless a fault script replaces it at `point`."""
-    if _striker is None:
+    if _injector is None:
         return value
-    altered: _T = _striker.alter(point, value)
+    altered: _T = _injector.alter(point, value)
     return altered
 
 
 def record(point: str, began: float, ended: float, step: int | None = None, **notes: Any) -> None:
-    """Keep a span that was measured elsewhere; no fault strikes."""
+    """Keep a span that was measured elsewhere; no fault is injected."""
     seconds = max(0.0, ended - began)
     _sum(point, seconds)
     if (observer := _observers.get(point)) is not None:
@@ -243,7 +243,7 @@ def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
 
 
 def doing() -> Doing | None:
-    """What the followed thread is doing; None: no span is open there."""
+    """The activity of the followed thread; None: no span is open there."""
     innermost = _open[-1:]
     return innermost[0].as_doing() if innermost else None
 
@@ -283,7 +283,7 @@ def observe(point: str, observer: Callable[[float], None] | None) -> None:
         _observers[point] = observer
 
 
-def strike_with(striker: Striker | None) -> None:
-    """Take a fault script; None: no longer."""
-    global _striker  # noqa: PLW0603
-    _striker = striker
+def inject_with(injector: FaultInjector | None) -> None:
+    """Inject the faults of a script from now on; None: no longer."""
+    global _injector  # noqa: PLW0603
+    _injector = injector

@@ -75,7 +75,7 @@ def train(
             ``loss(params, state, batch)`` returns ``(scalar, new_state)``, or ``(scalar, new_state, {name: scalar})``;
             with `has_rng` a key is its last argument.
         batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays; a pure function. It is
-            called ahead of need, in a thread of its own.
+            called before the batch is needed, in another thread.
         optimizer: any optax optimizer that shards can compute exactly. With `local` it is the outer optimizer, and may
             be left out. The default is SGD with learning rate 0.7. In Sync mode it has Nesterov momentum 0.9. In Async
             mode it has none, and contributions are weighted by ``1 / (1 + staleness)``.
@@ -92,9 +92,9 @@ def train(
             contribution. `optax.clip_by_global_norm` in the inner optimizer bounds the gradients of local steps.
         deterministic: ask the backend for kernels that give the same bits run after run.
         log_every: seconds between lines of progress. A single process on a terminal shows a progress bar instead.
-        start_from: where the initial parameters come from instead of `init`, by name: a checkpoint of Backstay, a
-            safetensors file or a folder of them, or an Orbax checkpoint; with `StartFrom`, mapped and in part. The
-            optimizer's state is new, and the first update makes version 1. A job that has checkpoints of its own
+        start_from: the place of the initial parameters, by name, instead of `init`: a checkpoint of Backstay, a
+            safetensors file or a folder of them, or an Orbax checkpoint. `StartFrom` maps names, or takes a part. The
+            optimizer's state is new, and the first update makes version 1. A job that has its own checkpoints already
             continues from those.
         on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update, in one
             place: in a job, in the server of shard 0, where it delays nothing. `metrics` is what `loss` returned beside
@@ -114,7 +114,7 @@ def train(
         code 0 (`Result.is_leader`).
 
     Raises:
-        ConfigurationError: an argument is wrong.
+        ConfigurationError: an argument is invalid.
         CheckpointError: in a single process, `start_from` cannot be read, or does not fit `init`.
         JobFailed: in a single process, when gradients are not finite.
     """
@@ -169,8 +169,8 @@ def _refuse_in_child() -> None:
     spawned = processes is not None and getattr(processes.current_process(), "_inheriting", False)
     if spawned or (_CALLED and _CALLED[0] != os.getpid()):
         raise ConfigurationError(
-            "train was called in a process that multiprocessing started, which imports or continues the script of "
-            "the first process: call train under `if __name__ == '__main__':`, and only in the first process."
+            "train was called in a process that multiprocessing started. It imports or continues the script "
+            "of the first process: call train under `if __name__ == '__main__':`, and only in the first process."
         )
 
 
@@ -366,7 +366,7 @@ def _fail(environment: Environment, error: Exception) -> NoReturn:
     elif _RETURNED.is_set():
         fields["result"] = AFTER_TRAINING_FAILED
     elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
-        # Starting again would end the same way; but a storage that errs may be well by then.
+        # Another start would end the same way, but a failing storage may work by then.
         if not isinstance(error, StorageError):
             fields["result"] = "Failed"
     elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == "INVALID_ARGUMENT"):

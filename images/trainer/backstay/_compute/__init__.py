@@ -1,1 +1,1 @@
-"""What a worker computes between a pull and a push: loss and gradient of a batch, over the devices of its process."""
+"""The computation of a worker between a pull and a push: loss and gradient of a batch, on the process's devices."""

@@ -9,8 +9,8 @@ To write another computation:
 1. Implement `Computation`. `start` gets the leaves of the partition's tree, in order, as the servers hold them: with
    model state these are the parameters and the state. Derive random keys from ``start.key.key``.
 2. Return a `Contribution` that has one array for each leaf of the same tree: `PackedContribution` takes them from a
-   jitted function that ends with `Layout.pack`. The meaning of a leaf's array (a gradient, a difference, or a new
-   state) is decided by the rule that updates the leaf on the server.
+   jitted function that ends with `Layout.pack`. The rule that updates a leaf on the server decides the meaning of the
+   leaf's array: a gradient, a difference, or a new state.
 3. Compute loss, metrics and `finite` in the same jitted function, so that all of it is ready together.
 4. Choose it in `backstay._roles._script.Script.computation`.
 """

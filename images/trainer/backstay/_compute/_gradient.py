@@ -1,7 +1,7 @@
 """Loss, gradient and new model state of one batch over all devices of this process (in-graph replication).
 
-The user's `loss` sees the whole batch; its arrays are laid out over the devices along their leading axis and the
-compiler does the rest, so what it computes, such as a mean over the batch, is what one device would compute.
+The user's `loss` gets the whole batch. The arrays of the batch are laid out over the devices along their leading axis,
+and the compiler does the rest. So the results, such as a mean over the batch, are those of one device.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Gradient:
 
     @property
     def loss(self) -> float:
-        """What `loss` returned for this batch, before the update."""
+        """The loss of this batch, before the update."""
         return float(self._loss)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What `loss` returned beside it."""
+        """The metrics that `loss` returned."""
         return {name: float(value) for name, value in self._metrics.items()}
 
     @property
@@ -84,8 +84,8 @@ class GradientFn:
             tree: of the model.
             devices: to use; all local devices by default.
             deterministic: ask the backend for kernels that give the same bits run after run. It matters on GPUs.
-            pack: traced, to make the leaves of a gradient into fewer arrays: each result of a compiled function, and
-                each piece of code in it that reads one leaf, takes its milliseconds to compile.
+            pack: traced, to make the leaves of a gradient into fewer arrays. Each result of a compiled function takes
+                milliseconds to compile, and so does each piece of code that reads one leaf.
             has_rng, seed: see `Objective`.
 
         Raises:

@@ -17,7 +17,7 @@ _MOST_CONSTANT_BYTES: Final = 1 << 20
 
 
 def initial(init: Callable[[Any], Any], seed: int) -> Any:
-    """What ``init(jax.random.key(seed))`` returns.
+    """The result of ``init(jax.random.key(seed))``.
 
     On a CPU a small `init` runs as one program. Its floats may differ from those of `init` run operation by operation
     in the last bits; every pod, and a single process too, gets the same ones.

@@ -1,1 +1,1 @@
-"""What workers train on: the key of a batch, data sets and iterators as functions of it, batches prepared ahead."""
+"""The training data of workers: batch keys, data sets and iterators as functions of a key, prefetching."""

@@ -125,4 +125,4 @@ def install(environment: Environment, variables: Mapping[str, str]) -> None:
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     found = Injector(faults, environment.role, environment.index, environment.incarnation) if faults else None
-    _instrument.strike_with(found)
+    _instrument.inject_with(found)

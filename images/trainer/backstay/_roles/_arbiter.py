@@ -1,4 +1,4 @@
-"""Which of a shard's servers serves: whether the operator promoted the standby, or another incarnation (T6)."""
+"""The operator's decision about a shard's active server: was the standby, or another incarnation, promoted (T6)?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Arbiter:
-    """What a server has been told about who serves its shard. Thread-safe.
+    """The operator's reports about the active server of a shard. Thread-safe.
 
     Attributes:
         superseded: why this server must end; None while it serves.
@@ -35,26 +35,26 @@ class Arbiter:
         self.asking = False
 
     def confirm(self) -> None:
-        """The operator says that this incarnation serves."""
+        """The operator reported this incarnation as the active one."""
         self._confirmed_at = time.monotonic()
         self._changed.set()
 
     def supersede(self, error: Superseded) -> None:
-        """Another incarnation serves."""
+        """Another incarnation is the active one."""
         self.superseded = error
         self._changed.set()
 
     def close(self) -> None:
-        """This server ends: nothing waits for an answer any more."""
+        """This server ends: no thread waits for an answer any more."""
         self._closed = True
         self._changed.set()
 
     def standby_lost(self, when: float, closed: bool, connects_again: Callable[[], bool]) -> None:
         """The standby was lost: return once it is certain that it was not promoted. Called by the apply thread.
 
-        Only the operator promotes, and reports it. A process that died closes its connections; a promoted one does not,
-        and does not connect again. Without an operator training continues (O5). If it had promoted the standby just
-        before, what was done meanwhile is given up for a new term (T6).
+        Only the operator promotes, and reports it. A process that died closes its connections. A promoted one does not,
+        and does not connect again. Without an operator, training continues (O5). If the operator has promoted the
+        standby already, updates made since then are dropped for a new term (T6).
 
         Args:
             when: on the clock of `time.monotonic`.
@@ -77,7 +77,7 @@ class Arbiter:
                 began = time.monotonic()
                 self._changed.wait(0.2)
                 self._changed.clear()
-                # A process that is stopped here must not find its patience at an end.
+                # A pause of this process must not use up its patience.
                 patience -= min(time.monotonic() - began, 1.0)
         finally:
             self.asking = False

@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Asks shard 0 for the newest checkpoint and tells it what `evaluate` returned."""
+    """Requests the newest checkpoint from shard 0 and reports the result of `evaluate` to it."""
 
     def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
         """
@@ -85,7 +85,7 @@ class Evaluator:
             if self._lost:
                 self._lost = False
                 self._join()
-                self._tell()  # the one that was told may be gone
+                self._report()  # the server with the last report may have ended
 
     def _join(self) -> None:
         replies = self._control.join_all(self._plan.agreement, self._stop.asked.is_set)
@@ -106,19 +106,19 @@ class Evaluator:
                 found = load(uri, like=self._plan.partition.tree.shapes())
                 metrics = evaluation_of(self._evaluate, found.params, found.state, has_state=self._script.has_state)
         except CheckpointError as failure:
-            # It may have been deleted meanwhile, for newer ones.
+            # `keep` newer checkpoints may exist, and the server deleted this one.
             _LOG.warning("the checkpoint of step %d could not be evaluated: %s", step, failure)
             error = str(failure)
-        except Exception as failure:  # noqa: BLE001  # the script's; it costs the metrics, not the training
+        except Exception as failure:  # noqa: BLE001  # an error of the script costs the metrics, not the training
             _LOG.exception("evaluate raised at step %d", step)
             error = f"{type(failure).__name__}: {failure}"
         self._heart.activity = WAITING
         self._metrics.step.set(step)
         self._metrics.evaluation_seconds.observe(time.monotonic() - began)
         self._found = step, metrics, error
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Report the newest evaluation, if there is one."""
         if self._found is None:
             return

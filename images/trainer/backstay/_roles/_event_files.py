@@ -1,7 +1,7 @@
 """Scalars for TensorBoard, beside the checkpoints: ``tensorboard --logdir FOLDER`` shows them.
 
-tensorboardX makes the records; this module puts them into the checkpoint folder, also on an object store, where a file
-cannot grow: there the newest file is written again as a whole, and a new one begins before it is large.
+tensorboardX makes the records. This module puts them into the checkpoint folder. In an object store a file cannot grow.
+There the newest file is written again as a whole, and a new one begins before it is large.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SCHEME: Final = "backstay"
 class EventFiles:
     """Event files of one process. Not thread-safe.
 
-    https://www.tensorflow.org/tensorboard: a file is a sequence of records; `SessionLog.START` at a step hides what
-    older files say of this step and later ones.
+    https://www.tensorflow.org/tensorboard: a file is a sequence of records. `SessionLog.START` at a step hides the
+    records of older files for this step and later ones.
     """
 
     def __init__(self, folder: Folder, name: str, clock: Callable[[], float] = time.time) -> None:
         """
         Args:
-            folder: of the checkpoints.
+            folder: the checkpoint folder.
             name: a part of the files' names that no other process uses.
             clock: Unix time.
         """
@@ -47,7 +47,7 @@ class EventFiles:
         self._file, self._number, self._stored, self._failed = "", 0, 0, False
 
     def begin(self, step: int) -> None:
-        """What was written of `step` and later ones belongs to updates that were lost."""
+        """Records of `step` and later steps belong to updates that were lost."""
         from tensorboardX.proto import event_pb2
 
         self._add(event_pb2.Event(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)))
@@ -60,7 +60,7 @@ class EventFiles:
         self._add(event_pb2.Event(step=step, summary=summary_pb2.Summary(value=values)))
 
     def flush(self) -> None:
-        """Store what was added. A storage that errs costs scalars, and never the training."""
+        """Store the added scalars. A failing storage costs scalars, and never the training."""
         content = self._buffer.getvalue()
         if self._records is None or len(content) == self._stored:
             return
@@ -93,7 +93,7 @@ class EventFiles:
         self._records.write(event_pb2.Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def open(self, path: str) -> io.BytesIO:
-        """Where `RecordWriter` writes to: the method of a writer factory of tensorboardX."""
+        """The file that `RecordWriter` writes to: the method of a writer factory of tensorboardX."""
         del path
         self._buffer = io.BytesIO()
         return self._buffer

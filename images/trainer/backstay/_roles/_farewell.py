@@ -45,23 +45,23 @@ class Farewell:
         Args:
             waited: seconds since the end.
             stored: whether a checkpoint holds the result.
-            awaited: whether a peer lives that has not heard of the end.
+            awaited: whether a living peer has not received the end of the job.
         """
         with self._lock:
             lacking = not stored and not self._returned
         return (lacking and waited < self._times.result) or (awaited and waited < self._times.farewell)
 
     def wait(self, stopped: threading.Event, awaited: Callable[[], bool], *, stored: bool) -> None:
-        """Return when the server may leave; the arguments are those of `stays`, and whether it was told to stop."""
+        """Return when the server may leave; the arguments are those of `stays`, and the event of SIGTERM."""
         began = time.monotonic()
         while not stopped.is_set() and self.stays(time.monotonic() - began, stored=stored, awaited=awaited()):
             time.sleep(0.05)
 
     def end(self, *, already_complete: bool) -> dict[str, Any]:
-        """Accept no more reports; what the server's last message says of rank 0.
+        """Accept no more reports; returns the part of the server's last message about rank 0.
 
         ``returned`` is the incarnation of rank 0 that has the result, 0: none has it. It is left out where rank 0 may
-        have reported to a server before this one, which has reached the end too.
+        have reported to a previous server, which has reached the end too.
 
         Args:
             already_complete: whether this server found the training complete when it started.

@@ -1,4 +1,4 @@
-"""Where the history of the job begins for shard 0's server: new, at a checkpoint, or where its predecessor was."""
+"""The start of the history for shard 0's server: new, at a checkpoint, or at the state of its predecessor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _open_storage(
 
 
 def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str, str]:
-    """What a user may change between two runs, and is reported then."""
+    """Settings that a user may change between two runs; a change is reported."""
     config, program = environment.config, plan.rule.program
     return {
         "optimizer": program.sha256.hex(),
@@ -102,20 +102,20 @@ def begin_history(
     keep: Callable[[], int],
     world: Callable[[], int],
 ) -> tuple[ManifestStorage | NoStorage, Driving, bool]:
-    """The storage; the coordinator, not started yet; and whether the job was complete before it.
+    """The storage; the coordinator, not started yet; and whether the job was complete already.
 
     Args:
         store: None for a job that stores nothing.
         held: what this server held as its shard's standby.
         lost: see `FolderLease`.
-        keep: how many checkpoints to keep, as the operator last asked for.
-        world: `workers.replicas` as the operator last asked for.
+        keep: how many checkpoints to keep, as the operator requested last.
+        world: `workers.replicas` as the operator requested last.
 
     Raises:
         CheckpointInUse: another run writes into the folder.
         CheckpointOfAnotherJob: the checkpoints in it are not this job's.
         CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
-        SystemExit: the process was told to stop while it waited for the folder.
+        SystemExit: SIGTERM arrived while the process waited for the folder.
     """
     config = environment.config
     if config.mode == "Sync":
@@ -184,7 +184,7 @@ def _reports(environment: Environment, script: Script, store: CheckpointStore | 
 
 
 def _samples(environment: Environment, script: Script, state: CoordinatorState) -> Samples | None:
-    """The account of the epoch in which the job goes on; None: see `epochs_of`."""
+    """The account of the epoch in which the job continues; None: see `epochs_of`."""
     sync = environment.config.mode == "Sync"
     fresh, stored = epochs_of(script, sync=sync), state.samples
     if fresh is None:
@@ -196,12 +196,12 @@ def _samples(environment: Environment, script: Script, state: CoordinatorState) 
 
 
 def _report(continued: Continued, leader: Leader) -> None:
-    """Say which run stored the checkpoint that training continues from, and what the user changed since."""
+    """Log which run stored the checkpoint that training continues from, and the user's changes since."""
     origin = continued.origin
     if not continued.own:
         _LOG.warning(
-            "the checkpoint of step %d belongs to job %s with seed %d: a new history begins with its state, as "
-            "checkpoint.continueFrom asks for",
+            "the checkpoint of step %d belongs to job %s with seed %d: a new history begins with its state, because "
+            "checkpoint.continueFrom is Any",
             continued.step,
             origin.job,
             origin.seed,

@@ -1,4 +1,4 @@
-"""How a server that was told to stop waits for the checkpoint of what it holds."""
+"""How a server that received SIGTERM waits for the checkpoint of its state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .._control import ControlClient
 if TYPE_CHECKING:
     from .._process._environment import Environment
 
-__all__ = ["ask_to_save", "wait_until"]
+__all__ = ["request_save", "wait_until"]
 
 
-def ask_to_save(environment: Environment, peer: Peer) -> None:
-    """Ask the coordinator for a checkpoint, because this server leaves."""
+def request_save(environment: Environment, peer: Peer) -> None:
+    """Request a checkpoint from the coordinator, because this server leaves."""
     client = ControlClient(environment.servers[:1], environment.token, peer, environment.timeouts)
-    client.leave("told to stop")
+    client.leave("SIGTERM")
     client.close()
 
 

@@ -1,5 +1,6 @@
-"""What shard 0 knows of the whole job besides its history: rates, losses, evaluations, checkpoints. For metrics, log
-lines, the operator (O8) and the last words of the process.
+"""Facts about the whole job on shard 0, besides its history: rates, losses, evaluations, checkpoints.
+
+They are used in metrics, log lines, replies to the operator (O8) and the final message of the process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 TOKENS = "tokens"
 """The metric of `loss` that counts the tokens of a batch."""
 
-_TELL_SECONDS = 60.0
+_SLOW_LOG_SECONDS = 60.0
 """A rank that is slow is named in the log at most this often."""
 
 
@@ -64,7 +65,7 @@ class Leader:
             liveness: of this server, guarded by `lock`.
             batches: of each contribution.
             leaves: the names of the leaves of the parameters.
-            reports: what the script and TensorBoard get; set before `start`.
+            reports: for the script and TensorBoard; set before `start`.
         """
         self.reports = reports or Reports(None, None)
         self._liveness, self._lock, self._metrics = liveness, lock, metrics
@@ -85,7 +86,7 @@ class Leader:
         self._first_staged: float | None = None
         self._leaves, self._untrained, self._untrained_leaves = tuple(leaves), Untrained(), list[str]()
         self._step = 0
-        self._slow_told: dict[int, float] = {}
+        self._slow_logged: dict[int, float] = {}
         self._examples: int | None = None  # of each contribution of the newest update
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
@@ -93,13 +94,13 @@ class Leader:
         self._waits: Waits | None = None  # Async: no update waits for a rank
 
     def watch_waits(self, shards: int, quorum: Callable[[int], int]) -> None:
-        """Keep account of what updates wait for, from now on; call it before `start`. See `Waits`."""
+        """Record the waits of updates from now on; call it before `start`. See `Waits`."""
         self._waits = Waits(shards, quorum, self._metrics)
 
     # ---- Observer ----
 
     def staged(self, now: float, shard: int, staged: Staged) -> None:
-        """A shard holds a gradient. For everything but blame, the reports of shard 0 stand for those of all."""
+        """A shard holds a gradient. For everything except blame, only the reports of shard 0 count."""
         if self._waits is not None:
             self._waits.staged(now, shard, staged)
         if shard != 0:
@@ -197,7 +198,7 @@ class Leader:
             self._changes.append(change)
 
     def continues(self, changes: Sequence[str], examples: int | None) -> None:
-        """What differs from the run that stored the checkpoint; and the examples of each of its contributions."""
+        """The differences from the run that stored the checkpoint; and the examples of each of its contributions."""
         with self._lock:
             self._changes, self._examples_before = list(changes), examples
 
@@ -257,7 +258,7 @@ class Leader:
         else:
             _LOG.info("done at step %d", finished.version)
 
-    # ---- Told and asked ----
+    # ---- Calls of the server ----
 
     def start(
         self,
@@ -267,7 +268,7 @@ class Leader:
         infos: Sequence[GradientInfo] = (),
         checkpoint_time: float = 0.0,
     ) -> None:
-        """Where the history begins, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
+        """The start of the history, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
         gradients of its last update, if known."""
         self._step = state.version
         if self._waits is not None:
@@ -287,7 +288,7 @@ class Leader:
                 self._metrics.checkpoint_timestamp.set(checkpoint_time)
 
     def evaluated(self, request: EvaluatedRequest) -> None:
-        """What an evaluator, or worker 0, found."""
+        """The result of an evaluation, by an evaluator or worker 0."""
         if request.error:
             _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
             with self._lock:
@@ -305,12 +306,12 @@ class Leader:
         _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": metrics}})
 
     def evaluation(self) -> dict[str, float]:
-        """What the newest evaluation returned."""
+        """The result of the newest evaluation."""
         with self._lock:
             return dict(self._evaluation)
 
     def evaluation_of(self, step: int) -> dict[str, float]:
-        """What the evaluation of this step returned; empty if it failed or is not the newest one."""
+        """The result of the evaluation of this step; empty if it failed or is not the newest one."""
         with self._lock:
             found = self._evaluation_step == step and not self._evaluation_error
             return dict(self._evaluation) if found else {}
@@ -322,7 +323,7 @@ class Leader:
             return self._redone
 
     def last(self) -> dict[str, float]:
-        """Loss and rate of the last updates, what there is of them: the operator asks only now and then."""
+        """Loss and rate of the last updates, as far as they exist. They cover the time between the operator's calls."""
         with self._lock:
             known = {"loss": self._loss, "examplesPerSecond": self._per_second}
         return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
@@ -396,7 +397,7 @@ class Leader:
         self._workers.fill(now, reply)
         if checkpoint.uri or checkpoint.error:
             reply.checkpoint.CopyFrom(checkpoint)
-        self._tell_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
+        self._report_stragglers(now, {slow.rank: slow.delay_seconds for slow in stragglers})
 
     def beat(self, now: float, request: HeartbeatRequest) -> None:
         """A heartbeat of a worker or evaluator."""
@@ -423,11 +424,11 @@ class Leader:
                 **({} if self._waits is None else self._waits.status(now)),
             }
 
-    def _tell_stragglers(self, now: float, delays: dict[int, float]) -> None:
+    def _report_stragglers(self, now: float, delays: dict[int, float]) -> None:
         self._metrics.stragglers(delays)
         for rank, delay in delays.items():
-            if now - self._slow_told.get(rank, -_TELL_SECONDS) >= _TELL_SECONDS:
-                self._slow_told[rank] = now
+            if now - self._slow_logged.get(rank, -_SLOW_LOG_SECONDS) >= _SLOW_LOG_SECONDS:
+                self._slow_logged[rank] = now
                 _LOG.warning("rank %d is slow: its gradient takes %.3g s longer than the others' median", rank, delay)
 
     @staticmethod

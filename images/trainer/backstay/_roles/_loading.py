@@ -30,7 +30,7 @@ class Loader:
         """
         Args:
             begin: begins a term; called by the thread.
-            failed: called with what `begin` raised; the thread has ended then.
+            failed: called with an exception of `begin`; the thread has ended then.
         """
         self._begin, self._failed = begin, failed
         self._terms: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
@@ -41,7 +41,7 @@ class Loader:
         self._thread.start()
 
     def put(self, term: Rollback) -> None:
-        """Begin this term, in place of those that wait."""
+        """Begin this term; it replaces those that wait."""
         self._terms.put(term)
 
     def _run(self) -> None:
@@ -57,10 +57,10 @@ class Loader:
 
 
 def build(term: Rollback, environment: Environment, script: Script, plan: Plan, desired_world: int) -> ShardEngine:
-    """The state of this pod's shard at the beginning of a term, compiled for the updates that follow.
+    """The state of this pod's shard at the beginning of a term, compiled for the updates of the term.
 
     Args:
-        desired_world: `workers.replicas` as the operator last asked for.
+        desired_world: `workers.replicas` as the operator requested last.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or is of another version.

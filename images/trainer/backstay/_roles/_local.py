@@ -58,7 +58,7 @@ class Update:
 
 
 def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
-    """What to multiply a gradient with so that its norm is at most `clip_norm`; exactly 1 if it is already."""
+    """The factor that makes a gradient's norm at most `clip_norm`; exactly 1 if it is small enough."""
     norm = math.sqrt(sum_of_squares)
     return 1.0 if norm <= clip_norm else clip_norm / norm
 
@@ -105,7 +105,7 @@ def train_local(
         local: each rank makes local steps.
 
     Raises:
-        ConfigurationError: an argument or what a function returns is wrong.
+        ConfigurationError: an argument, or a function's result, is invalid.
         JobFailed: ``NonFiniteGradients``.
     """
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
@@ -113,7 +113,7 @@ def train_local(
     tree = describe(model, has_state=has_state)
     model = jax.tree_util.tree_map(_copied, model, tree.shapes())
     params, model_state = model if has_state else (model, None)
-    # Copied, because a state may be the very parameters, and both are donated.
+    # Copied, because a state may be the same array as the parameters, and both are donated.
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
@@ -220,10 +220,10 @@ def _contributors(
 
 
 def check_arguments(*, steps: int, clip_norm: float | None, world: int = 1) -> None:
-    """What is wrong with the numbers that `train` takes.
+    """Check the numbers that `train` takes.
 
     Raises:
-        ConfigurationError: naming the argument.
+        ConfigurationError: one is invalid; the message names the argument.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigurationError(f"steps is {steps!r}: must be a whole number of updates, 0 or more")

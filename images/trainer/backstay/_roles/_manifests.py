@@ -1,4 +1,4 @@
-"""Shard 0's part in checkpoints: the manifests of one history, and where that history begins (T6, T7)."""
+"""The checkpoints of shard 0: the manifests of one history, and the start of that history (T6, T7)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
 
-_TERMS_OF_ONE_SERVER = 1_000_000  # more rollbacks than one server process sees
+_TERMS_OF_ONE_SERVER = 1_000_000  # more rollbacks than one server process can have
 _SHOWN = 3
 _LOG = logging.getLogger(__name__)
 
@@ -60,11 +60,11 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes checkpoints.
+    """The run that writes checkpoints.
 
     Attributes:
         seed: of the script.
-        settings: what may change between two runs, as text.
+        settings: settings that may change between two runs, as text.
         any_history: whether a history of another job or seed may be continued.
         start_from: the place of the initial parameters, as the script names it; empty: `init` returns them.
         stops: whether the script may end training early: then a history that it has ended stays ended.
@@ -100,7 +100,7 @@ class Continued:
 
 
 class ManifestStorage:
-    """The coordinator's `Storage`: manifests, and where to start from. It writes only while it holds the lease."""
+    """The coordinator's `Storage`: manifests, and the point to start from. It writes only while it holds the lease."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class ManifestStorage:
     ) -> None:
         """
         Args:
-            keep: how many checkpoints to keep, as the operator last asked for.
-            world: `workers.replicas` as the operator last asked for.
+            keep: how many checkpoints to keep, as the operator requested last.
+            world: `workers.replicas` as the operator requested last.
             metrics: of the newest evaluation.
             examples: of one contribution of the newest update, if all had the same number.
             fixed_start: see `Script.fixed_start`.
@@ -132,7 +132,7 @@ class ManifestStorage:
         self._term = 0
         self._history = ""
         self._base: Manifest | None = None
-        self._begun = False  # `_base` is what the term began with
+        self._begun = False  # `_base` is the manifest at which the term began
         self._up_to: tuple[int, int] | None = None  # taken over: the (term, version) that this server held then
         self._taking_over = threading.Lock()  # for `_base` and `_begun`, while `known` waits
         self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
@@ -202,10 +202,10 @@ class ManifestStorage:
             state: as this server held it while it was a standby.
 
         Returns:
-            The newest checkpoint as far as names and sizes tell, and its (term, version); ('', (0, -1)) when there is
-            none, or when the storage does not answer at once: training does not wait for it.
+            The newest checkpoint by names and sizes, and its (term, version). ('', (0, -1)) when there is none, or
+            when the storage does not answer at once: training does not wait for it.
         """
-        goes_on = threading.Event()
+        continues = threading.Event()
         self._up_to = state.term, state.version
 
         def look() -> None:
@@ -215,7 +215,7 @@ class ManifestStorage:
                     self._lease.acquire()
                     manifest = self._store.newest(verify=False).manifest
                     with self._taking_over:
-                        if not goes_on.is_set():
+                        if not continues.is_set():
                             self._base, self._begun, self._up_to = manifest, True, None
                     self._hold()
             except (CheckpointInUse, Superseded) as error:
@@ -227,7 +227,7 @@ class ManifestStorage:
         thread.start()
         thread.join(KNOWN_SECONDS)
         with self._taking_over:
-            goes_on.set()  # what is found later is not what this server goes on from: see `_hold`
+            continues.set()  # this server does not continue from a checkpoint that is found later: see `_hold`
             manifest = self._base if self._begun else None
         if manifest is None:
             return "", (0, -1)
@@ -253,8 +253,8 @@ class ManifestStorage:
                 contents = patiently(self._store.contents)
             newest = patiently(lambda: self._store.newest(contents=contents, up_to=self._up_to))
             for line in newest.skipped:
-                _LOG.warning("passed over a checkpoint: %s", line)
-            # Also above those that were passed over: no term has two beginnings (T6).
+                _LOG.warning("skipped a checkpoint: %s", line)
+            # Also above the skipped ones: no term has two beginnings (T6).
             term = contents.next_term(above_term, self._store.uri)
             manifest = newest.manifest
             if manifest is not None and self._starts_beside(manifest.origin):
@@ -273,16 +273,16 @@ class ManifestStorage:
             try:
                 self._claim()
             except CheckpointError as error:
-                # The claim is written before the first manifest; until then only this run can read a wrong one.
+                # The claim is written before the first manifest; until then only this run can read another one.
                 _LOG.warning("the start of term %d could not be stored, it is stored later: %s", term, error)
             return state, "" if manifest is None else self._store.uri_of(manifest)
 
     def closing(self) -> None:
-        """This process was told to stop, and stores what there is."""
+        """This process received SIGTERM, and stores its state."""
         self._lease.closing()
 
     def close(self) -> None:
-        """Give the folder back, unless a manifest is being stored for longer than this process can wait."""
+        """Release the folder, unless a manifest is being stored for longer than this process can wait."""
         if self.reports is not None:
             self.reports.close()
         if self._lock.acquire(timeout=CLOSE_SECONDS):
@@ -294,11 +294,11 @@ class ManifestStorage:
     # ---- The lease and the claim ----
 
     def _hold(self) -> None:
-        """Have the lease, and the claim of the term. What could not be written before is written now.
+        """Make sure that this process has the lease, and the claim of the term. Earlier failed writes are repeated.
 
-        The claim names what this term began with: an older incarnation may have stored more in the meantime (T6). The
-        same holds for a takeover that did not wait for the storage: a checkpoint that is newer than what this server
-        held then is not one that it goes on from.
+        The claim names the manifest at which this term began, because an older incarnation may have stored more in the
+        meantime (T6). A takeover may not have waited for the storage. Then a checkpoint that is newer than this
+        server's state at the takeover is not in the history.
         """
         if not self._lease.number:
             self._lease.acquire()
@@ -328,22 +328,22 @@ class ManifestStorage:
             except (CheckpointInUse, Interrupted, StorageError):
                 raise
             except CheckpointError as error:
-                raise StorageError(str(error)) from error  # a full disk, say: it may pass
+                raise StorageError(str(error)) from error  # such as a full disk, which may pass
 
         claim = self._store.newest_claim(contents)
         if claim is None or claim.origin.job != self._identity.job:
             patiently(acquire)
             return
-        # This run has the folder already: its next incarnation trains on, even while nothing can be written.
+        # This run has the folder already: its next incarnation trains, even while every write fails.
         try:
             acquire()
         except StorageError as error:
             _LOG.warning("the lease of the checkpoint folder could not be taken over, it is tried again: %s", error)
 
-    # ---- Whose history it is ----
+    # ---- The owner of the history ----
 
     def _identify(self, contents: Contents) -> None:
-        """Refuse a history of another job, or of none that can be read, before anything is written into its folder."""
+        """Refuse a history of another job, or an unreadable one, before anything is written into its folder."""
         newest = patiently(lambda: self._store.newest(verify=False, contents=contents))
         try:
             if newest.manifest is not None:
@@ -351,7 +351,7 @@ class ManifestStorage:
             else:
                 self._refuse_unusable(newest)
         except CheckpointOfAnotherJob:
-            patiently(self._lease.observe)  # a job that still writes is the better reason
+            patiently(self._lease.observe)  # a running writer is the better reason
             raise
 
     def _refuse_unusable(self, newest: Newest) -> None:
@@ -363,7 +363,7 @@ class ManifestStorage:
             shown = "".join(f"\n  {line}" for line in newest.unusable[:_SHOWN])
             more = f"\n  and {len(newest.unusable) - _SHOWN} more" if len(newest.unusable) > _SHOWN else ""
             raise CheckpointError(
-                f"{self._store.uri} holds checkpoints, and this version of Backstay can use none of them: restore the "
+                f"{self._store.uri} holds checkpoints, and this version of Backstay can use none of them. Restore the "
                 "files, use another checkpoint.uri, or delete these files to begin again at the initial parameters:"
                 f"{shown}{more}"
             )
@@ -380,8 +380,8 @@ class ManifestStorage:
         mine = f"job {identity.job} with seed {identity.seed}"
         if not identity.any_history:
             raise CheckpointOfAnotherJob(
-                f"the checkpoints in {self._store.uri} belong to {theirs} (step {manifest.version}), this is {mine}: "
-                "use another checkpoint.uri, or set checkpoint.continueFrom: Any (--continue-from Any of backstay run) "
+                f"the checkpoints in {self._store.uri} belong to {theirs} (step {manifest.version}), this is {mine}. "
+                "Use another checkpoint.uri, or set checkpoint.continueFrom: Any (--continue-from Any of backstay run) "
                 "to continue them in a new history"
             )
         if manifest.version >= identity.steps:
@@ -394,20 +394,20 @@ class ManifestStorage:
         return origin.job.same_job(self._identity.job) and origin.seed == self._identity.seed
 
     def _starts_beside(self, origin: Origin) -> bool:
-        """Whether `start_from` names this folder, and this checkpoint of another job or seed is not to be continued:
-        a new history begins beside it."""
+        """Whether `start_from` names this folder, and this checkpoint of another job or seed must not be continued.
+        Then a new history begins beside it."""
         beside = self._identity.start_from and same_place(self._identity.start_from, self._store.uri)
         return bool(beside) and not self._identity.any_history and not self._is_own(origin)
 
     def _first_state(self, term: int, contents: Contents) -> CoordinatorState:
-        """Version 0 of a history without any checkpoint: the one that this job has begun, or a new one.
+        """Version 0 of a history without any checkpoint: the one that this job has begun already, or a new one.
 
         Raises:
-            CheckpointError: `start_from` names nothing that can be read.
+            CheckpointError: the place that `start_from` names cannot be read.
         """
         claim = self._store.newest_claim(contents)
         begun = claim if claim is not None and self._is_own(claim.origin) and not claim.base else None
-        # A run keeps to what it began with. The next run may name another place, or find other files there.
+        # A run keeps its first start. The next run may name another place, or find other files there.
         same_run = begun is not None and begun.origin.job == self._identity.job
         start = begun.start_from if begun is not None and same_run else ""
         if self._identity.start_from and not start:
@@ -450,7 +450,7 @@ class ManifestStorage:
 
 
 def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """What differs between the settings of two runs, for people; settings that only one of them knows are left out."""
+    """The differences between the settings of two runs, as text; settings that only one of them has are left out."""
     different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     changes = [f"{name} was {before[name]} and is {now[name]}" for name in different if name not in _OPTIMIZER]
     if different and "optimizer" in different:
@@ -462,11 +462,11 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
 
 
 class NoStorage:
-    """A job that stores nothing starts again from its seed.
+    """A job that stores nothing starts again from the initial parameters.
 
     Args:
         world: the number of ranks to begin with.
-        incarnation: of shard 0's server. No file remembers the terms of the previous ones: each has a range of its own.
+        incarnation: of shard 0's server. No file records the terms of previous servers, so each has its range of terms.
         fixed_start: see `Script.fixed_start`.
     """
 

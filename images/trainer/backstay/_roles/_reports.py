@@ -1,6 +1,6 @@
-"""What leaves the coordinator while it trains: `on_update` of the script, and scalars for TensorBoard.
+"""Reports while training: `on_update` of the script, and scalars for TensorBoard.
 
-Both run in a thread of their own, because neither may delay an update.
+Both run in a separate thread, because neither may delay an update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Throttle:
         self._last: float | None = None
 
     def due(self, now: float, *, force: bool = False) -> bool:
-        """Whether the last one that was let through is long enough ago."""
+        """Whether enough time has passed since the last call that was let through."""
         if not force and self._last is not None and now - self._last < self._seconds:
             return False
         self._last = now
@@ -88,7 +88,7 @@ class Reports:
             self._thread.start()
 
     def begin(self, step: int) -> None:
-        """A term begins: what was reported after `step` belongs to updates that are made again."""
+        """A term begins: reports after `step` belong to updates that are made again."""
         self._put(_Report(step + 1, {}, begins=True))
 
     def update(
@@ -121,7 +121,7 @@ class Reports:
         )
 
     def close(self) -> None:
-        """Report what is left; not for longer than `CLOSE_SECONDS`."""
+        """Write the remaining reports, for at most `CLOSE_SECONDS`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -175,7 +175,7 @@ class Reports:
             return
         try:
             stops = bool(self._stop_when(report.metrics))
-        except Exception:  # noqa: BLE001  # the script's; without an answer training continues
+        except Exception:  # noqa: BLE001  # an error of the script; without an answer training continues
             _LOG.exception("stop_when raised for the evaluation of step %d; training continues", report.step)
             return
         if stops:
@@ -188,7 +188,7 @@ class Reports:
         assert report.loss is not None
         try:
             self._on_update(report.step, report.loss, report.metrics)
-        except Exception:  # noqa: BLE001  # the script's; it costs a report, not the training
+        except Exception:  # noqa: BLE001  # an error of the script costs a report, not the training
             if not self._raised:
                 _LOG.exception("on_update raised at step %d; training continues", report.step)
             self._raised = True

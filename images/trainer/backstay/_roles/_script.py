@@ -1,4 +1,4 @@
-"""What the training script passed to `train`, and the plan that every pod of a job makes of it alike."""
+"""The training script's arguments of `train`, and the plan that every pod of a job computes from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Plan", "Script", "evaluation_of"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How the parameters are laid out and updated, and what a pod shows of that when it joins.
+    """How the parameters are laid out and updated, and the settings that a pod sends when it joins.
 
     Attributes:
         arguments: those of `train` that must be the same in every pod, as text.
@@ -45,7 +45,7 @@ class Plan:
 
     @cached_property
     def wires(self) -> tuple[ShardWire, ...]:
-        """How the blocks of each shard travel."""
+        """How the blocks of each shard are encoded on the wire."""
         from .._update._codecs import coded_leaves, shard_wires
 
         return shard_wires(self.partition, self.wire, coded_leaves(self.partition.tree, self.wire))
@@ -137,10 +137,10 @@ class Script:
 
         Args:
             shards: of the job.
-            wire: the job's codecs; None: everything travels exactly.
+            wire: the job's codecs; None: all values are sent exactly.
 
         Raises:
-            ConfigurationError: the script asks for other codecs than the job's.
+            ConfigurationError: the script requests other codecs than the job.
             TreeError: `init` returned something that cannot be trained.
             OptimizerError: the optimizer cannot be computed by so many shards.
         """
@@ -155,7 +155,7 @@ class Script:
         wire = (wire or Wire()).resolved(local=self.local is not None)
         if self.wire is not None and self.wire.resolved(local=self.local is not None) != wire:
             raise ConfigurationError(
-                f"wire is {self.wire} in the script, and {wire} in the job: spec.wire of the TrainingJob must say the "
+                f"wire is {self.wire} in the script, and {wire} in the job: spec.wire of the TrainingJob must be the "
                 "same, or train must leave `wire` out"
             )
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
@@ -175,7 +175,7 @@ class Script:
         return Plan(parts, rule, arguments, wire)
 
     def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
-        """What a worker computes between a pull and a push.
+        """The computation of a worker between a pull and a push.
 
         Args:
             tree: of the partition.
@@ -203,7 +203,7 @@ class Script:
         return 1 if self.local is None else self.local.batches
 
     def from_seed(self) -> Any:
-        """What `init` returns."""
+        """The result of `init`."""
         from .._compute._initial import initial
 
         return initial(self.init, self.seed)
@@ -212,7 +212,7 @@ class Script:
         """The model of version 0: parameters, or ``(params, state)``.
 
         Args:
-            start_from: what `fixed_start` returned in the process that decided where the job begins.
+            start_from: the result of `fixed_start` in the process that decided how the job begins.
 
         Raises:
             CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
@@ -234,13 +234,13 @@ class Script:
         return tree.unflatten(values)
 
     def fixed_start(self, skip: Callable[[Origin], bool] | None = None) -> str:
-        """What `start_from` names now: all servers read the same; empty where there is none.
+        """The present content of `start_from`, so that all servers read the same; empty without `start_from`.
 
         Args:
             skip: see `_checkpoint.fix`.
 
         Raises:
-            CheckpointError: it names nothing that can be read.
+            CheckpointError: the place that it names cannot be read.
         """
         if self.start_from is None:
             return ""
@@ -254,7 +254,7 @@ class Script:
 def evaluation_of(
     evaluate: Callable[..., Mapping[str, float]], params: Any, state: Any = None, *, has_state: bool = False
 ) -> dict[str, float]:
-    """What `evaluate` returned, as numbers.
+    """The result of `evaluate`, as numbers.
 
     Args:
         evaluate: a function of `params`, or with `has_state` of `params` and `state`.

@@ -42,7 +42,7 @@ from ..errors import BackstayError, JobFailed, Superseded
 from ._arbiter import Arbiter
 from ._farewell import Farewell, wait_applied
 from ._history import begin_history
-from ._last_save import ask_to_save, wait_until
+from ._last_save import request_save, wait_until
 from ._leader import Leader
 from ._learning_rate import LearningRate
 from ._loading import Loader, build
@@ -72,7 +72,7 @@ class Server:
         stop: Stop,
         inherited: Inherited | None = None,
     ) -> None:
-        """`inherited`: what it held as its shard's standby."""
+        """`inherited`: the state that it held as its shard's standby."""
         held = None if inherited is None else inherited.held
         config, self.shard, self.incarnation = environment.config, environment.index, environment.incarnation
         self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
@@ -219,7 +219,7 @@ class Server:
         self._wake.set()
 
     def _inherit(self, held: Held) -> None:
-        """Go on where the active server was, in the same term."""
+        """Continue at the state of the previous active server, in the same term."""
         self._term, self._world, self._history = held.term, held.world, held.history
         self._metrics.term.set(held.term)
         self._learning_rate.watch(held.engine)
@@ -242,10 +242,11 @@ class Server:
     # ---- The life of the process ----
 
     def run(self) -> int:
-        """Serve until the job is done or the process is told to stop; returns the exit status.
+        """Serve until the job is done or SIGTERM arrives; returns the exit status.
 
         Raises:
-            CheckpointError, or whatever `init` raises: this shard could not be built.
+            CheckpointError: this shard could not be loaded from a checkpoint.
+            Exception: any that `init` raises.
             Refused: the coordinator refuses this server.
         """
         _instrument.observe("apply", self._metrics.apply_seconds.observe)
@@ -285,7 +286,7 @@ class Server:
                     return self._save_and_stop()
                 failed = self._runtime.failed
                 if failed is not None and self._done is None:
-                    # The coordinator was told; if it cannot be reached, this pod's end says so.
+                    # The coordinator has the report. If it could not be reached, this pod's final message has it.
                     self._wake.wait(2.0)
                     if self._done is None:
                         raise JobFailed("ShardFailed", failed)
@@ -313,7 +314,7 @@ class Server:
         if not done.failed and not self._already_complete:
             wait_applied(self._runtime, done.version, self._times.farewell)
         _instrument.reach("done", done.version)
-        # Any server reports a failure: the operator may see another one's end before shard 0's.
+        # Any server reports a failure: the operator may read another server's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
         self._farewell.wait(self._stop.asked, self._awaited, stored=bool(done.checkpoint or done.failed))
@@ -322,7 +323,7 @@ class Server:
         return 1 if done.failed else 0
 
     def _awaited(self) -> bool:
-        """Whether a peer lives that has not heard yet that the job is over."""
+        """Whether a living peer has not received the end of the job yet."""
         now = time.monotonic()
         with self._lock:
             pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
@@ -330,7 +331,7 @@ class Server:
         return now < self._newcomers_until or bool(pods) or linked
 
     def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:
-        """The pod's last message; `last`: what is known only when the server leaves."""
+        """The pod's last message; `last`: values that are known only when the server leaves."""
         said = {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
         if self._leader is not None and not done.failed:
             said = self._leader.outcome(done, self._term, complete=self._already_complete)
@@ -339,8 +340,8 @@ class Server:
         write_termination(self._env.termination_log, said | dict(last or {}))
 
     def _save_and_stop(self) -> int:
-        """SIGTERM: a checkpoint of what there is, so that whoever goes on loses nothing."""
-        _LOG.info("told to stop: storing step %d", self._runtime.version)
+        """SIGTERM: store a checkpoint of the present state, so that the successor loses nothing."""
+        _LOG.info("SIGTERM: storing step %d", self._runtime.version)
         self._saved.clear()
         if self._storage is not None:
             self._storage.closing()
@@ -355,13 +356,13 @@ class Server:
             )
             if self._done is None and driving.unstored() and (gone := driving.unstored_by_the_gone()):
                 _LOG.warning(
-                    "step %d is not stored: the server of shard %d left before", self._runtime.version, gone[0]
+                    "step %d is not stored: the server of shard %d left earlier", self._runtime.version, gone[0]
                 )
         elif self._writer is not None:
-            ask_to_save(self._env, self._peer)
-            link = self._link  # not for long where everything is stored already, or nobody asks for it
+            request_save(self._env, self._peer)
+            link = self._link  # short where all is stored already, or no peer needs it
             wait_until(self._saved.is_set, lambda: link is not None and link.up, 10.0, gone=self._times.gone)
-            time.sleep(0.5)  # the link carries the news
+            time.sleep(0.5)  # the link sends the end to the coordinator
         return SIGTERM_EXIT
 
     def _close(self) -> None:
@@ -393,7 +394,7 @@ class Server:
         if rollback.term < self._term:
             return
         if rollback.term == self._term:
-            # The coordinator told it again, because the link broke before it had heard that this shard stands there.
+            # The coordinator sent it again, because the link broke before the shard's report had arrived.
             if self._link is not None:
                 self._link.started(rollback.term, self._runtime.version)
             self._ready = True
@@ -410,7 +411,7 @@ class Server:
     # ---- Between the shard and the coordinator ----
 
     def deliver(self, message: Message) -> None:
-        """What the coordinator decided; see `ShardSink`."""
+        """A message of the coordinator; see `ShardSink`."""
         match message:
             case Commit():
                 self._commit_arrived[message.version] = time.monotonic()
@@ -427,7 +428,7 @@ class Server:
             self._wake.set()
 
     def report(self, report: Report) -> None:
-        """What this server's shard and its writer report; see `Coordination`."""
+        """A report of this server's shard or its writer; see `Coordination`."""
         match report:
             case Norm():
                 _instrument.reach("norm", report.version)
@@ -441,7 +442,7 @@ class Server:
             self._saved.set()
 
     def _applied(self, version: int) -> None:
-        """An update was applied; it was version - 1's."""
+        """An update was applied; it was computed from version - 1."""
         _instrument.reach("applied", version)
         self._metrics.step.set(version)
         began = self._commit_arrived.pop(version - 1, None)

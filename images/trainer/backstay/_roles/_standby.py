@@ -1,4 +1,4 @@
-"""A standby's pod: it follows its shard's active server until the operator says that it is the active one now."""
+"""A standby's pod: it follows its shard's active server until the operator promotes it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Inherited:
-    """What a server that was a standby starts with.
+    """The initial state of a server that was a standby.
 
     Attributes:
-        held: its shard; None when it was never filled: then it starts as any other new server.
-        become_ready: says how to know that the server is ready, from now on.
+        held: the state of its shard; None when it was never filled: then it starts as any other new server.
+        become_ready: sets the function that decides from now on whether the server is ready.
         promoted: when the operator's call arrived, in seconds of `time.monotonic`.
     """
 
@@ -56,7 +56,7 @@ class Inherited:
 
 
 class Standby:
-    """A control service's `Host` while it waits. It answers the operator, and nobody else."""
+    """A control service's `Host` while the standby waits. It answers the operator, and refuses all other calls."""
 
     def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
         self.shard, self.incarnation = environment.index, environment.incarnation
@@ -75,11 +75,11 @@ class Standby:
         self._control = control_port(self, self._peers, environment)
 
     def run(self) -> Inherited | None:
-        """Follow until this server is promoted; None when it was told to stop instead.
+        """Follow until this server is promoted; None when SIGTERM arrived instead.
 
         Raises:
-            Superseded: a newer incarnation has taken its place.
-            Refused: the active server refuses it for good.
+            Superseded: a newer incarnation has replaced it.
+            Refused: the active server refuses it permanently.
         """
         threading.Thread(target=self._follow_forever, name="backstay-follower", daemon=True).start()
         self._wake.wait()
@@ -105,7 +105,7 @@ class Standby:
 
     def _follow_forever(self) -> None:
         try:
-            # What an update runs is compiled before there is anybody to wait for it. That needs shapes and no values.
+            # The program of an update is compiled before any peer waits for it. That needs shapes and no values.
             shapes = self._plan.partition.tree
             zeros = shapes.unflatten([np.zeros(leaf.shape, leaf.dtype) for leaf in shapes.leaves])
             engine = ShardEngine(self._plan.partition, self.shard, self._plan.rule, zeros)
@@ -129,7 +129,7 @@ class Standby:
     def _follow(self) -> None:
         reply = self._join()
         if reply.incarnation == self.incarnation:
-            raise PeerLost("the Service leads here: the operator will say what that means")
+            raise PeerLost("the Service leads here: waiting for the operator's report")
         hello = Hello(
             peer=self._peer,
             shard=self.shard,
@@ -145,8 +145,8 @@ class Standby:
             raise
 
     def _join(self) -> JoinReply:
-        """Ask the active server where its data streams are. Raises as `_follow`."""
-        # Another connection each time: what its Service leads to may have changed since.
+        """Request the address of the active server's data streams. Raises as `_follow`."""
+        # Another connection each time: the Service may have another endpoint since.
         client = ControlClient(self._env.servers, self._env.token, self._peer, self._env.timeouts)
         try:
             return client.join(self.shard, self._plan.agreement)
@@ -167,7 +167,7 @@ class Standby:
         return f"this is the standby of shard {self.shard}"
 
     def joined(self, peer: Peer) -> JoinReply:
-        raise AssertionError(f"{peer.role} {peer.index} joins a standby")  # `not_ready` says no before
+        raise AssertionError(f"{peer.role} {peer.index} joins a standby")  # `not_ready` refuses it earlier
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
         del request

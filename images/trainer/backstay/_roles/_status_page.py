@@ -1,4 +1,4 @@
-"""The page `/status` of shard 0's server: what the job and each of its pods does now, for the `backstay` command."""
+"""The page `/status` of shard 0's server: the activity of the job and each of its pods, for the `backstay` command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORGET_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _Beat:
     peer: Peer
     activity: Activity
     point: str
@@ -42,27 +42,27 @@ class StatusPage:
     ) -> None:
         """
         Args:
-            leader: what is to be shown of the job; None: nothing.
+            leader: the source of the job's part; None: there is none.
             port: serves the page.
         """
         if port is not None:
             port.status = self.page
         self._leader, self._clock = leader, clock
         self._lock = threading.Lock()
-        self._heard: dict[tuple[str, int], _Heard] = {}
+        self._beats: dict[tuple[str, int], _Beat] = {}
 
     def beat(self, request: HeartbeatRequest) -> None:
-        """A heartbeat; one of an older incarnation counts for nothing."""
+        """A heartbeat; one of an older incarnation is ignored."""
         now, peer = self._clock(), request.peer
         if self._leader is not None:
             self._leader.beat(now, request)
         key = peer.role, peer.index
         doing = request.doing if request.HasField("doing") else None
         with self._lock:
-            known = self._heard.get(key)
+            known = self._beats.get(key)
             if known is not None and known.peer.incarnation > peer.incarnation:
                 return
-            self._heard[key] = _Heard(
+            self._beats[key] = _Beat(
                 peer,
                 request.activity,
                 "" if doing is None else doing.point,
@@ -74,31 +74,31 @@ class StatusPage:
     def left(self, peer: Peer) -> None:
         """A pod left."""
         with self._lock:
-            known = self._heard.get((peer.role, peer.index))
+            known = self._beats.get((peer.role, peer.index))
             if known is not None and known.peer.incarnation == peer.incarnation:
-                del self._heard[peer.role, peer.index]
+                del self._beats[peer.role, peer.index]
 
     def page(self) -> dict[str, Any]:
         """The page, as JSON: no number in it is NaN or infinite."""
         now = self._clock()
         with self._lock:
-            heard = sorted(self._heard.items())
-        pods = [_pod(now, one) for _, one in heard if now - one.at < _FORGET_SECONDS]
+            beats = sorted(self._beats.items())
+        pods = [_pod(now, one) for _, one in beats if now - one.at < _FORGET_SECONDS]
         page: dict[str, Any] = _finite({**({} if self._leader is None else self._leader.status(now)), "pods": pods})
         return page
 
 
-def _pod(now: float, heard: _Heard) -> dict[str, Any]:
+def _pod(now: float, beat: _Beat) -> dict[str, Any]:
     return {
-        "role": heard.peer.role,
-        "index": heard.peer.index,
-        "incarnation": heard.peer.incarnation,
-        "pod": heard.peer.pod,
-        "activity": Activity.Name(heard.activity),
-        "doing": heard.point,
-        "step": heard.step,
-        "seconds": round(max(0.0, now - heard.began), 3),
-        "heartbeatSeconds": round(max(0.0, now - heard.at), 3),
+        "role": beat.peer.role,
+        "index": beat.peer.index,
+        "incarnation": beat.peer.incarnation,
+        "pod": beat.peer.pod,
+        "activity": Activity.Name(beat.activity),
+        "doing": beat.point,
+        "step": beat.step,
+        "seconds": round(max(0.0, now - beat.began), 3),
+        "heartbeatSeconds": round(max(0.0, now - beat.at), 3),
     }
 
 

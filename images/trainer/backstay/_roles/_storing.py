@@ -30,19 +30,19 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 READ_SECONDS = 60.0
-"""How long a read of a storage that errs is repeated. After that the process ends, and its replacement reads again."""
+"""How long failing reads of the storage are repeated. After that the process ends, and its replacement reads again."""
 
 
 def open_store(environment: Environment, *, probes: bool) -> CheckpointStore | None:
     """The job's checkpoint folder; None when the job stores nothing.
 
     Args:
-        probes: find out now whether this process can write and read it. A replacement goes on where the storage errs:
-            it trains, and what cannot be stored is reported. The first server of a shard does not.
+        probes: check now whether this process can write and read it. A replacement continues with a failing storage: it
+            trains, and reports checkpoints that cannot be stored. The first server of a shard does not.
 
     Raises:
         CheckpointFolderUnusable: this process may not write or read the folder.
-        StorageError: the storage errs, and this is the first server of its shard.
+        StorageError: the storage fails, and this is the first server of its shard.
     """
     if environment.checkpoint_uri is None:
         return None
@@ -58,7 +58,7 @@ def open_store(environment: Environment, *, probes: bool) -> CheckpointStore | N
 
 
 class CheckpointWriter:
-    """Writes snapshots of one shard in a thread of its own, and reports to the coordinator: a `CheckpointHook`."""
+    """Writes snapshots of one shard in a separate thread, and reports to the coordinator: a `CheckpointHook`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class CheckpointWriter:
         self._queue.put((snapshot, term, version, self._history()))
 
     def close(self) -> None:
-        """What is queued is written; nothing more."""
+        """Write the queued snapshots, and no more."""
         self._queue.put(None)
         self._thread.join(timeout=60)
 
@@ -106,7 +106,7 @@ class CheckpointWriter:
                         shards=self._shards,
                         incarnation=self._incarnation,
                     )
-            except Exception as error:  # noqa: BLE001  # training goes on whatever the store raises, and says so
+            except Exception as error:  # noqa: BLE001  # training continues after any error, and reports it
                 _LOG.error("this shard's part of the checkpoint of step %d could not be stored: %s", version, error)
                 written = Written(term=term, version=version, error=str(error))
             else:
@@ -151,7 +151,7 @@ def _shown(kind: tuple[Any, str] | None) -> str:
 
 
 def restore(uri: str, partition: Partition, shard: int, rule: Rule) -> ShardEngine:
-    """This shard's part of a checkpoint, whatever number of shards wrote it.
+    """This shard's part of a checkpoint, for any number of shards that wrote it.
 
     Args:
         uri: of the manifest.
@@ -178,11 +178,11 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _T:
-    """What `read` returns; a read that fails with `StorageError` is repeated for `seconds` (T8).
+    """The result of `read`; a read that fails with `StorageError` is repeated for `seconds` (T8).
 
     Raises:
-        StorageError: it erred to the end.
-        Whatever else `read` raises, at once.
+        StorageError: the last read failed too.
+        Exception: any other that `read` raises, at once.
     """
     began, wait = clock(), 0.5
     while True:

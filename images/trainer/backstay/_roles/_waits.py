@@ -1,4 +1,4 @@
-"""What updates wait for, on shard 0: blame over the last minutes, and what the next update waits for now."""
+"""The waits of updates, on shard 0: blame over the last minutes, and the contributions that are missing now."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Waits:
         self._blame = Blame(shards, now=clock())
         self._quorum, self._metrics = quorum, metrics
         self._term, self._version, self._world = 0, 0, 0
-        self._heard: dict[int, tuple[float, Doing | None]] = {}  # by rank
-        self._told = -_AGAIN
+        self._beats: dict[int, tuple[float, Doing | None]] = {}  # by rank
+        self._logged_at = -_AGAIN
 
     def beat(self, now: float, request: HeartbeatRequest) -> None:
         """A heartbeat."""
         if request.peer.role != "worker":
             return
         with self._lock:
-            self._heard[request.peer.index] = now, request.doing if request.HasField("doing") else None
+            self._beats[request.peer.index] = now, request.doing if request.HasField("doing") else None
             self._blame.parts(request.peer.index, request.parts)
 
     def staged(self, now: float, shard: int, staged: Staged) -> None:
@@ -96,7 +96,7 @@ class Waits:
             self._term, self._version, self._world = state.term, state.version, state.world
 
     def status(self, now: float) -> dict[str, Any]:
-        """For the page `/status`: whom updates waited for, and what the next one waits for."""
+        """For the page `/status`: the ranks that updates waited for, and those that are missing now."""
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
@@ -118,15 +118,15 @@ class Waits:
         }
 
     def fill(self, now: float, reply: ProgressReply) -> None:
-        """The same for the operator, and a line in the log where an update is waited for for long."""
+        """The same for the operator, and a log line about a long wait."""
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
-            report = seconds >= LONG and now - self._told >= _AGAIN
+            report = seconds >= LONG and now - self._logged_at >= _AGAIN
             if report:
-                self._told = now
+                self._logged_at = now
             elif seconds < LONG:
-                self._told = -_AGAIN
+                self._logged_at = -_AGAIN
         if report:
             _LOG.warning("no update for %.0f s: %s", seconds, text)
         if seconds >= LONG:
@@ -152,10 +152,10 @@ class Waits:
         return waiting.seconds, text
 
     def _does(self, now: float, rank: int, shards: tuple[int, ...]) -> str:
-        """What a rank without a contribution does, by its newest heartbeat."""
-        if rank not in self._heard:
+        """The activity of a rank without a contribution, by its newest heartbeat."""
+        if rank not in self._beats:
             return f"worker {rank} has not joined"
-        at, doing = self._heard[rank]
+        at, doing = self._beats[rank]
         if now - at >= _SILENT:
             return f"worker {rank} has sent no heartbeat for {now - at:.0f} s"
         if shards:

@@ -58,21 +58,21 @@ __all__ = ["Stopped", "Worker", "raise_end"]
 
 _LOG = logging.getLogger(__name__)
 
-# Refusals that a new join mends: the server was replaced, restarted its history, or still holds an older attempt.
+# Refusals that a new join fixes: the server was replaced, restarted its history, or still holds an older attempt.
 _MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL"}
 
 
 class Stopped(Exception):  # noqa: N818
-    """The pod was told to stop."""
+    """The pod received SIGTERM."""
 
 
 def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
-    """What ends a pod before the job is done.
+    """Raise the error that ends a pod before the job is done, if there is one.
 
     Raises:
         Superseded: it was replaced.
         JobFailed: the job has failed.
-        Stopped: it was told to stop.
+        Stopped: it received SIGTERM.
     """
     if heart.superseded is not None:
         raise heart.superseded
@@ -91,7 +91,7 @@ def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
     if outcome == RejectReason.REJECT_UNSPECIFIED:
         sending.applied()
     elif outcome is not None and outcome != RejectReason.DUPLICATE:
-        # Of a duplicate it is unknown whether the one that was sent before is applied.
+        # Of a duplicate it is unknown whether the earlier one was applied.
         sending.dropped()
 
 
@@ -151,9 +151,9 @@ class Worker:
         self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._last: Summary | None = None  # of the newest contribution
         self._compiled = False
-        self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation asks for next
-        self._moved = False  # a server that was joined is gone
-        self._returns = False  # `run` returns a result: the pod goes on
+        self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
+        self._moved = False  # a joined server was lost
+        self._returns = False  # `run` returns a result: the pod continues
         self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
         self._gone = threading.Event()
         stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
@@ -162,11 +162,11 @@ class Worker:
         """Work until the job is done.
 
         Raises:
-            Stopped: the process was told to stop.
+            Stopped: the process received SIGTERM.
             JobFailed: the job has failed.
             Refused: a server refuses this worker; `Superseded`: it was replaced.
             WaitedTooLong: servers were away for too long.
-            Whatever `batches` and `loss` raise.
+            Exception: any that `batches` and `loss` raise.
         """
         _instrument.follow_this_thread()
         for point, part in STEP_PARTS.items():
@@ -180,9 +180,9 @@ class Worker:
         """SIGTERM: drop the contribution, and leave although the script may still be computing it."""
         if (found := hang_report(_instrument.doing(), time.monotonic())) is not None:
             self._heart.report_hang(found)
-        self._silent(0, "this pod was told to stop")
+        self._silent(0, "this pod received SIGTERM")
         if not self._gone.wait(self._env.timeouts.stop):
-            self._control.leave("told to stop")
+            self._control.leave("SIGTERM")
             end_process(SIGTERM_EXIT)
 
     def _run(self) -> Result:
@@ -220,7 +220,7 @@ class Worker:
             contribution.wait()
         if self._compiled:
             self.seconds.computed()
-            # Of both, because a rank is slow whichever of the two is.
+            # Of both, because either of the two can make a rank slow.
             self._heart.step_seconds = time.monotonic() - began
             self._metrics.gradient_seconds.observe(self._heart.step_seconds)
         else:
@@ -242,7 +242,7 @@ class Worker:
     def _compile(self) -> None:
         """Compile the computation while the servers prepare the parameters, for the batch of a job that begins.
 
-        What fails here fails again in the first step, which says what happened.
+        An error here occurs again in the first step, which reports it.
         """
         world = max(self._env.config.workers, self._rank + 1)
         key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
@@ -256,7 +256,7 @@ class Worker:
         self.seconds.ended("compiling")
 
     def _info(self, contribution: Contribution) -> GradientInfo:
-        """What travels with the end mark of a contribution; waits until it is computed."""
+        """The summary for the end mark of a contribution; waits until it is computed."""
         self._last = summary = contribution.summary
         info = GradientInfo(
             finite=summary.finite, examples=summary.examples, loss=summary.loss, metrics=summary.metrics
@@ -368,7 +368,7 @@ class Worker:
                 self._judge(error)
 
     def _reconnect(self, error: Exception) -> tuple[Pulled, Sequence[Any]]:
-        """Join again, and again, until there are parameters."""
+        """Join again and again, until this worker has parameters."""
         while True:
             self._judge(error)
             self._metrics.reconnects.inc()
@@ -381,7 +381,7 @@ class Worker:
                 self.seconds.ended("reconnecting")
 
     def _judge(self, error: Exception) -> None:
-        """Raise what connecting again cannot mend."""
+        """Raise an error that connecting again cannot fix."""
         self._disconnect()
         if self._heart.superseded is not None:
             raise self._heart.superseded
@@ -443,7 +443,7 @@ class Worker:
             streams.close()
 
     def _silent(self, shard: int, why: str) -> None:
-        """Heartbeats say that a server is gone: end the wait for it."""
+        """Heartbeats show that a server is lost: end the wait for it."""
         self._moved = True
         streams = self._streams
         if streams is not None:
@@ -452,10 +452,10 @@ class Worker:
     # ---- The end ----
 
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
-        """Wait until the job is done; None when a server was lost meanwhile, and the end may have moved."""
+        """Wait until the job is done; None when a server was lost meanwhile, and the last version may have changed."""
         self._heart.activity = LEAVING
         if self._plan.wire.parameters != "Exact" or self._plan.partition.fragments > 1:
-            # The result is what the servers hold, all of it.
+            # The result has the precision of the servers, and all fragments.
             try:
                 pulled, params = self._pull(None, pulled.version, exact=True)
             except (PeerLost, Refused) as error:
@@ -479,7 +479,7 @@ class Worker:
                 self._heart.hurry(self._env.timeouts.heartbeat)
                 return None
             if time.monotonic() > deadline:
-                raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not say that it is done")
+                raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not report the end")
             self.seconds.ended(part)
             part = "ending" if news.checkpoint_step >= pulled.version else part
         self.seconds.ended(part)
@@ -500,7 +500,7 @@ class Worker:
     def _confirmed(self) -> bool:
         """Report to shard 0 that this worker has the result; False when another server took over meanwhile.
 
-        The operator learns from shard 0's last message which incarnation of rank 0 returned from `train`. One that
+        Shard 0's last message names for the operator the incarnation of rank 0 that returned from `train`. One that
         could not report it must not return: the operator replaces it, and the code after training would run twice.
 
         Raises:
@@ -519,7 +519,7 @@ class Worker:
                     return False
                 if time.monotonic() > deadline:
                     raise WaitedTooLong(
-                        f"shard 0 did not take the report that training is over here: {error}"
+                        f"shard 0 did not accept the report that training is over here: {error}"
                     ) from None
                 self._stop.asked.wait(self._env.timeouts.reconnect_pause)
 
@@ -534,10 +534,10 @@ class Worker:
                 found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
                 self._evaluation = at, found
             metrics = self._evaluation[1]
-        except Exception as failure:  # noqa: BLE001  # the script's
+        except Exception as failure:  # noqa: BLE001  # an error of the script
             _LOG.exception("evaluate raised")
             error = f"{type(failure).__name__}: {failure}"
-        for _ in range(40):  # 10 s; then a server is lost, and the evaluation is told to the next one
+        for _ in range(40):  # 10 s; then a server is lost, and its successor gets the evaluation
             try:
                 self._control.evaluated(self._term, step, metrics, error)
                 break
@@ -555,10 +555,10 @@ class Worker:
         self._disconnect()
         self._heart.close()
         self._batches.close()
-        self._control.leave("told to stop" if self._stop.asked.is_set() else "done", trained=self._returns)
+        self._control.leave("SIGTERM" if self._stop.asked.is_set() else "done", trained=self._returns)
         self._control.close()
         if self._returns:
-            self._joined = True  # the pod stays ready while the script goes on
+            self._joined = True  # the pod stays ready while the script continues
         else:
             self._http.close()
         self._gone.set()
