@@ -196,7 +196,10 @@ class Script:
         assert frame.WhichOneof("kind")
 
 
-def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, monkeypatch: Any) -> None:
+    """Whether a mean travels in one frame or in chunks."""
+    monkeypatch.setattr("backstay._wire.frames.WHOLE_BYTES", 1 << 20 if at_once else 0)
     rule, parts, (wire,) = laid_out(shards=1)
     engine = engine_of(rule, parts)
 
