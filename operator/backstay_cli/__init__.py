@@ -1,1 +1,5 @@
 """The `backstay` command: try a TrainingJob on this machine as it would run on a cluster."""
+
+from backstay_cli import interrupts
+
+interrupts.end_imports_quietly()

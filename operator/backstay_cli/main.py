@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from backstay_cli import interrupts
 from backstay_cli.cluster_commands import accept_any_character, add_commands
 from backstay_cli.jobfile import (
     BadInput,
@@ -282,6 +283,7 @@ def _refuse(message: str) -> NoReturn:
 
 def main() -> None:
     """The entry point of the `backstay` command."""
+    interrupts.restore()
     accept_any_character()
     app()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from backstay_cli import interrupts
 from backstay_cli.cluster_commands import accept_any_character, add_commands
 
 __all__ = ["app", "main"]
@@ -24,6 +25,7 @@ add_commands(app, embedded=False)
 
 def main() -> None:
     """The entry point of `kubectl-backstay`."""
+    interrupts.restore()
     accept_any_character()
     app(prog_name="kubectl backstay")
 

@@ -1,0 +1,37 @@
+"""Ctrl-C while a command is still importing ends it without a traceback; other programs are left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+REPORT = """
+import signal, sys
+sys.argv = [sys.argv[1]]
+if sys.argv[0] == "ignoring/backstay":  # as `nohup` starts it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+import backstay_cli
+from backstay_cli import interrupts
+names = {signal.SIG_DFL: "ends", signal.SIG_IGN: "ignored", signal.default_int_handler: "raises"}
+during = names[signal.getsignal(signal.SIGINT)]
+interrupts.restore()
+print(during, names[signal.getsignal(signal.SIGINT)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/usr/bin/backstay", "ends raises"),
+        ("kubectl-backstay", "ends raises"),
+        ("/usr/bin/pytest", "raises raises"),
+        ("ignoring/backstay", "ignored ignored"),
+    ],
+)
+def test_ctrl_c_while_a_command_imports(program: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == said
