@@ -282,7 +282,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     ) -> None:
         """Write what each pod of a job did in its last minutes, on one clock, for https://ui.perfetto.dev.
 
-        A job that runs is asked. Of a job that ended, the timeline that it stored beside its checkpoints is read.
+        A running job sends its timeline. If the job has ended, the timeline beside its checkpoints is read.
 
         Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
         or there is no timeline.

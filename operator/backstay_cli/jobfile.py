@@ -27,7 +27,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 
 
 class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed in this program
-    """The input cannot be run; the message says what is invalid and what would be valid."""
+    """The input cannot be run; the message has the error and the valid values."""
 
 
 def is_standard_input(path: Path) -> bool:

@@ -57,7 +57,7 @@ class Api:
 
     @classmethod
     def of_kubeconfig(cls, path: Path) -> Api:
-        """Connect as the current context of a kubeconfig says."""
+        """Connect with the current context of a kubeconfig."""
         config = yaml.safe_load(path.read_text())
         by_name = {kind: {entry["name"]: entry for entry in config[kind]} for kind in ("contexts", "clusters", "users")}
         context = by_name["contexts"][config["current-context"]]["context"]

@@ -123,26 +123,26 @@ class Picture:
     def _progress(self, fraction: float, width: int) -> Text:
         view = self._view
         assert view.step is not None
-        said = f" {100 * fraction:3.0f} %  step {view.step:,} of {view.goal_steps:,}"
+        text = f" {100 * fraction:3.0f} %  step {view.step:,} of {view.goal_steps:,}"
         if view.local_steps:
-            said += f"  local step {view.step * view.local_steps:,}"
+            text += f"  local step {view.step * view.local_steps:,}"
         if view.updates_per_second and not view.ended:
-            said += f"  {number(view.updates_per_second, 3)} updates/s"
+            text += f"  {number(view.updates_per_second, 3)} updates/s"
         if (left := view.seconds_left) is not None and fraction < 1:
-            said += f"  {clock(left)} left"
+            text += f"  {clock(left)} left"
         style = "red" if view.phase == "Failed" else "green" if fraction >= 1 else "cyan"
-        return Text.assemble((bar(fraction, max(8, min(60, width - len(said) - 1))), style), said, no_wrap=True)
+        return Text.assemble((bar(fraction, max(8, min(60, width - len(text) - 1))), style), text, no_wrap=True)
 
     def _numbers(self, width: int) -> Iterator[RenderableType]:
         view = self._view
         if view.loss is None and not view.examples_per_second:
             return
-        said = Text.assemble(("loss ", "dim"), number(view.loss), no_wrap=True, overflow="ellipsis")
+        text = Text.assemble(("loss ", "dim"), number(view.loss), no_wrap=True, overflow="ellipsis")
         if view.examples_per_second and not view.ended:
-            said.append_text(Text.assemble(("   examples/s ", "dim"), number(view.examples_per_second, 3)))
+            text.append_text(Text.assemble(("   examples/s ", "dim"), number(view.examples_per_second, 3)))
         if view.goodput is not None:
-            said.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
-        yield said
+            text.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
+        yield text
         lines = [] if self._losses is None else self._losses.lines(min(60, width - 12))
         if lines and self._losses is not None:
             highest, lowest = (number(value, 3) for value in self._losses.ends)

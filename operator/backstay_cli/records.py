@@ -69,7 +69,7 @@ def _names(place: str) -> list[str]:
         else:
             listed = [entry.name for entry in Path(place).iterdir()]
     except (OSError, ImportError, ValueError):
-        return []  # a volume of the cluster, say
+        return []  # for example a volume of the cluster
     return [name for name in listed if _NAME.fullmatch(name)]
 
 

@@ -29,7 +29,7 @@ def summary(
         view: the job as it was seen last.
         seconds: since the command was started.
         logs: the folder with the logs of all pods.
-        reason, message: why this is the end; by default what the job's last condition says.
+        reason, message: why this is the end; by default those of the job's last condition.
     """
     if reason is None:
         reason, _, message = view.message.partition(": ")
@@ -128,9 +128,9 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
     alike: dict[tuple[str, tuple[str, ...]], list[End]] = {}
     for end in ends(view, logs):
         alike.setdefault((end.how, tuple(tail(end.log))), []).append(end)
-    for (how, said), group in alike.items():
+    for (how, output), group in alike.items():
         yield f"  {group[0].pod} ended with {how}: {shortened(str(group[0].log))}"
-        yield from said or ("    | (it printed nothing)",)
+        yield from output or ("    | (it printed nothing)",)
         if len(group) > 1:
             yield f"    the same in {', '.join(end.pod for end in group[1:])}"
 

@@ -85,11 +85,11 @@ def run_job(
     console = Console(stderr=as_json)
     use_live = (console.is_terminal and not as_json) if live is None else live
 
-    def say(line: str) -> None:
+    def write_line(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
-    display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(say)
+    display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
     following = _Following(job, display, folder / _LOGS)
     started = time.monotonic()
 
@@ -107,13 +107,13 @@ def run_job(
     except asyncio.CancelledError:
         farewell = list(stopping.farewell(following.view, job, folder / _LOGS, again))
         for line in farewell:
-            say(line)
-        _keep_trace(trace, following, folder / _LOGS, say)
+            write_line(line)
+        _keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("Interrupted", farewell[0])
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
-        _keep_trace(trace, following, folder / _LOGS, say)
+        _keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("EmbeddedClusterFailed", str(error))
         return FAILED
     except ApiError as error:
@@ -121,14 +121,14 @@ def run_job(
         return BAD_INPUT
     seconds = time.monotonic() - started
     for line in report.lines(view, seconds, folder / _LOGS):
-        say(line)
-    _keep_trace(trace, following, folder / _LOGS, say)
+        write_line(line)
+    _keep_trace(trace, following, folder / _LOGS, write_line)
     if as_json:
         print(report.as_json(view, seconds, folder / _LOGS), flush=True)
     return OK if view.phase == "Succeeded" else FAILED
 
 
-def _keep_trace(out: Path | None, following: _Following, logs: Path, say: Callable[[str], None]) -> None:
+def _keep_trace(out: Path | None, following: _Following, logs: Path, write_line: Callable[[str], None]) -> None:
     """Write the timeline that the job's newest server of shard 0 has stored."""
     if out is None:
         return
@@ -140,7 +140,7 @@ def _keep_trace(out: Path | None, following: _Following, logs: Path, say: Callab
         if found is None:
             raise BadInput("--trace: the job has stored no timeline")
         history = () if following.view is None else following.view.history
-        say(write_trace(unpacked(found[1]), history, out, shortened(found[0])).summary())
+        write_line(write_trace(unpacked(found[1]), history, out, shortened(found[0])).summary())
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
 
@@ -254,7 +254,7 @@ async def _follow(session: Session, following: _Following) -> JobView:
                 return await _last_look(session, following)
             if not view.seen and time.monotonic() > deadline:
                 log = session.folder / "operator.log"
-                ended = f" ({session.operator.said})" if session.operator.said else ""
+                ended = f" ({session.operator.last_end})" if session.operator.last_end else ""
                 text = f"the operator has not looked at the job for {_UNSEEN_SECONDS:.0f} s{ended}, see {log}"
                 raise SessionError(text)
         if session.died.done():
@@ -282,24 +282,26 @@ async def _last_look(session: Session, following: _Following) -> JobView:
     return following.view
 
 
-def up(folder: Path, say: Callable[[str], None], *, preloaded: bool = True) -> int:
+def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = True) -> int:
     """Keep an embedded cluster running until it is interrupted, and print how to use kubectl with it."""
 
     async def serve() -> None:
         async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:
-            say("The embedded cluster and the operator are running. In another terminal:\n")
-            say(f"  export KUBECONFIG={session.kubeconfig}")
-            say("  kubectl create configmap NAME --from-file=train.py   # for a job with spec.code.configMap: NAME")
-            say("  kubectl apply -f job.yaml")
-            say("  kubectl get trainingjobs --watch\n")
-            say(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
+            write_line("The embedded cluster and the operator are running. In another terminal:\n")
+            write_line(f"  export KUBECONFIG={session.kubeconfig}")
+            write_line(
+                "  kubectl create configmap NAME --from-file=train.py   # for a job with spec.code.configMap: NAME"
+            )
+            write_line("  kubectl apply -f job.yaml")
+            write_line("  kubectl get trainingjobs --watch\n")
+            write_line(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
             await session.died
             raise session.death()
 
     try:
         asyncio.run(_interruptible(serve()))
     except asyncio.CancelledError:
-        say("stopped; nothing is left running")
+        write_line("stopped; nothing is left running")
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED

@@ -36,11 +36,11 @@ class Keeper:
     """Records how the operator has ended last; it is started again when it ends.
 
     Attributes:
-        said: the last end, for people; empty: it has not ended.
+        last_end: the last end, for people; empty: it has not ended.
         at: when, on the event loop's clock.
     """
 
-    said: str = ""
+    last_end: str = ""
     at: float = 0.0
 
 
@@ -66,7 +66,7 @@ class Session:
     def trouble(self) -> str:
         """How the operator ended a moment ago; empty: it runs, or has run for some time since."""
         ended_lately = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
-        return self.operator.said if ended_lately else ""
+        return self.operator.last_end if ended_lately else ""
 
     def death(self) -> SessionError:
         """The exception to raise once `died` is complete: the process that died, and the end of its log."""
@@ -78,7 +78,7 @@ class Session:
 @contextlib.asynccontextmanager
 async def start_session(
     folder: Path,
-    say: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
     *,
     restarts: int = 0,
     user_environment: bool = False,
@@ -88,7 +88,7 @@ async def start_session(
 
     Args:
         folder: for all files of the two processes.
-        say: called with the name of each stage.
+        on_stage: called with the name of each stage.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
         user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
         preload: the cluster's imports for all pods, from `backstay_cli.preload`; None: no imports.
@@ -103,7 +103,7 @@ async def start_session(
     with contextlib.suppress(FileExistsError), open(key, "x", opener=_private) as file:
         file.write(secrets.token_hex(32))
     async with contextlib.AsyncExitStack() as stack:
-        say("starting the embedded cluster")
+        on_stage("starting the embedded cluster")
         cluster = await stack.enter_async_context(
             _process(
                 "cluster",
@@ -121,7 +121,7 @@ async def start_session(
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")
         api = await stack.enter_async_context(Api.of_kubeconfig(kubeconfig))
         await _wait_until_served(api, cluster, folder / "cluster.log")
-        say("starting the operator")
+        on_stage("starting the operator")
         arguments = ["--kubeconfig", str(kubeconfig), "--key-file", str(key), "--bind", "127.0.0.1"]
         keeper = Keeper()
         operator = asyncio.create_task(
@@ -193,7 +193,7 @@ async def _keep(keeper: Keeper, name: str, folder: Path, module: str, *arguments
         deaths = deaths + 1 if loop.time() - started < START_SECONDS else 1
         last = _tail(folder / f"{name}.log", 1).removeprefix("\n  | ") or "it wrote no log"
         again = f"; it starts again ({deaths} of {restarts})" if deaths <= restarts else ""
-        keeper.said, keeper.at = f"the {name} ended with exit status {code}: {last}{again}", loop.time()
+        keeper.last_end, keeper.at = f"the {name} ended with exit status {code}: {last}{again}", loop.time()
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

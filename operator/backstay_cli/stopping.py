@@ -96,7 +96,7 @@ def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) 
         yield "  nothing is stored: the job has no checkpoint (--checkpoint FOLDER for a script, or spec.checkpoint)"
     elif (step := stored_step(view, logs)) is None:
         yield f"stopped at step {number(view.step)}; nothing is left running"
-        yield "  this run stored no checkpoint; the log of parameter server 0 says why"
+        yield "  this run stored no checkpoint; the log of parameter server 0 has the reason"
     else:
         yield f"stopped; the checkpoint of step {number(step)} is stored; nothing is left running"
         yield f"  to continue: {again}"

@@ -146,16 +146,16 @@ class LineDisplay:
         known = shown_events(view.events)
         for kind, reason, message in known[self._events :]:
             if not (view.ended and reason == view.phase):  # the report after the end has the same text
-                self._say(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
+                self._write_line(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
         self._events = max(self._events, len(known))
         waiting = waiting_for(view)
         if view.phase != self._phase:
             self._phase = view.phase
-            self._say(f"{view.name} is {view.phase}")
+            self._write_line(f"{view.name} is {view.phase}")
         now = self._clock()
         # If pods die repeatedly, their events are a better explanation.
         if waiting and waiting != self._waiting and not view.restarts:
-            self._say(waiting)
+            self._write_line(waiting)
         self._waiting = waiting
         if (
             view.step
@@ -172,17 +172,17 @@ class LineDisplay:
             left = f"  {duration(seconds)} left" if (seconds := view.seconds_left) is not None else ""
             restarts = f"  restarts {view.restarts}" if view.restarts else ""
             where = f"step {number(view.step)}{goal}{local}"
-            self._say(f"{where}  loss {number(view.loss)}{metrics}{rate}{left}{restarts}")
+            self._write_line(f"{where}  loss {number(view.loss)}{metrics}{rate}{left}{restarts}")
         if view.evaluated_step is not None and view.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.evaluated_step
-            self._say(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")
+            self._write_line(f"evaluation of step {number(view.evaluated_step)}: {shown(view.metrics)}")
 
     def print(self, lines: Sequence[str]) -> None:
         """Print as separate lines, without a time."""
         for line in lines:
             self._write(f"{SCRIPT} | {line}")
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         first, *more = plain(line)
         self._write(f"[{self._clock() - self._started:6.1f}s] {first}")
         for text in more:

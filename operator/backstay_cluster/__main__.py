@@ -75,7 +75,7 @@ async def run(args: argparse.Namespace) -> None:
     await starting
     try:
         if args.ready_fd is not None:
-            said = {
+            ready = {
                 "url": cluster.url,
                 "token": cluster.token,
                 "ca": cluster.ca,
@@ -83,7 +83,7 @@ async def run(args: argparse.Namespace) -> None:
                 "logsDir": str(cluster.logs_dir),
             }
             with os.fdopen(args.ready_fd, "w") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(ready) + "\n")
         print(f"ready: {cluster.url} kubeconfig {cluster.kubeconfig} logs {cluster.logs_dir}", flush=True)
         await stop.wait()
     finally:

@@ -349,9 +349,9 @@ class ClusterProcess:
                     where = f": see {self._log_file}" if self._log_file else ""
                     raise RuntimeError(f"the embedded cluster ended with exit code {code} before it was ready{where}")
                 data += chunk
-        said = json.loads(data)
-        self.url, self.token, self.ca = said["url"], said["token"], said["ca"]
-        self.kubeconfig, self.logs_dir = Path(said["kubeconfig"]), Path(said["logsDir"])
+        started = json.loads(data)
+        self.url, self.token, self.ca = started["url"], started["token"], started["ca"]
+        self.kubeconfig, self.logs_dir = Path(started["kubeconfig"]), Path(started["logsDir"])
         return self
 
     def stop(self) -> None:

@@ -115,8 +115,8 @@ def combine(
     for _, reply in sorted(replies.items()):
         for worker in reply.stalled:
             stalled.setdefault((worker.rank, worker.incarnation), worker.reason)
-        for found, told in ((contributed, reply.contributed), (beating, reply.beating)):
-            for rank, incarnation in told.items():
+        for found, reported in ((contributed, reply.contributed), (beating, reply.beating)):
+            for rank, incarnation in reported.items():
                 found[rank] = max(incarnation, found.get(rank, 0))
     fields: dict[str, Any] = {}
     coordinator = replies.get(0)

@@ -51,7 +51,7 @@ def test_what_dies_again_and_again_is_given_up(module, tmp_path):
     keeper = session.Keeper()
     asyncio.run(session._keep(keeper, "operator", tmp_path, module(0), restarts=2))
     assert len(lives(tmp_path)) == 3
-    assert keeper.said == "the operator ended with exit status 1: kopf ended: no such thing"
+    assert keeper.last_end == "the operator ended with exit status 1: kopf ended: no such thing"
 
 
 def test_how_the_operator_ended_is_shown_until_it_has_run_for_a_while(tmp_path):

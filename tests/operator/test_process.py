@@ -150,12 +150,12 @@ class Api:
     def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)
 
-    def ask(self, question: Callable[[Kube], Awaitable[T]]) -> T:
-        async def asked() -> T:
+    def call(self, question: Callable[[Kube], Awaitable[T]]) -> T:
+        async def answer() -> T:
             async with Kube(str(self._own), headers={"X-Test": "1"}) as kube:  # the test's own requests
                 return await question(kube)
 
-        return self.do(asked())
+        return self.do(answer())
 
     def close(self) -> None:
         try:
@@ -184,13 +184,13 @@ class Api:
             path = resource.path(namespace)
             return list((await kube.discover(path)).get("items") or [])
 
-        return self.ask(listed)
+        return self.call(listed)
 
     def apply(self, job: Json) -> Json:
-        return self.ask(lambda kube: kube.create(JOBS, "default", job))
+        return self.call(lambda kube: kube.create(JOBS, "default", job))
 
     def job(self, name: str) -> Json:
-        return self.ask(lambda kube: kube.get(JOBS, "default", name))
+        return self.call(lambda kube: kube.get(JOBS, "default", name))
 
     def pods(self, job: str, role: str | None = None) -> list[Json]:
         return [
@@ -201,7 +201,7 @@ class Api:
         ]
 
     def set_status(self, pod: str, status: Json) -> None:
-        self.ask(lambda kube: kube.merge_patch(PODS, "default", pod, {"status": status}, "status"))
+        self.call(lambda kube: kube.merge_patch(PODS, "default", pod, {"status": status}, "status"))
 
     def run_pods(self, job: str, server: str | None = None) -> None:
         for number, pod in enumerate(self.pods(job)):
@@ -257,13 +257,13 @@ class Process:
             env=environ | {"PYTHONPATH": str(ROOT / "operator"), "PYTHONWARNINGS": "error::ResourceWarning"},
         )
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_bytes()[self._start :].decode()
 
     def wait_for_line(self, words: str) -> str:
         def found() -> str | None:
-            assert self.process.poll() is None, f"the operator ended:\n{self.said()}"
-            return next((line for line in self.said().splitlines() if words in line), None)
+            assert self.process.poll() is None, f"the operator ended:\n{self.output()}"
+            return next((line for line in self.output().splitlines() if words in line), None)
 
         return eventually(found)
 
@@ -304,7 +304,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     try:
         crd = yaml.safe_load(next((ROOT / "crds").glob("*trainingjobs*.yaml")).read_text())
         # Cluster-scoped: its path has no namespace.
-        it.ask(lambda kube: kube._send("create", "crd", "POST", CRDS.path(None), "create the CRD", body=crd))
+        it.call(lambda kube: kube._send("create", "crd", "POST", CRDS.path(None), "create the CRD", body=crd))
         yield it
     finally:
         it.close()
@@ -322,7 +322,7 @@ def start(api: Api, tmp_path: Path) -> Iterator[Callable[..., Process]]:
     for process in running:
         process.stop(signal.SIGKILL)
     with contextlib.suppress(errors.NotFound):
-        api.ask(lambda kube: kube.delete(LEASES, "default", LEASE_NAME))
+        api.call(lambda kube: kube.delete(LEASES, "default", LEASE_NAME))
 
 
 def make(name: str, **spec: Any) -> Json:
@@ -415,15 +415,17 @@ def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
     assert status == 200
     exported = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line.startswith("backstay_")}
     assert exported <= metric_names()
-    assert 'backstay_job_restarts_total{namespace="default",role="Worker",training_job="story"}' in text
+    restarts = 'backstay_job_restarts_total{namespace="default",role="Worker",training_job="story"}'
+    eventually(lambda: restarts in operator.get("/metrics")[1])
+    text = operator.get("/metrics")[1]
     assert 'backstay_operator_jobs{phase="Running"} 1.0' in text
     uid = api.job("story")["metadata"]["uid"]
-    api.ask(lambda kube: kube.delete(JOBS, "default", "story", uid=uid))
+    api.call(lambda kube: kube.delete(JOBS, "default", "story", uid=uid))
     eventually(lambda: 'training_job="story"' not in operator.get("/metrics")[1])
     eventually(lambda: not api.pods("story"))
-    assert "fault in the operator" not in operator.said()
+    assert "fault in the operator" not in operator.output()
     assert operator.stop() == 0
-    lease = api.ask(lambda kube: kube.get(LEASES, "default", LEASE_NAME))
+    lease = api.call(lambda kube: kube.get(LEASES, "default", LEASE_NAME))
     assert lease["spec"]["holderIdentity"] == ""
 
 
@@ -496,11 +498,11 @@ def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replace
         eventually(lambda: not stalled_and_alive())
         wanted = 'backstay_operator_pods_replaced_total{cause="Stalled",role="Worker"} 1.0'
         eventually(lambda: wanted in operator.get("/metrics")[1])
-        assert "fault in the operator" not in operator.said()
+        assert "fault in the operator" not in operator.output()
     finally:
         api.do(end(server))
     uid = api.job("calls")["metadata"]["uid"]
-    api.ask(lambda kube: kube.delete(JOBS, "default", "calls", uid=uid))
+    api.call(lambda kube: kube.delete(JOBS, "default", "calls", uid=uid))
 
 
 def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Callable[..., Process]) -> None:
@@ -519,23 +521,23 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Cal
     api.kill_pod(dead)
     eventually(lambda: len(api.pods("shared")) == 4)
     uid = api.job("shared")["metadata"]["uid"]
-    api.ask(lambda kube: kube.delete(JOBS, "default", "shared", uid=uid))
+    api.call(lambda kube: kube.delete(JOBS, "default", "shared", uid=uid))
 
 
 def test_an_uninstalled_operator_leaves_no_lease_that_is_held(api: Api, start: Callable[..., Process]) -> None:
     """Its rights are deleted first, so it cannot give the Lease back: it goes with the operator's pod (O2)."""
     spec = {"containers": [{"name": "operator", "image": "example/operator:1"}], "terminationGracePeriodSeconds": 0}
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "operator-0"}, "spec": spec}
-    pod = api.ask(lambda kube: kube.create(PODS, "default", manifest))["metadata"]
+    pod = api.call(lambda kube: kube.create(PODS, "default", manifest))["metadata"]
     installed = start(name="installed", pod=f"operator-0/{pod['uid']}")
     installed.wait_for_line("this operator acts")
     installed.stop(signal.SIGKILL)  # as if each of its last requests were refused
-    assert api.ask(lambda kube: kube.get(LEASES, "default", LEASE_NAME))["spec"]["holderIdentity"]
-    api.ask(lambda kube: kube.delete(PODS, "default", "operator-0", uid=pod["uid"], grace=0))
+    assert api.call(lambda kube: kube.get(LEASES, "default", LEASE_NAME))["spec"]["holderIdentity"]
+    api.call(lambda kube: kube.delete(PODS, "default", "operator-0", uid=pod["uid"], grace=0))
     eventually(lambda: not api.all(LEASES))
     again = start(name="again")
     again.wait_for_line("this operator acts")
-    assert "another operator holds the Lease" not in again.said()
+    assert "another operator holds the Lease" not in again.output()
 
 
 def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Callable[..., Process]) -> None:
@@ -547,7 +549,7 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     gone = api.pods("rights", "worker")[0]["metadata"]
     # Deleted while no operator looks: a live GET must find that out.
     operator.stop(signal.SIGKILL)
-    api.ask(lambda kube: kube.delete(PODS, "default", gone["name"], grace=0))
+    api.call(lambda kube: kube.delete(PODS, "default", gone["name"], grace=0))
     operator = start("--log-format", "json", name="second")
     eventually(lambda: [p for p in api.pods("rights", "worker") if p["metadata"]["name"] != gone["name"]])
     api.run_pods("rights")
@@ -557,19 +559,19 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     eventually(lambda: service_incarnation(api) == "2")
     # A worker's number is scaled up and down, so that a pod is deleted; at the end the job deletes itself.
     change = {"spec": {"runPolicy": {"suspend": True}}}
-    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
+    api.call(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
     eventually(lambda: not terminated(api, "rights"))
     eventually(lambda: api.job("rights")["status"]["phase"] == "Suspended")
     change = {"spec": {"runPolicy": {"suspend": False}, "image": "example/train:2"}}
-    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
+    api.call(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
     eventually(lambda: any(pod["status"]["phase"] == "Pending" for pod in api.pods("rights", contract.ROLE_SERVER)))
-    for line in operator.said().splitlines():
+    for line in operator.output().splitlines():
         assert set(json.loads(line)) >= {"time", "level", "message"}
     finish(api)
     # It has ended: what its pods used is deleted after them, and then the job itself, as its time to live is over.
     eventually(lambda: not terminated(api, "rights") and not api.all(SERVICES) and not api.all(NETWORK_POLICIES))
     change = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 0}}}
-    api.ask(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
+    api.call(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
     eventually(lambda: "rights" not in [job["metadata"]["name"] for job in api.all(JOBS)])
     operator.stop()
 
@@ -599,7 +601,7 @@ def terminated(api: Api, job: str) -> list[Json]:
     for pod in api.pods(job):
         if pod["metadata"].get("deletionTimestamp"):
             with contextlib.suppress(errors.NotFound):
-                api.ask(lambda kube, name=pod["metadata"]["name"]: kube.delete(PODS, "default", name, grace=0))
+                api.call(lambda kube, name=pod["metadata"]["name"]: kube.delete(PODS, "default", name, grace=0))
     return [pod for pod in api.pods(job) if pod["status"]["phase"] not in ("Failed", "Succeeded")]
 
 

@@ -38,7 +38,7 @@ def selected(cluster, shard: int) -> str:
     return service["spec"]["selector"][contract.LABEL_INCARNATION]
 
 
-def said(cluster, name: str) -> str:
+def active_of(cluster, name: str) -> str:
     env = cluster.pods[name]["spec"]["containers"][0]["env"]
     return next(item["value"] for item in env if item["name"] == contract.ENV_ACTIVE)
 
@@ -54,7 +54,7 @@ def test_the_standby_serves_when_the_active_server_dies_and_a_new_standby_is_mad
     training.settle()
     assert selected(training, 0) == "2"
     assert training.status["incarnations"][FIRST] == 3
-    assert said(training, training.named(SERVER, 0, 3)) == "2"
+    assert active_of(training, training.named(SERVER, 0, 3)) == "2"
     assert [(d.index, d.incarnation, d.charged) for d in training.deaths] == [(0, 1, True)]
     assert training.status["roles"]["ParameterServer"]["restarts"] == 1
 

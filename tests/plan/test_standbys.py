@@ -33,7 +33,7 @@ def selected(cluster, shard: int) -> str:
     return service["spec"]["selector"][contract.LABEL_INCARNATION]
 
 
-def said(cluster, name: str) -> str:
+def active_of(cluster, name: str) -> str:
     env = cluster.pods[name]["spec"]["containers"][0]["env"]
     return next(item["value"] for item in env if item["name"] == contract.ENV_ACTIVE)
 
@@ -42,7 +42,7 @@ def test_each_shard_has_two_servers_and_the_service_leads_to_one(training):
     assert training.status["incarnations"] | {"worker-0": 1} == {FIRST: 2, SECOND: 2, "worker-0": 1}
     assert training.status["active"] == {FIRST: 1, SECOND: 1}
     assert (selected(training, 0), selected(training, 1)) == ("1", "1")
-    assert said(training, training.named(SERVER, 0, 2)) == "1"
+    assert active_of(training, training.named(SERVER, 0, 2)) == "1"
     assert training.status["roles"]["ParameterServer"]["desired"] == 4
     assert training.status["roles"]["ParameterServer"]["ready"] == 4
 

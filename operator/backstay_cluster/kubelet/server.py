@@ -85,8 +85,8 @@ class KubeletServer:
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
         if self._tls is None and request.path != "/healthz":
-            said = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(said.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
+            header = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(header.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
                 raise web.HTTPUnauthorized(text="Unauthorized")
         return await handler(request)  # type: ignore[misc,no-any-return]
 
