@@ -65,7 +65,7 @@ def death_event(
         then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"
     else:
         seconds = max(1, round((wait - facts.now).total_seconds()))
-        then = f"it had not trained yet; its replacement starts in {seconds} s"
+        then = f"no report of its training had arrived; its replacement starts in {seconds} s"
     if verdict.cause.charged:
         then += f"; restart {record.restarts_of(slot)} of {budgets.max_restarts(facts.spec, slot.role)}"
     who = f"the standby of {slot.text}" if standby else slot.text
