@@ -206,6 +206,7 @@ def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
         text = reply.read().decode()
     later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     later |= {"backstay_checkpoint_timestamp_seconds", "backstay_waited_for_seconds_total"}
+    later |= {"backstay_gradient_norm", "backstay_learning_rate"}
     wanted = metric_names("ParameterServer", 0)
     assert {name for name in wanted if f"\n{name}{{" not in text} == later
     others = metric_names() - wanted

@@ -676,5 +676,5 @@ def test_warnings_about_many_hosts_take_a_bounded_memory() -> None:
     warnings = Warnings("the port", clock=lambda: 0.0)
     for number in range(5_000):
         warnings.add(f"10.0.{number >> 8}.{number & 255}", "it was rude")
-    assert len(warnings._said) < 2_000
+    assert len(warnings._warned_at) < 2_000
     assert len(warnings._since) < 2_000

@@ -195,13 +195,13 @@ OPTIMIZERS = {
 ONE_SERVER = "set parameterServers.replicas to 1"
 STEP_SIZE = r"computes one step size from all leaves: use a fixed learning rate or a schedule instead.*" + ONE_SERVER
 NORM = r"divides all leaves by one norm, and `clip_norm=` does not replace that.*" + ONE_SERVER
-FINITE = r"remove it, because Backstay skips every update that has a gradient which is not finite.*maxNonFinite"
+FINITE = r"remove it\. Backstay skips every update that has a gradient which is not finite.*maxNonFinite"
 SCHEDULE = r"needs the loss at each update\. Use a schedule of the step instead"
 EXAMPLES = r"needs a gradient of each example"
 
 # The advice in errors. Only clipping may be replaced by `clip_norm=`.
 ADVICE = {
-    "clip-by-global-norm": r"optax\.clip_by_global_norm .* where it is the first .* pass `clip_norm=`.*" + ONE_SERVER,
+    "clip-by-global-norm": r"optax\.clip_by_global_norm .* Where it is the first .* pass `clip_norm=`.*" + ONE_SERVER,
     "apply-if-finite": r"optax\.apply_if_finite .*" + FINITE,
     "skip-not-finite": r"optax\.skip_not_finite .*" + FINITE,
     "skip-large": r"optax\.MultiSteps with a should_skip_update_fn that reads all leaves .*" + ONE_SERVER,

@@ -20,7 +20,7 @@ from ._process._bar import Bar, on_terminal
 from ._process._environment import Environment
 from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._process._failure import describe, printed
-from ._process._hanging import keep_output, watch
+from ._process._hanging import keep_output
 from ._process._logs import Reporter, configure
 from ._process._title import show_role
 from ._result import Result
@@ -256,7 +256,6 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
     keep_output()
-    watch()
     if not environment.config.trace_megabytes:
         _instrument.keep(0)
     show_role(environment, standby=environment.standby)

@@ -29,7 +29,6 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .. import _instrument
-from .._process._hanging import alive, asleep
 from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
@@ -342,14 +341,12 @@ class Heartbeats:
             self._client.beat(0, expected, self.activity, self.step_seconds, hang_report=report)
 
     def close(self) -> None:
-        asleep()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _run(self, shard: int) -> None:
         while True:
-            alive()
             self._beat(shard)
             began = time.monotonic()
             with self._changed:

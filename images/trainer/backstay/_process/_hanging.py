@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import sys
 import threading
 import traceback
 from collections import deque
 from typing import Final, TextIO
 
-__all__ = ["alive", "asleep", "keep_output", "output_end", "stacks", "watch"]
+__all__ = ["keep_output", "output_end", "stacks"]
 
 _OUTPUT_CHARS: Final = 16_384
 _STACKS_CHARS: Final = 65_536
 _WRITES: Final = 1_000
-_HANG_SECONDS: Final = 10.0
-"""A process in which no Python code has run for so long prints its stacks: a thread holds the interpreter's lock."""
 
 _written: deque[str] = deque(maxlen=_WRITES)
-_watched = False
 
 
 def keep_output() -> None:
@@ -58,25 +54,3 @@ def stacks() -> str:
         if thread != threading.get_ident()
     ]
     return "\n".join(parts)[:_STACKS_CHARS]
-
-
-def watch() -> None:
-    """From now on, the process prints its stacks to standard error when `alive` was not called for 10 s.
-
-    The watchdog is a thread without Python code, so it also runs while another thread holds the interpreter's lock.
-    https://docs.python.org/3/library/faulthandler.html#faulthandler.dump_traceback_later
-    """
-    global _watched  # noqa: PLW0603  # one process, one pod
-    _watched = True
-
-
-def asleep() -> None:
-    """`alive` may not be called for longer: stop the watchdog."""
-    faulthandler.cancel_dump_traceback_later()
-
-
-def alive() -> None:
-    """Python code runs here; the first call after `watch` starts the watchdog."""
-    if _watched:
-        with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):  # standard error has no file
-            faulthandler.dump_traceback_later(_HANG_SECONDS, file=sys.__stderr__ or sys.stderr)

@@ -33,7 +33,6 @@ from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
 from .._process._environment import Environment
 from .._process._exit import SIGTERM_EXIT, Stop, write_termination
-from .._process._hanging import alive, asleep
 from .._shard import ShardRuntime
 from .._shard._follower import Held
 from .._shard._replication import Replication
@@ -279,7 +278,6 @@ class Server:
                 self._metrics.live_workers.set(len(live))
                 self._tracing.tick()
                 self._learning_rate.tick()
-                alive()
                 if self._done is not None:
                     return self._end(self._done)
                 if self._stop.asked.is_set():
@@ -366,7 +364,6 @@ class Server:
         return SIGTERM_EXIT
 
     def _close(self) -> None:
-        asleep()
         self._ready = False
         self._closing = True
         self._arbiter.close()
