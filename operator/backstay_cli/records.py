@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import re
 import zlib
@@ -36,16 +37,18 @@ def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
     return places
 
 
-def newest(places: list[str], kind: str) -> tuple[str, bytes] | None:
+def newest(places: list[str], kind: str, uid: str = "") -> tuple[str, bytes] | None:
     """The newest record of a kind in some folders, with where it is; None: there is none.
 
     Args:
         kind: ``trace``, ``report`` or ``history``.
+        uid: of the job, whose records count; empty: those of all jobs.
 
     Raises:
         BadInput: it cannot be read.
     """
-    found = [(name, place) for place in places for name in _names(place) if name.startswith(f"{kind}-")]
+    own = f"-{uid.replace('-', '')[:8]}" if uid else ""
+    found = [(name, place) for place in places for name in _names(place) if name.startswith(f"{kind}-") and own in name]
     if not found:
         return None
     name, place = max(found)
@@ -53,10 +56,11 @@ def newest(places: list[str], kind: str) -> tuple[str, bytes] | None:
 
 
 def all_of(places: list[str], kind: str) -> Iterator[tuple[str, bytes]]:
-    """All records of a kind, oldest first; one that is in two folders once."""
+    """All records of a kind that can be read, oldest first; one that is in two folders once."""
     found = {name: place for place in places for name in _names(place) if name.startswith(f"{kind}-")}
     for name, place in sorted(found.items()):
-        yield f"{place}/{name}", read_file(f"{place}/{name}")
+        with contextlib.suppress(BadInput):  # deleted meanwhile, or another user's
+            yield f"{place}/{name}", read_file(f"{place}/{name}")
 
 
 def _names(place: str) -> list[str]:
@@ -68,7 +72,7 @@ def _names(place: str) -> list[str]:
             listed = [str(entry).rsplit("/", 1)[-1] for entry in filesystem.ls(path, detail=False)]
         else:
             listed = [entry.name for entry in Path(place).iterdir()]
-    except (OSError, ImportError, ValueError):
+    except Exception:  # noqa: BLE001  # each back end of fsspec has its own
         return []  # for example a volume of the cluster
     return [name for name in listed if _NAME.fullmatch(name)]
 
@@ -86,7 +90,7 @@ def read_file(place: str) -> bytes:
             with fsspec.open(place, "rb") as file:
                 return bytes(file.read())
         return Path(place).read_bytes()
-    except (OSError, ImportError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  # each back end of fsspec has its own
         raise BadInput(f"{place} cannot be read: {error}") from None
 
 

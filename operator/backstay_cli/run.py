@@ -136,7 +136,7 @@ def _keep_trace(out: Path | None, following: _Following, logs: Path, write_line:
     from backstay_cli.trace import write_trace
 
     try:
-        found = newest([str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-*")], "trace")
+        found = newest([str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-ps-0-*")], "trace")
         if found is None:
             raise BadInput("--trace: the job has stored no timeline")
         history = () if following.view is None else following.view.history

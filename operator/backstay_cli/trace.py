@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -65,7 +66,7 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | Non
         page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
         if page:
             return write_trace(page, history, out, f"pod {pod['metadata']['name']}", last)
-    found = newest(places_of(cluster, job), "trace")
+    found = newest(places_of(cluster, job), "trace", job["metadata"]["uid"])
     if found is not None:
         return write_trace(unpacked(found[1]), history, out, shortened(found[0]), last)
     if (job.get("spec") or {}).get("trace", {}).get("megabytes") == 0:
@@ -112,11 +113,14 @@ def write_trace(
     if not any(pod.spans for pod in job.pods):
         raise BadInput(f"{source}: the timeline has no spans")
     text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()
+    if not out.name or out.is_dir():
+        raise BadInput(f"--out: {out} is a folder: name a file")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(gzip.compress(text) if out.suffix == ".gz" else text)
         temporary.replace(out)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise BadInput(f"--out: {out} cannot be written: {error.strerror or error}") from None
     return Written(out, job, source)

@@ -152,7 +152,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _count("spec.checkpoint.everySteps", 1),
     _count("spec.checkpoint.everySeconds", 0),
     _count("spec.checkpoint.keep", 1, 10_000),
-    _count("spec.trace.megabytes", 0, 1024),
+    _count("spec.trace.megabytes", 0, 256),
     _count("spec.runPolicy.activeDeadlineSeconds", 1),
     _count("spec.runPolicy.pendingDeadlineSeconds", 1),
     _count("spec.runPolicy.afterTrainingSeconds", 1),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +23,7 @@ from backstay._process import _hanging
 from backstay._process._environment import Environment
 from backstay._roles._black_box import HANGS, BlackBox, hang_report, merged
 from backstay._roles._timeline import Collector
+from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
 from backstay_spec.runtime import RuntimeConfig
@@ -80,7 +84,8 @@ class Box:
     def files(self, kind: str) -> list[Path]:
         """The files of a kind, once everything is written."""
         done = threading.Event()
-        self.records._add("", lambda folder: done.set())
+        while not self.records._add("", lambda folder: done.set()):
+            time.sleep(0.01)
         assert done.wait(30)
         return sorted(self.folder.glob(f"{kind}-*"))
 
@@ -190,6 +195,41 @@ def test_only_a_pod_that_does_the_same_for_long_hangs() -> None:
     found = hang_report(doing, 112.3)
     assert found is not None
     assert found.doing == "batch_wait of step 7, for 12.3 s"
+
+
+def test_a_server_that_takes_over_makes_the_reports_that_are_missing(tmp_path: Path) -> None:
+    """More deaths than the queue has room for, and a folder that is slow: none is left out, none is made twice."""
+    box = Box(tmp_path)
+    go_on = threading.Event()
+    box.records._add("", lambda folder: go_on.wait(30) and None)
+    deaths = [{**DEATH, "incarnation": number} for number in range(1, 41)]
+    box.record("a", *({**death, "report": "file"} if death["incarnation"] <= 10 else death for death in deaths))
+    box.now += 4
+    box.box.tick()
+    go_on.set()
+    while len(box.files("report")) < 30:
+        box.box.tick()
+    box.box.tick()
+    assert len(box.files("report")) == 30
+    assert len(box.reply().reports) == 30
+
+
+def test_a_history_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    """A disk that becomes full in the middle of a write."""
+    resource = pytest.importorskip("resource")
+    folder = PosixFolder(tmp_path)
+    folder.replace("history", b"before" * 10)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="history"):
+            folder.replace("history", b"after" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert folder.read("history") == b"before" * 10
+    assert folder.names() == ["history"]
 
 
 def test_stacks_name_the_threads_and_the_line_where_each_waits() -> None:

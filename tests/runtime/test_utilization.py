@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,16 @@ def test_the_estimate_counts_the_products_of_forward_and_backward_pass() -> None
     assert 2 * product <= flops < 3 * product  # the gradient of the batch is not needed
 
 
+def test_a_function_with_a_loop_has_no_estimate() -> None:
+    """XLA counts the body of a loop once: 32 layers would have the work of one."""
+    params = {"w": np.zeros((32, 64, 64), np.float32)}
+
+    def loss(p: Any, batch: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, p["w"])[0])
+
+    assert GradientFn(loss, describe(params)).compile(np.zeros((8, 64), np.float32)) is None
+
+
 @pytest.mark.parametrize("analysis", [None, {}, [], {"flops": -1.0}, RuntimeError("unsupported")])
 def test_a_backend_without_an_estimate_has_none(analysis: object) -> None:
     def cost_analysis() -> object:
@@ -50,14 +61,16 @@ def test_a_backend_without_an_estimate_has_none(analysis: object) -> None:
             raise analysis
         return analysis
 
-    assert flops_of(SimpleNamespace(cost_analysis=cost_analysis), 2) is None
-    assert flops_of(SimpleNamespace(cost_analysis=lambda: [{"flops": 3.0}]), 2) == 6.0
+    assert flops_of(SimpleNamespace(cost_analysis=cost_analysis, as_text=str), 2) is None
+    assert flops_of(SimpleNamespace(cost_analysis=lambda: [{"flops": 3.0}], as_text=str), 2) == 6.0
 
 
 def test_the_peak_is_that_of_all_devices_or_not_known() -> None:
     assert peak_of([H100, H100]) == 2 * 989.4e12
     assert peak_of([SimpleNamespace(device_kind="NVIDIA L40S")]) == 362e12, "and not that of the L4"
-    assert peak_of([H100, SimpleNamespace(device_kind="abacus")]) is None
+    assert peak_of([SimpleNamespace(device_kind="NVIDIA A100-SXM4-40GB")]) == 312e12
+    for kind in ("NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "TPU v4 lite", "abacus"):
+        assert peak_of([H100, SimpleNamespace(device_kind=kind)]) is None, kind
     assert peak_of([]) is None
     assert peak_of(jax.devices("cpu")) is None
 

@@ -54,6 +54,9 @@ class Folder(Protocol):
             start: the number of bytes that are stored already.
         """
 
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file that has one writer. The file has the previous content, or `content`, also after an error."""
+
     def delete(self, name: str) -> None:
         """Delete the file; a missing file is not an error."""
 
@@ -134,6 +137,17 @@ class PosixFolder:
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 
+    def replace(self, name: str, content: bytes) -> None:
+        temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(content)
+            temporary.replace(self.path / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
+
     def age(self, name: str) -> float:
         """Seconds since the last write to the file; 0 when it does not exist."""
         try:
@@ -209,6 +223,9 @@ class RemoteFolder:
             raise CheckpointError(f"cannot write {self.uri}/{name}: {error}") from error
 
     def append(self, name: str, content: bytes, start: int) -> None:
+        self.rewrite(name, content)
+
+    def replace(self, name: str, content: bytes) -> None:
         self.rewrite(name, content)
 
     def delete(self, name: str) -> None:

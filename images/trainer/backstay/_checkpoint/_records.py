@@ -11,6 +11,7 @@ import logging
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -55,7 +56,7 @@ class Records:
 
     def put(
         self, kind: str, name: str, content: Callable[[], bytes], stored: Callable[[str], None] = lambda uri: None
-    ) -> None:
+    ) -> bool:
         """Write a record soon, unless a folder has one with this name.
 
         A record for which the queue has no room is left out: the folder is too slow.
@@ -65,6 +66,9 @@ class Records:
             name: what `record_name` returns.
             content: makes the file, in the thread that writes.
             stored: called with the URI of the file in the first folder, once it is there.
+
+        Returns:
+            Whether the queue had room for it.
         """
 
         def write(folder: Folder) -> None:
@@ -74,7 +78,7 @@ class Records:
             if folder is self._folders[0]:
                 stored(f"{folder.uri.rstrip('/')}/{name}")
 
-        self._add(name, write)
+        return self._add(name, write)
 
     def update(self, kind: str, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """Change a record, or make it, soon.
@@ -85,19 +89,21 @@ class Records:
 
         def write(folder: Folder) -> None:
             before = None if folder.size(name) is None else folder.read(name)
-            folder.append(name, change(before), 0)
+            folder.replace(name, change(before))
             if before is None:
                 _prune(folder, kind)
 
         self._add(name, write)
 
-    def _add(self, name: str, write: Callable[[Folder], None]) -> None:
+    def _add(self, name: str, write: Callable[[Folder], None]) -> bool:
         if not self._folders or self._closed.is_set():
-            return
+            return True
         try:
             self._queue.put_nowait((name, write))
         except queue.Full:
-            _LOG.warning("the record %s is left out: the folder is too slow", name)
+            _LOG.warning("the record %s is not written now: the folder is too slow", name)
+            return False
+        return True
 
     def lost(self) -> None:
         """The folder belongs to another process now: nothing more is written."""
@@ -107,11 +113,12 @@ class Records:
         """Write what waits, for at most so long, and nothing more."""
         if not self._folders:
             return
+        deadline = time.monotonic() + seconds
         try:
             self._queue.put(None, timeout=seconds)
         except queue.Full:
             return
-        self._thread.join(seconds)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

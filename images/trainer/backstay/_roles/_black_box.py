@@ -86,7 +86,9 @@ class BlackBox:
         try:
             found = json.loads(status)
             entries = found.get("history") or []
-            deaths = [(str(e["slot"]), int(e["incarnation"]), e) for e in entries if "incarnation" in e and "slot" in e]
+            # A death whose report is stored is not reported again by the server that took over.
+            dead = [e for e in entries if "incarnation" in e and "slot" in e and not e.get("report")]
+            deaths = [(str(e["slot"]), int(e["incarnation"]), e) for e in dead]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _LOG.warning("the operator sent a history that cannot be read: %s", error)
             found, deaths = {}, []
@@ -112,11 +114,13 @@ class BlackBox:
             at_once: make all of them: the job ends.
         """
         with self._lock:
-            due = [key for key, (at, _) in self._due.items() if at_once or self._clock() >= at]
-            ready = [(key, self._due.pop(key)[1]) for key in due]
-            self._made.update(due)
-        for (slot, incarnation), entry in ready:
-            self._make(slot, incarnation, entry)
+            ready = [(key, entry) for key, (at, entry) in self._due.items() if at_once or self._clock() >= at]
+        for key, entry in ready:
+            if not self._make(*key, entry):
+                return  # the folder is slow: later
+            with self._lock:
+                del self._due[key]
+                self._made.add(key)
 
     def fill(self, reply: ProgressReply) -> None:
         """The answer to the operator: what was recorded, and which reports there are."""
@@ -124,9 +128,10 @@ class BlackBox:
             reply.recorded = self._recorded
             reply.reports.extend(self._stored)
 
-    def _make(self, slot: str, incarnation: int, entry: Mapping[str, Any]) -> None:
+    def _make(self, slot: str, incarnation: int, entry: Mapping[str, Any]) -> bool:
+        """Whether the report will be written."""
         with self._lock:
-            hung = self._hung.pop((slot, incarnation), None)
+            hung = self._hung.get((slot, incarnation))
 
         def content() -> bytes:
             report = {
@@ -150,7 +155,7 @@ class BlackBox:
                 del self._stored[:-_REPORTS]
 
         name = record_name("report", _unix(entry.get("time")), f"{slot}-{incarnation}-{self._uid}")
-        self._records.put("report", name, content, stored)
+        return self._records.put("report", name, content, stored)
 
     def _keep_history(self, status: Mapping[str, Any]) -> None:
         name = record_name("history", _unix(status.get("startTime")), self._uid)

@@ -130,7 +130,9 @@ class Leader:
         self._metrics.examples.inc(examples)
         if not commit.skip:
             counts = (info.metrics.get(TOKENS, 0.0) for info in infos)
-            self._metrics.tokens.inc(sum(count for count in counts if count > 0 and math.isfinite(count)))
+            # The metrics of a contribution are means over its batches.
+            tokens = sum(count for count in counts if count > 0 and math.isfinite(count))
+            self._metrics.tokens.inc(tokens * self._batches)
         if updated.norm is not None:
             self._metrics.gradient_norm.set(updated.norm)
         self._metrics.world.set(commit.world)

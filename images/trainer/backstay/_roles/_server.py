@@ -279,8 +279,10 @@ class Server:
                 self._tracing.tick()
                 self._learning_rate.tick()
                 if self._done is not None:
+                    self._tracing.ending()
                     return self._end(self._done)
                 if self._stop.asked.is_set():
+                    self._tracing.ending()
                     return self._save_and_stop()
                 failed = self._runtime.failed
                 if failed is not None and self._done is None:
@@ -374,11 +376,11 @@ class Server:
         self._runtime.close()
         if self._writer is not None:
             self._writer.close()
-        self._tracing.close()
         if self._storage is not None:
             self._storage.close()
         self._control.close()
         self._data.close(timeout=2.0)
+        self._tracing.close()  # last, because a slow folder may cost seconds
         self._http.close()
 
     # ---- Building the shard ----

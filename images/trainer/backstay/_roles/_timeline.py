@@ -30,7 +30,7 @@ _AFTER: Final = 5.0
 _SOONEST: Final = 60.0
 """Seconds between two timelines that are stored because pods died."""
 
-_CLOSE: Final = 10.0
+_CLOSE: Final = 5.0
 
 _LARGEST: Final = 1 << 20
 """Bytes of one message that are kept. A pod sends a tenth of it."""
@@ -144,6 +144,7 @@ class Tracing:
         self._due: float | None = None
         self._stored = -_SOONEST
         self._ticked = clock()
+        self._ending = False
 
     def serve(self, port: HttpPort) -> None:
         """Show the timeline on the page `/trace`."""
@@ -166,6 +167,10 @@ class Tracing:
             self._incarnations.update(incarnations)
             if died and self._due is None:
                 self._due = max(self._clock() + _AFTER, self._stored + _SOONEST)
+
+    def ending(self) -> None:
+        """The server ends: from now on its main thread waits for others, and `tick` is not called."""
+        self._ending = True
 
     def tick(self) -> None:
         """Call it about once a second, in the main thread."""
@@ -190,7 +195,7 @@ class Tracing:
 
     def stopping(self) -> None:
         """This server gets SIGTERM: if its main thread hangs, store where it stands."""
-        if self._clock() - self._ticked < HANGS:
+        if self._ending or self._clock() - self._ticked < HANGS:
             return
         name = f"{self._peer.role}-{self._peer.index}-{self._peer.incarnation}-{self._uid}-stacks"
         found = {"slot": f"{self._peer.role}-{self._peer.index}", "stacks": stacks(), "output": output_end()}
@@ -204,6 +209,6 @@ class Tracing:
 
     def _store(self) -> None:
         if self._keeps:
-            found = self._collector.timeline()
             name = record_name("trace", self._unix_clock(), f"{self._uid}-{self._peer.incarnation}")
-            self.records.put("trace", name, lambda: gzip.compress(found, 1))
+            # Made in the thread that writes: copies of the timeline do not wait in memory.
+            self.records.put("trace", name, lambda: gzip.compress(self._collector.timeline(), 1))
