@@ -254,9 +254,13 @@ class Reconciler:
             self.mark(key)
 
     def took_over(self) -> None:
-        """This operator begins to act. Its records of which pods answer are outdated."""
+        """This operator begins to act. Its records of which pods answer, and its accounts, are outdated.
+
+        Another operator may have counted the same seconds, so the accounts continue from the statuses.
+        """
         for memory in self._memories.values():
             memory.contact = None
+            memory.account = None
 
     def on_progress(self, key: JobKey, progress: Progress) -> None:
         """The servers answered with this progress."""

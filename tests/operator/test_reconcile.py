@@ -538,6 +538,52 @@ def test_the_account_of_worker_seconds_survives_pods_and_operators(
     assert other["metadata"]["name"] in names(kube)
 
 
+def test_an_operator_that_acts_again_counts_no_second_twice(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    """A worker died and was replaced while another operator acted."""
+    kube.put(JOBS, "team", make_job(workers={"replicas": 1}))
+    first = operator_on(kube)
+    first.settle()
+    start = first.seconds
+
+    def at(operator: Any, seconds: float) -> None:
+        operator.seconds = start + seconds
+        operator.show()
+        operator.reconcile()
+
+    def run(operator: Any) -> None:
+        run_all(kube)
+        (pod,) = of_role(kube, "worker")
+        began = operator.now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        kube.change(PODS, "team", pod["metadata"]["name"], {"status": {"phase": "Running", "startTime": began}})
+
+    def receive(operator: Any, incarnation: int, applied: float) -> None:
+        seconds = tuple(applied * (part == "applied") for part in MEASURED)
+        report = {(0, incarnation): Report(operator.now().timestamp(), seconds)}
+        operator.reconciler.on_progress(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=report))
+
+    run(first)
+    at(first, 0)
+    first.seconds = start + 300
+    receive(first, 1, 300.0)
+    at(first, 300)
+    second = operator_on(kube)
+    at(second, 300)
+    kube.remove(PODS, "team", of_role(kube, "worker")[0]["metadata"]["name"])
+    at(second, 301)
+    run(second)
+    at(second, 302)
+    second.seconds = start + 350
+    receive(second, 2, 48.0)
+    at(second, 350)
+    first.reconciler.took_over()
+    at(first, 400)
+    first.seconds = start + 411
+    receive(first, 2, 109.0)
+    at(first, 411)
+    assert sum(status(kube)["workerSeconds"].values()) == pytest.approx(411, abs=2)
+    assert status(kube)["phase"] == "Running"
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_killed_at_any_request_and_started_again_there_is_never_a_second_pod_of_one_place(
