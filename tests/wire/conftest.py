@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from backstay._shard import ShardRuntime
+from backstay._shard._standbys import Standbys
 from backstay._timeouts import Timeouts
 from backstay._update._codecs import ShardWire
 from backstay._wire.client import ShardedClient, connect
@@ -248,6 +249,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
         serve: bool = False,
         timeouts: Timeouts | None = None,
         wire: ShardWire | None = None,
+        standbys: Standbys | None = None,
     ) -> Shard:
         layout = Layout(number, tuple(Block(size) for size in sizes))
         recorder = Recorder()
@@ -261,6 +263,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             on_checkpoint=lambda snapshot, term, version: saved.append((snapshot, term, version)),
             timeouts=timeouts,
             wire=wire,
+            standbys=standbys,
         )
         shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
 

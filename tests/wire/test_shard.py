@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backstay._shard import ShardRuntime
+from backstay._shard._standbys import NoStandbys
 from backstay._timeouts import Timeouts
+from backstay._update._codecs import ShardWire
 from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Part, Reject, Save
 
@@ -353,6 +355,50 @@ def test_a_waiting_stream_gets_its_version_even_if_the_next_update_begins_at_onc
         shard.runtime.deliver(kit.commit(version, [gradient]))
     for version, future in enumerate(waiting):
         assert future.result(kit.wait).version > version
+
+
+@pytest.mark.parametrize(
+    ("fragments", "count", "before"),
+    [
+        ((0, 0, 0), 1, [0, 1]),
+        ((0,), 1, []),
+        ((0, 1), 2, []),
+        ((0, 0, 1), 2, [0]),
+        ((1, 0, 0, 1), 2, [0, 1]),
+        ((0, 1, None), 2, [0, 1]),
+        ((0, 0), 2, []),  # fragment 1 is in other shards
+    ],
+)
+def test_t3_t6_no_answer_is_complete_before_the_standby_holds_the_commit(
+    kit: SimpleNamespace, make_shard: Make, fragments: tuple[int | None, ...], count: int, before: list[int]
+) -> None:
+    """Also the answer that brings only one fragment. `before`: the blocks that streams get while the standby waits."""
+    computed: list[int] = []
+    seen: list[list[int]] = []
+
+    class Held(NoStandbys):
+        def send_commit(self, commit: Any) -> Callable[[], None]:
+            computed.clear()
+            return lambda: seen.append(list(computed))
+
+    blocks = [SimpleNamespace(size=4, dtype=np.float32, fragment=fragment) for fragment in fragments]
+    wire = ShardWire.exactly(blocks, count)
+    shard = make_shard((4,) * len(blocks), wire=wire, standbys=Held(), start=False)
+    block = shard.engine.block
+
+    def compute(b: int) -> np.ndarray:
+        computed.append(b)
+        return block(b)
+
+    shard.engine.block = compute
+    shard.runtime.reset(1, shard.engine, 1)
+    shard.runtime.deliver(kit.commit(0, [], skip=True))
+    shard.coordination.wait_for("applied")
+    assert seen == [before]
+    for fragment in range(count):
+        answer = {b for b, own in enumerate(fragments) if own in (fragment, None)}
+        assert not before or not answer <= set(before)
+    assert computed == list(range(len(blocks)))
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "complete", "lose", "commit", "reject"]), st.integers(0, 2)))

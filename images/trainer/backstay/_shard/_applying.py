@@ -23,7 +23,7 @@ from ._staging import Gradient, Gradients, describe
 from ._standbys import Hold, Standbys
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire
+    from .._update._codecs import ShardWire
 
 __all__ = ["Applier", "Term"]
 
@@ -77,18 +77,19 @@ class Applier:
         mode: UpdateMode,
         coordination: Coordination,
         hook: CheckpointHook | None,
-        wires: Sequence[BlockWire],
+        wire: ShardWire,
     ) -> None:
         """
         Args:
             lock: the shard's, which guards `gradients` and `publisher`; streams wait for its notifications.
             coordination: gets the reports.
             hook: see `CheckpointHook`; None: the job stores nothing.
-            wires: how the blocks of parameters are encoded on the wire.
+            wire: how the shard's blocks travel.
         """
         self._lock = lock
         self._gradients, self._publisher, self._standbys = gradients, publisher, standbys
-        self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, tuple(wires)
+        self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, wire.parameters
+        self._earliest = wire.earliest_last
         self._current: Term | None = None
 
     def begin(self, term: Term) -> None:
@@ -203,12 +204,12 @@ class Applier:
     def _publish(self, term: Term, hold: Hold | None) -> None:
         """Publish a version as soon as its first block is computed, so that waiting streams wake once.
 
-        `hold` waits until the standby has the version too: no stream gets the last block before that.
+        `hold` waits until the standby has the version too: no stream gets the last block of its answer before that.
         """
         count = len(self._wires)
         published = Published(term.version, term.world, count, term.offset)
         try:
-            if hold is not None and count < 2:
+            if hold is not None and self._earliest < 1:
                 hold()
             if count:
                 self._put(published, term.engine, 0)
@@ -217,7 +218,7 @@ class Applier:
                     self._publisher.publish(published)
                     self._lock.notify_all()
             for b in range(1, count):
-                if hold is not None and b == count - 1:
+                if hold is not None and b == self._earliest:
                     hold()
                 self._put(published, term.engine, b)
         except BaseException:

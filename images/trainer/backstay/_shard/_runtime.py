@@ -106,7 +106,7 @@ class ShardRuntime:
             self._mode,
             coordination,
             on_checkpoint,
-            self.wire.parameters,
+            self.wire,
         )
         self._current: Term | None = None
         self._stopped: Refusal | None = None

@@ -294,6 +294,12 @@ class ShardWire:
         return sum(block.nbytes for block in self.parameters)
 
     @cached_property
+    def earliest_last(self) -> int:
+        """The first block that can complete an answer to a push, over all fragments; -1: an answer has no block."""
+        each = (self.of(step).parameters for step in range(self.count))
+        return min(max((b for b, wire in enumerate(wires) if wire.nbytes), default=-1) for wires in each)
+
+    @cached_property
     def _only(self) -> dict[frozenset[int], ShardWire]:
         return {}
 
