@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import optax
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from backstay import LocalSteps
 from backstay._coordination import MODES
+from backstay._roles._worker import Worker
 from backstay._shard._follower import Follower
 from backstay._shard._prepared import WHOLE, Gathered, Prepared
 from backstay._update._codecs import ShardWire, Wire, coded_leaves, shard_wires
@@ -230,3 +233,35 @@ def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, mo
     theirs = {(entry.key, entry.start): entry.value for entry in held.engine.snapshot(whole=True).entries}
     for entry in engine.snapshot(whole=True).entries:
         assert np.array_equal(theirs[entry.key, entry.start], entry.value)
+
+
+@pytest.mark.parametrize(
+    ("received", "count", "done", "kept"),
+    [
+        (None, 2, True, True),
+        (frozenset({0, 1}), 2, True, True),
+        (frozenset({1}), 2, True, False),
+        (frozenset({0}), 1, True, True),
+        (None, 2, False, False),
+    ],
+)
+def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
+    received: frozenset[int] | None, count: int, done: bool, kept: bool
+) -> None:
+    """The servers have left, so that the whole model cannot be requested: `kept`: what came last is the result."""
+
+    class Used(Exception):  # noqa: N818
+        """The parameters become the result."""
+
+    worker = Mock()
+    worker._heart.news.done = done
+    worker._plan.wire.parameters = "BFloat16"
+    worker._plan.partition.fragments = count
+    worker._plan.partition.tree.unflatten.side_effect = Used
+    worker._pull.side_effect = PeerLost("the server has left")
+    pulled = SimpleNamespace(version=7, fragments=received)
+    if kept:
+        with pytest.raises(Used):
+            Worker._finish(worker, pulled, [])  # type: ignore[arg-type]
+    else:
+        assert Worker._finish(worker, pulled, []) is None  # type: ignore[arg-type]

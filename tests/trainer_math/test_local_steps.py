@@ -332,7 +332,9 @@ def test_pods_must_agree_about_local_steps() -> None:
         ({"overlap": True}, "overlap is True"),
         ({"fragments": 0}, "fragments is 0: must be a whole number of parts"),
         ({"fragments": 3}, "fragments is 3: must divide count, which is 2"),
-        ({"mixing": 1.0}, r"mixing is 1\.0: must be at least 0 and below 1"),
+        ({"mixing": 1.0}, r"mixing is 1\.0: must be a number of at least 0 and below 1"),
+        ({"mixing": "0.5"}, r"mixing is '0\.5': must be a number"),
+        ({"mixing": None}, "mixing is None: must be a number"),
         ({"inner_state": "drop"}, "inner_state is 'drop': must be 'keep' or 'reset'"),
     ],
 )

@@ -459,7 +459,9 @@ class Worker:
             try:
                 pulled, params = self._pull(None, pulled.version, exact=True)
             except (PeerLost, Refused) as error:
-                if not self._heart.news.done:
+                # Memory that received some of the fragments holds an older version of the others.
+                some = pulled.fragments is not None and len(pulled.fragments) < self._plan.partition.fragments
+                if some or not self._heart.news.done:
                     return None
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))

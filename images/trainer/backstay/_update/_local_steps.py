@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..errors import ConfigurationError
@@ -73,8 +74,11 @@ class LocalSteps:
             raise ConfigurationError(
                 f"LocalSteps: overlap is {self.overlap!r}: must be a whole number of steps from 0 to {self.batches}"
             )
-        if not 0.0 <= self.mixing < 1.0:
-            raise ConfigurationError(f"LocalSteps: mixing is {self.mixing!r}: must be at least 0 and below 1")
+        share: Any = self.mixing
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0.0 <= float(share) < 1.0:
+            raise ConfigurationError(
+                f"LocalSteps: mixing is {self.mixing!r}: must be a number of at least 0 and below 1"
+            )
 
     @property
     def batches(self) -> int:
