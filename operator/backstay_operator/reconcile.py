@@ -192,6 +192,8 @@ class Reconciler:
         now, status = self._now(), job.status
         account = memory.account
         if account is None:
+            if status.phase in _OVER:
+                return None  # it is complete, and this operator has no report that could improve it
             until = None if status.worker_seconds_until is None else status.worker_seconds_until.timestamp()
             account = Account.continued(status.worker_seconds, status.worker_seconds_gone, until, status.term)
             memory.account = account

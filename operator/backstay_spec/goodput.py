@@ -149,18 +149,19 @@ class Account:
     Attributes:
         gone: the seconds of pods that no longer exist, and of slots without a pod.
         until: slots without a pod are counted up to here; None: no pod had a node yet.
-        total: of an account that is continued: the sum that was known at `until`.
+        known: of an account that is continued, until its first `observe`: the sums of all pods at `until`.
         term, redone: as the coordinator reported last, to notice rollbacks.
     """
 
     gone: Parts = _NOTHING
     until: float | None = None
-    total: float | None = None
+    known: Parts | None = None
     term: int | None = None
     redone: int | None = None
     over: bool = False
     _pods: dict[Key, WorkerPod] = field(default_factory=dict)
     _reports: dict[Key, Report] = field(default_factory=dict)
+    _kept: dict[Key, Report] = field(default_factory=dict)  # of a continued account, until a pod's first report
     _risks: list[tuple[int, float]] = field(default_factory=list)  # of `gone`: (version, applied seconds)
 
     @classmethod
@@ -173,8 +174,8 @@ class Account:
             seconds: by part, of all pods.
             gone: those of pods that no longer exist, and of slots without a pod.
         """
-        known = tuple(gone.get(part, 0.0) for part in PARTS)
-        return cls(gone=known, until=until, total=sum(seconds.values()) or None, term=term)
+        before, known = (tuple(of.get(part, 0.0) for part in PARTS) for of in (gone, seconds))
+        return cls(gone=before, until=until, known=known if any(known) else None, term=term)
 
     def observe(self, now: float, pods: Iterable[WorkerPod], slots: int, *, over: bool = False) -> None:
         """The job's worker pods at `now`.
@@ -187,7 +188,7 @@ class Account:
         found = {pod.key: self._precise(pod, now) for pod in pods}
         if self.until is None and not found:
             return
-        self._settle_absence(found)
+        self._settle(found)
         for key in self._pods.keys() - found.keys():
             ended = self._pods[key] if self._pods[key].end is not None else replace(self._pods[key], end=now)
             if ended.end is not None and now - ended.end < FRESH:
@@ -228,7 +229,7 @@ class Account:
 
     def seconds(self, now: float) -> dict[str, float]:
         """The seconds of all worker pods, and of slots without one, by `PARTS`."""
-        of_pods = [parts_of(pod, self._reports.get(key), now, over=self.over) for key, pod in self._pods.items()]
+        of_pods = [parts_of(pod, self._newest(pod), now, over=self.over) for pod in self._pods.values()]
         return dict(zip(PARTS, map(sum, zip(self.gone, *of_pods, strict=True)), strict=True))
 
     # ---- Inside ----
@@ -237,7 +238,7 @@ class Account:
         """Times of the API are whole seconds: where this account saw it happen, that is more precise."""
         known = self._pods.get(pod.key)
         start = min(pod.start, now) if known is None else known.start
-        if known is None and self.total is None:  # it had no node at `until`
+        if known is None and self.known is None:  # it had no node at `until`
             start = now if now - start < _WHOLE else max(start, self.until or start)
         if pod.end is None:
             return replace(pod, start=start)
@@ -246,13 +247,29 @@ class Account:
         seen = known is not None and now - pod.end < _WHOLE
         return replace(pod, start=start, end=max(start, now if seen else min(pod.end, now)))
 
-    def _settle_absence(self, found: Mapping[Key, WorkerPod]) -> None:
-        """Count what was known of pods that ended and were deleted while no operator ran."""
-        if self.total is None or self.until is None:
+    def _settle(self, found: Mapping[Key, WorkerPod]) -> None:
+        """Divide what a continued account knows of pods that existed at `until` among those that still exist.
+
+        Pods that ended and were deleted while no operator ran are missing.
+        """
+        if self.known is None or self.until is None:
             return
-        until, total, self.total = self.until, self.total, None
-        kept = sum(max(0.0, min(until, pod.end or until) - pod.start) for pod in found.values())
-        self._miss(max(0.0, total - sum(self.gone) - kept))
+        until, known, self.known = self.until, self.known, None
+        ages = {key: max(0.0, min(until, pod.end or until) - pod.start) for key, pod in found.items()}
+        absent = max(0.0, sum(known) - sum(self.gone) - sum(ages.values()))
+        exact = [parts_of(pod, None, until) for pod in found.values() if pod.measured]
+        left = [max(0.0, all_ - sum(others)) for all_, *others in zip(known, self.gone, *exact, strict=True)]
+        for key, pod in found.items():
+            if pod.measured or not ages[key] or sum(left) <= left[_STARTING]:
+                continue  # without a report, it is starting
+            share = [seconds * ages[key] / sum(left) for seconds in left]
+            self._kept[key] = Report(pod.start + ages[key] - share[_MISSING], tuple(share[: len(MEASURED)]))
+        self._miss(absent)
+
+    def _newest(self, pod: WorkerPod) -> Report | None:
+        """The newest report of a pod, or what is kept of it instead."""
+        report = self._reports.get(pod.key)
+        return self._kept.get(pod.key) if report is None and not pod.measured else report
 
     def _uncovered(self, rank: int, since: float, now: float) -> float:
         """Seconds between the two in which no pod of a slot had a node."""
@@ -268,7 +285,9 @@ class Account:
 
     def _close(self, pod: WorkerPod, now: float) -> None:
         """A pod is gone."""
-        report = self._reports.pop(pod.key, None)
+        report = self._newest(pod)
+        self._reports.pop(pod.key, None)
+        self._kept.pop(pod.key, None)
         self._add(parts_of(pod, report, now, over=self.over))
         if report is not None and report.unsaved:
             self._risks.append((report.version, report.unsaved))

@@ -584,6 +584,32 @@ def test_an_operator_that_acts_again_counts_no_second_twice(kube: Any, operator_
     assert status(kube)["phase"] == "Running"
 
 
+def test_a_new_operator_keeps_the_account_of_a_job_that_is_over(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    """Its worker's pod still exists, without a termination message, and no server reports any more."""
+    kube.put(JOBS, "team", make_job(workers={"replicas": 1}))
+    operator_on(kube).settle()
+    run_all(kube)
+    (pod,) = of_role(kube, "worker")
+    kube.change(PODS, "team", pod["metadata"]["name"], {"status": {"startTime": "2026-01-01T00:00:00Z"}})
+    over = {"type": "Failed", "status": "True", "reason": "Crashed", "lastTransitionTime": "2026-01-01T00:01:00Z"}
+    account = {
+        "goodput": 0.9836,
+        "workerSeconds": {"applied": 60.0, "missing": 1.0},
+        "workerSecondsUntil": "2026-01-01T00:01:01.000Z",
+    }
+    kube.change(JOBS, "team", "digits", {"status": {"phase": "Failed", "conditions": [over], **account}})
+    crash(kube, pod["metadata"]["name"])
+    after = operator_on(kube)
+    after.seconds = 100.0
+    for _ in range(3):
+        after.show()
+        after.reconcile()
+        after.seconds += 20
+    assert status(kube)["phase"] == "Failed"
+    assert {name: status(kube)[name] for name in account} == account
+    assert pod["metadata"]["name"] in names(kube)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_killed_at_any_request_and_started_again_there_is_never_a_second_pod_of_one_place(

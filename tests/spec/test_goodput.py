@@ -147,6 +147,32 @@ def test_another_operator_continues_the_account() -> None:
     assert sum(seconds.values()) == 50
 
 
+@pytest.mark.parametrize("end", [None, T0 + 101])
+def test_a_continued_account_keeps_what_is_known_of_pods_without_a_new_report(end: float | None) -> None:
+    pod = WorkerPod((0, 1), T0, end)
+    parts = {"applied": 80.0, "wait": 20.0, "missing": 1.0}
+    after = Account.continued(parts, {}, T0 + 101, 1)
+    after.observe(T0 + 102, [pod], 1 if end is None else 0)
+    if end is None:
+        assert after.seconds(T0 + 102) == pytest.approx(dict.fromkeys(PARTS, 0.0) | parts | {"missing": 0.0})
+        after.report({pod.key: Report(T0 + 102, measured(applied=81, wait=21))})
+        parts = {"applied": 81, "wait": 21}
+    assert after.seconds(T0 + 102) == pytest.approx(dict.fromkeys(PARTS, 0.0) | parts)
+
+
+def test_a_continued_account_divides_what_no_termination_message_reports() -> None:
+    """Pod 0 says what it did; pods 1 and 2 do not; one of three is new."""
+    pods = [
+        WorkerPod((0, 1), T0, T0 + 50, measured=measured(starting=10, applied=40)),
+        WorkerPod((1, 1), T0, T0 + 50),
+        WorkerPod((2, 1), T0 + 60, None),
+    ]
+    after = Account.continued({"starting": 10, "applied": 80, "missing": 10}, {}, T0 + 50, 1)
+    after.observe(T0 + 60, pods, 0)
+    seconds = after.seconds(T0 + 60)
+    assert (seconds["starting"], seconds["applied"], seconds["missing"]) == pytest.approx((10, 80, 10))
+
+
 EVENTS = st.lists(
     st.tuples(
         st.floats(0.1, 20),
