@@ -149,7 +149,10 @@ def test_the_history_outlives_what_the_status_drops_and_says_how_the_job_ended(t
     box.record("a", BEGAN)
     box.record("b", DEATH)
     box.record("c", {**DEATH, "recovered": "2026-11-22T10:00:02.500Z", "report": "/ck/report-1"})
+    box.box.record(json.dumps({"startTime": "2026-11-22T08:59:00Z", "goodput": 0.0}), "d")
     box.box.ended({"result": "Succeeded", "step": 40})
+    (file,) = box.files("history")
+    assert "goodput" not in json.loads(file.read_text())["status"], "it is that of the last event"
     (file,) = box.files("history")
     assert [entry["reason"] for entry in json.loads(file.read_text())["status"]["history"]] == ["Running", "Stalled"]
     shown = "\n".join(lines(history_of_place(str(tmp_path), "j"), 0.0))

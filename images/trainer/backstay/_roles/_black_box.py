@@ -39,6 +39,8 @@ _REPORTS: Final = 50
 _SPANS: Final = 200
 _FORMAT: Final = 1
 
+_ACCOUNT: Final = ("goodput", "workerSeconds", "workerSecondsGone", "workerSecondsUntil")
+
 HANGS: Final = 5.0
 """Seconds after which a pod that gets SIGTERM, and whose main thread did nothing else meanwhile, reports its stacks."""
 
@@ -104,7 +106,9 @@ class BlackBox:
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """The job ends; the operator writes that into its status when this server has left."""
         with self._lock:
-            status = {**self._status, "outcome": dict(outcome)}
+            # The account of goodput is that of the last event: readers would treat it as that of the whole job.
+            status = {name: value for name, value in self._status.items() if name not in _ACCOUNT}
+        status["outcome"] = dict(outcome)
         self._keep_history(status)
 
     def tick(self, *, at_once: bool = False) -> None:
