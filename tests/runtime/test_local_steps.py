@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,16 @@ def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_t
 
 
 def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) -> None:
-    """However long a contribution travels, so many steps are made before the answer is mixed in."""
+    """However long a contribution travels, so many steps are made before the answer is mixed in. No batch is requested
+    twice."""
     tiny = job(1, 2)
     local = json.dumps({"count": 3, "overlap": 2})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "6", "STATE": "1", "LOCAL": local}
+    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "6", "STATE": "1", "LOCAL": local, "SAY_BATCHES": "1"}
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
     assert_same(tiny, tiny.pods[1])
+    for worker in tiny.pods[1:]:
+        assert [int(step) for step in re.findall(r"batch (\d+)", worker.output())] == list(range(6 * 3))
 
 
 def assert_same(tiny: Any, pod: Any) -> None:

@@ -306,6 +306,34 @@ def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
     assert np.array_equal(made(2, due, None), made(0, due, None)), "the parameters were requested anew"
 
 
+@pytest.mark.parametrize("overlap", [0, 2, 4])
+def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
+    """Also the one that it requests before a contribution: a stream of data cannot go back."""
+    model = init(jax.random.key(0))
+    tree = describe(model, has_state=True)
+    arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 1))
+    one = script(local=LocalSteps(4, INNER, overlap=overlap))
+    requested: list[int] = []
+
+    def batch_of(key: BatchKey) -> Any:
+        if requested[-1:] != [key.step]:  # as the worker, which keeps the batch that it requested before
+            requested.append(key.step)
+        return batches(key)
+
+    computation = one.computation(tree, arrangement, batch_of)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+    for step in range(one.steps):
+        start = Start(leaves, BatchKey(step, 0, 2, 3), frozenset({0}) if step else None)
+        first = computation.first_batch(start)
+        assert (first is None) == (overlap == 4 and step > 0)
+        if first is not None:
+            batch_of(first)
+        computation.start(start).wait()
+    assert requested == list(range(one.steps * 4))
+    other = Start(leaves, BatchKey(2, 0, 1, 3), frozenset({0}))
+    assert computation.first_batch(other) == BatchKey(8, 0, 1, 3), "steps that are dropped do not count"
+
+
 def test_pods_must_agree_about_local_steps() -> None:
     def digest(local: LocalSteps | None) -> bytes:
         return script(local=local).plan(1).agreement.digest

@@ -122,6 +122,10 @@ class Computation(Protocol):
         """
         ...
 
+    def first_batch(self, start: Start) -> BatchKey | None:
+        """The key of the first batch that `start` will draw for this contribution; None: it has all of them."""
+        ...
+
     def start(self, start: Start) -> Contribution:
         """Dispatch the computation of one contribution and return.
 
@@ -190,6 +194,9 @@ class GradientComputation:
 
     def compile(self, batch: Any) -> float | None:
         return self._gradient_of.compile(batch)
+
+    def first_batch(self, start: Start) -> BatchKey:
+        return start.key
 
     def start(self, start: Start) -> PackedContribution:
         batch = self._batch_of(start.key)

@@ -197,6 +197,15 @@ class LocalTraining:
         self._inner: Any = None  # None: fresh
         self._continued: _Continued | None = None
 
+    def made(self, key: BatchKey, received: frozenset[int] | None) -> int:
+        """How many steps of the contribution of `key` exist already, which `steps` will not make again.
+
+        Args:
+            key, received: see `Start`.
+        """
+        continued = self._continued
+        return self._program.local.overlap if continued and received is not None and continued.key == key else 0
+
     def steps(
         self,
         leaves: Sequence[Any],
@@ -218,9 +227,10 @@ class LocalTraining:
         program = self._program
         local, base = program.local, program.place(leaves)
         own, inner, carry, sums, examples = base, self._inner, None, None, 0
+        first = self.made(key, received)
         continued, self._continued = self._continued, None
         if continued is not None and received is not None:
-            begun = continued.key == key
+            begun = first > 0
             old = base if continued.base is None else continued.base
             # Steps for a contribution that is not due are dropped: the worker continues from the values of the servers.
             mine = continued.carry["model"] if begun else continued.own or old
@@ -232,7 +242,6 @@ class LocalTraining:
         if carry is None:
             inner = program.initial_state(own) if inner is None else inner
             carry = program.begin(own, inner)
-        first = 0 if sums is None else local.overlap
         carry, sums, examples = self._run(carry, key, batch_of, range(first, local.batches), sums, examples)
         result, own, self._inner = program.finish(base, carry, inner if program.keeps else None, sums)
         if local.continues and key.step + 1 < self._updates:
@@ -313,6 +322,10 @@ class LocalComputation:
     def compile(self, batch: Any) -> float | None:
         flops = self._program.compile(batch)
         return None if flops is None else flops * self.batches
+
+    def first_batch(self, start: Start) -> BatchKey | None:
+        number = self._training.made(start.key, start.received)
+        return None if number == self.batches else replace(start.key, step=start.key.step * self.batches + number)
 
     def start(self, start: Start) -> PackedContribution:
         result = self._training.contribute(start.params, start.key, self._batch_of, start.received)

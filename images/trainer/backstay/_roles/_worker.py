@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,12 +210,13 @@ class Worker:
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
         began = time.monotonic()
-        first = replace(key, step=step * self._computation.batches)
-        self._prepared = first, self._batch(first)
+        start = Start(params, key, self._fragments)
+        if (first := self._computation.first_batch(start)) is not None:
+            self._prepared = first, self._batch(first)
         with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
             if not self._compiled:
                 _instrument.reach("compute", step)
-            contribution = self._computation.start(Start(params, key, self._fragments))
+            contribution = self._computation.start(start)
             contribution.wait()
         if self._compiled:
             self.seconds.computed()
