@@ -188,6 +188,28 @@ def test_t9_another_number_of_local_steps_continues_with_the_next_batch() -> Non
     assert again.job.state.samples == Samples(1000, 1, used=36)
 
 
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 4), (1, 3)])
+def test_t9_an_async_account_continues_with_another_number_of_local_steps(first: int, second: int) -> None:
+    """The account neither skips an epoch nor counts one twice."""
+    state = CoordinatorState(1, 0, 1, samples=Samples(size=10, batch=1, sync=False))
+    ended: list[EpochEnded] = []
+    made = 0
+    for batches in (first, second, first):
+        job = Coordinator(Rules(mode="Async", shards=1, steps=100, batches=batches), state)
+        mirror = job.state.copy()
+        for version in range(state.version, state.version + 7):
+            for decision in job.staged(0.0, 0, staged(0, version, 1)):
+                if isinstance(decision, Updated):
+                    mirror, made = after(mirror, decision.commit), made + batches
+                    ended += decision.ended
+            account = job.state.samples
+            assert account is not None
+            assert mirror.samples == account, "a standby has the same account"
+            assert (account.epoch, account.used) == divmod(made, 10)
+        state = CoordinatorState.from_json(job.state.to_json())
+    assert ended == [EpochEnded(epoch, 10, 10, 0, 0) for epoch in range(made // 10)]
+
+
 def test_t9_an_async_account_counts_updates_and_batches_that_a_change_of_the_world_leaves_out() -> None:
     rules = Rules(mode="Async", shards=1, steps=100)
     job = Coordinator(rules, CoordinatorState(1, 0, 2, samples=Samples(size=10, batch=2, sync=False)))

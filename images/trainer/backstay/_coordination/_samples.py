@@ -56,6 +56,8 @@ class Samples:
         epoch: the number of the current one.
         used, dropped: samples of it so far.
         redone: `CoordinatorState.redone` when it began.
+        shift: Async; the number of an update's first batch is ``version * batches + shift``, because earlier updates
+            may have taken another number of batches.
     """
 
     size: int
@@ -65,6 +67,7 @@ class Samples:
     used: int = 0
     dropped: int = 0
     redone: int = 0
+    shift: int = 0
 
     def count(
         self, commit: Commit, *, world: int, offset: int, left_out: int, redone: int, batches: int = 1
@@ -88,9 +91,14 @@ class Samples:
             uses = [place % world in ranks for place in range(drawn)]
             number = offset + commit.version * batches * world
         else:
-            uses, number = [not commit.skip for _ in commit.contributions] * batches, commit.version * batches
+            uses = [not commit.skip for _ in commit.contributions] * batches
+            number = commit.version * batches + self.shift
         dropped = replace(self, dropped=self.dropped + left_out * self.batch) if left_out else self
         return dropped.add(number, uses, redone)
+
+    def with_batches(self, version: int, before: int, batches: int) -> Samples:
+        """The account where updates take `batches` from `version` on, and took `before` until then."""
+        return self if self.sync else replace(self, shift=self.shift + version * (before - batches))
 
     def at(self, number: int, redone: int) -> Samples:
         """A new account that begins with the batch of this number; earlier samples of its epoch count as used."""
@@ -133,7 +141,8 @@ class Samples:
             return None
         try:
             size, batch, epoch, used, dropped, redone = (int(data[name]) for name in _NUMBERS)
-            found = cls(size, batch, bool(data["sync"]), epoch, used, dropped, redone)
+            shift = int(data.get("shift", 0))  # an earlier version writes none
+            found = cls(size, batch, bool(data["sync"]), epoch, used, dropped, redone, shift)
         except (KeyError, TypeError, ValueError):
             return None
         return found if size > 0 and batch > 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from backstay_spec.quorum import quorum_of
@@ -192,7 +193,10 @@ def _samples(environment: Environment, script: Script, state: CoordinatorState) 
     if stored is not None and (stored.size, stored.batch, stored.sync) == (fresh.size, fresh.batch, sync):
         return stored
     made = state.version * state.batches
-    return fresh.at(state.offset + made * state.world if sync else made, state.redone)
+    if sync:
+        return fresh.at(state.offset + made * state.world, state.redone)
+    shift = 0 if stored is None else stored.shift
+    return replace(fresh, shift=shift).at(made + shift, state.redone)
 
 
 def _report(continued: Continued, leader: Leader) -> None:
