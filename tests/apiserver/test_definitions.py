@@ -284,6 +284,10 @@ def test_any_value_is_pruned_defaulted_and_judged(value):
         ("self.share == 5", {"share": "5"}, False),
         ("self.share != 5", {"share": "5"}, True),
         ("self.missing == 5 || self.share == 5", {"share": 5}, True),
+        ("self.share in [5, '5%']", {"share": "5%"}, True),
+        ("self.share in [5, '5%']", {"share": "6%"}, False),
+        ("[self.share, 1] == ['5%', 1] && [[5, 1]] != [[self.share, 1]]", {"share": "5%"}, True),
+        ("[true] == [1] || true in [1] || [true] in [[1]]", {}, False),
         ("self.s.contains('b') && self.s.lowerAscii() == 'abc'", {"s": "aBc"}, False),
     ],
 )

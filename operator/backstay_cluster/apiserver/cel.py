@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from backstay_cluster.apiserver.errors import Cause
@@ -57,20 +58,29 @@ def _celpy() -> Any:
     return celpy
 
 
-def _equal(left: Any, right: Any) -> Any:
-    """Equality as in CEL: values of two types are unequal, without an error. An int-or-string field may change."""
+def _same(left: Any, right: Any) -> bool:
+    """Equality as in CEL, of values without errors: those of two types are unequal, and `true` is not 1."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(itertools.starmap(_same, zip(left, right, strict=True)))
     boolean = _celpy().celtypes.BoolType
-    if isinstance(left, Exception) or isinstance(right, Exception):
-        return left if isinstance(left, Exception) else right
+    if isinstance(left, boolean) != isinstance(right, boolean):
+        return False  # Python and cel-python treat booleans as numbers
     try:
-        return boolean(not _mixes_booleans(left, right) and left == right)
-    except TypeError:
-        return boolean(False)
+        return bool(left == right)
+    except TypeError:  # an int-or-string field may change its type
+        return False
 
 
-def _unequal(left: Any, right: Any) -> Any:
-    equal = _equal(left, right)
-    return equal if isinstance(equal, Exception) else _celpy().celtypes.BoolType(not equal)
+def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
+    """An operator of CEL from a comparison: the result is the error of an operand, if there is one."""
+
+    def operator(left: Any, right: Any) -> Any:
+        error = next((operand for operand in (left, right) if isinstance(operand, Exception)), None)
+        return _celpy().celtypes.BoolType(compare(left, right)) if error is None else error
+
+    return operator
 
 
 def _functions() -> dict[str, Any]:
@@ -84,8 +94,9 @@ def _functions() -> dict[str, Any]:
         return text(value[start:end])
 
     return {
-        "_==_": _equal,
-        "_!=_": _unequal,
+        "_==_": _compared(_same),
+        "_!=_": _compared(lambda left, right: not _same(left, right)),
+        "_in_": _compared(lambda item, container: any(_same(item, each) for each in container)),
         "lowerAscii": lambda s: text(s.lower()),
         "upperAscii": lambda s: text(s.upper()),
         "trim": lambda s: text(s.strip()),
@@ -123,38 +134,6 @@ def compile_error(rule: str) -> str | None:
     return None
 
 
-@functools.cache
-def _comparable(name: str) -> Any:
-    """A container class of cel-python with CEL's equality: values of two types are unequal, without an error. An
-    int-or-string field may change its type."""
-    base, boolean = getattr(_celpy().celtypes, name), _celpy().celtypes.BoolType
-
-    def equal(self: Any, other: Any) -> Any:
-        if _mixes_booleans(self, other):
-            return boolean(False)
-        try:
-            return base.__eq__(self, other)
-        except TypeError:
-            return boolean(False)
-
-    def unequal(self: Any, other: Any) -> Any:
-        return boolean(not equal(self, other))
-
-    return type(name, (base,), {"__eq__": equal, "__ne__": unequal, "__hash__": base.__hash__})
-
-
-def _mixes_booleans(left: Any, right: Any) -> bool:
-    """Whether two containers have a boolean opposite a number. They are equal in cel-python, as in Python."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        pairs = [(left[key], right[key]) for key in left if key in right]
-    elif isinstance(left, list) and isinstance(right, list):
-        pairs = list(zip(left, right, strict=False))
-    else:
-        boolean = _celpy().celtypes.BoolType
-        return isinstance(left, boolean) != isinstance(right, boolean)
-    return any(_mixes_booleans(one, other) for one, other in pairs)
-
-
 def to_cel(value: Any, schema: Obj) -> Any:
     """A JSON value as the variables of rules (`self`, `oldSelf`), with property names escaped according to `schema`."""
     types = _celpy().celtypes
@@ -170,11 +149,11 @@ def to_cel(value: Any, schema: Obj) -> Any:
         return types.IntType(int(value))
     if isinstance(value, list):
         items = schema.get("items") or {}
-        return _comparable("ListType")([to_cel(v, items) for v in value])
+        return types.ListType([to_cel(v, items) for v in value])
     properties, additional = schema.get("properties") or {}, schema.get("additionalProperties")
     rest = additional if isinstance(additional, dict) else {}
     # Keys of a map are data; names of properties are identifiers and escaped.
-    return _comparable("MapType")(
+    return types.MapType(
         {
             types.StringType(_escaped(k) if k in properties else k): to_cel(v, properties.get(k, rest))
             for k, v in value.items()
