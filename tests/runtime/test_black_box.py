@@ -20,13 +20,13 @@ from backstay._checkpoint import PosixFolder
 from backstay._checkpoint._records import Records
 from backstay._control._spans import columns
 from backstay._process import _hanging
-from backstay._process._environment import Environment
 from backstay._roles._black_box import HANGS, BlackBox, hang_report, merged
 from backstay._roles._timeline import Collector
 from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
-from backstay_spec.runtime import RuntimeConfig
+
+from .servers import server_environment
 
 WORKER = Peer(role="worker", index=3, incarnation=1)
 DEATH = {
@@ -38,27 +38,6 @@ DEATH = {
     "incarnation": 1,
 }
 BEGAN = {"time": "2026-11-22T09:00:00Z", "type": "Normal", "reason": "Running", "message": "training has begun"}
-
-
-def environment() -> Environment:
-    return Environment(
-        job="j",
-        role="parameter-server",
-        index=0,
-        incarnation=1,
-        servers=("127.0.0.1:1",),
-        port=1,
-        data_port=2,
-        metrics_port=3,
-        bind="127.0.0.1",
-        pod_name="s",
-        pod_ip="127.0.0.1",
-        token="00",
-        config=RuntimeConfig(shards=1, workers=1),
-        checkpoint_uri=None,
-        termination_log=None,
-        uid="12345678-abcd",
-    )
 
 
 class Box:
@@ -75,7 +54,7 @@ class Box:
             collector.add(spans.peer, spans.SerializeToString())
         collector.add(WORKER, b"\xff no spans")
         self.box = BlackBox(
-            environment(), self.records, collector.timeline, clock=lambda: self.now, unix_clock=lambda: 1e9
+            server_environment(), self.records, collector.timeline, clock=lambda: self.now, unix_clock=lambda: 1e9
         )
 
     def record(self, number: str, *history: dict[str, Any]) -> None:

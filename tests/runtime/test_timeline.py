@@ -25,6 +25,8 @@ from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
 from backstay_spec.runtime import RuntimeConfig
 
+from .servers import server_environment
+
 PEER = Peer(role="worker", index=3, incarnation=2, pod="w")
 SERVER = Peer(role="parameter-server", index=0, incarnation=1, pod="s")
 
@@ -46,25 +48,8 @@ def outbox(most: int = 100) -> Outbox:
 
 
 def environment(folder: Path, megabytes: int = 1, keep: Path | None = None) -> Environment:
-    return Environment(
-        job="j",
-        role="parameter-server",
-        index=0,
-        incarnation=1,
-        servers=("127.0.0.1:1",),
-        port=1,
-        data_port=2,
-        metrics_port=3,
-        bind="127.0.0.1",
-        pod_name="s",
-        pod_ip="127.0.0.1",
-        token="00",
-        config=RuntimeConfig(shards=1, workers=1, trace_megabytes=megabytes),
-        checkpoint_uri=str(folder),
-        termination_log=None,
-        uid="12345678-abcd",
-        keep=keep,
-    )
+    config = RuntimeConfig(shards=1, workers=1, trace_megabytes=megabytes)
+    return server_environment(config=config, checkpoint_uri=str(folder), keep=keep)
 
 
 # ---- Sending

@@ -1,0 +1,34 @@
+"""The environment of a server, for tests that make parts of one in this process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from backstay._process._environment import Environment
+from backstay_spec.runtime import RuntimeConfig
+
+__all__ = ["server_environment"]
+
+
+def server_environment(**changes: Any) -> Environment:
+    """That of shard 0's server in a job without checkpoints; `changes` are other values of its fields."""
+    usual = Environment(
+        job="j",
+        role="parameter-server",
+        index=0,
+        incarnation=1,
+        servers=("127.0.0.1:1",),
+        port=1,
+        data_port=2,
+        metrics_port=3,
+        bind="127.0.0.1",
+        pod_name="s",
+        pod_ip="127.0.0.1",
+        token="00",
+        config=RuntimeConfig(shards=1, workers=1),
+        checkpoint_uri=None,
+        termination_log=None,
+        uid="12345678-abcd",
+    )
+    return replace(usual, **changes)
