@@ -420,7 +420,8 @@ class HttpPort:
                     self._answer(404, b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n")
 
             def _trace(self) -> None:
-                if not tracing.acquire(blocking=False):
+                # A client has the whole page a moment before its handler returns: the next one may be early.
+                if not tracing.acquire(timeout=1.0):
                     self._answer(503, b"another client reads the timeline now: try again\n")
                     return
                 try:
