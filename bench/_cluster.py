@@ -277,6 +277,25 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
+async def alone(script: str, arguments: Sequence[str] = (), **environment: str) -> list[tuple[float, str]]:
+    """Run one of `scripts/` in one process: what it marked (`scripts/_timeline.py`), each with its Unix time.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
+        variables = {**os.environ, **environment, "TIMELINE": folder, "JAX_PLATFORMS": "cpu"}
+        process = await asyncio.create_subprocess_exec(sys.executable, str(SCRIPTS / script), *arguments, env=variables)
+        try:
+            if status := await process.wait():
+                raise SystemExit(f"the script in one process ended with status {status}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+        lines = (Path(folder) / "alone").read_text().splitlines()
+        return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines)]
+
+
 def stored(job: Job) -> tuple[int, dict[str, np.ndarray]]:
     """The step and the parameters of the job's last checkpoint."""
     import backstay

@@ -18,14 +18,13 @@ import random
 import re
 import runpy
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from _cluster import NAMESPACE, SCRIPTS, Job, cluster
+from _cluster import NAMESPACE, Job, alone, cluster
 
 REPO = Path(__file__).resolve().parent.parent
 EXAMPLE = REPO / "examples" / "images" / "train.py"
@@ -98,32 +97,21 @@ class Point:
     accuracy: float
 
 
-async def alone(run: Run) -> list[Point]:
+async def in_one_process(run: Run) -> list[Point]:
     """The script in one process; the time of its evaluations does not count."""
-    with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
-        every = run.steps // POINTS
-        environment = {**os.environ, "EVERY": str(every), "TIMELINE": folder, "JAX_PLATFORMS": "cpu"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(SCRIPTS / "images.py"), *run.arguments, env=environment
-        )
-        try:
-            if status := await process.wait():
-                raise SystemExit(f"the script in one process ended with status {status}")
-        finally:
-            if process.returncode is None:
-                process.kill()
-        points: list[Point] = []
-        began, evaluating = 0.0, 0.0
-        for line in (Path(folder) / "alone").read_text().splitlines():
-            at, what, *values = line.split()
-            if [what, *values] == ["step", "1"]:
-                began = float(at)
-            if what == "accuracy":
-                accuracy, took = map(float, values)
-                evaluating += took
-                step = min(run.steps, every * (len(points) + 1))
-                points.append(Point(step, float(at) - began - evaluating, step * run.batch, 0, accuracy))
-        return points
+    every = run.steps // POINTS
+    points: list[Point] = []
+    began, evaluating = 0.0, 0.0
+    for at, mark in await alone("images.py", run.arguments, EVERY=str(every)):
+        what, *values = mark.split()
+        if mark == "step 1":
+            began = at
+        if what == "accuracy":
+            accuracy, took = map(float, values)
+            evaluating += took
+            step = min(run.steps, every * (len(points) + 1))
+            points.append(Point(step, at - began - evaluating, step * run.batch, 0, accuracy))
+    return points
 
 
 async def as_job(run: Run) -> list[Point]:
@@ -265,7 +253,7 @@ def main(wanted: Sequence[str], path: Path | None) -> None:
     for run in RUNS:
         if run.name in results or (wanted and run.name not in wanted):
             continue
-        results[run.name] = asyncio.run(alone(run) if run.update is None else as_job(run))
+        results[run.name] = asyncio.run(in_one_process(run) if run.update is None else as_job(run))
         print(f"{run.name}: {results[run.name][-1]}", file=sys.stderr, flush=True)
         if path is not None:
             path.write_text(json.dumps({name: [asdict(one) for one in found] for name, found in results.items()}))

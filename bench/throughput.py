@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import sys
-import tempfile
-from pathlib import Path
 
-from _cluster import SCRIPTS, Cluster, Job, Update, cluster, median, row
+from _cluster import Cluster, Job, Update, alone, cluster, median, row
 
 from backstay_spec.quorum import quorum_of
 
@@ -30,23 +26,11 @@ def examples_per_second(updates: list[Update], batch: int, quorum: int) -> float
     return (kept[-1].step - kept[0].step) * batch * quorum / (kept[-1].at - kept[0].at)
 
 
-async def alone(batch: int, steps: int) -> float:
+async def in_one_process(batch: int, steps: int) -> float:
     """Run the script in one process, and return its examples per second."""
-    with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
-        environment = {**os.environ, "BATCH": str(batch), "STEPS": str(steps), "TIMELINE": folder}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(SCRIPTS / "digits.py"), env={**environment, "JAX_PLATFORMS": "cpu"}
-        )
-        try:
-            if status := await process.wait():
-                raise SystemExit(f"the script in one process ended with status {status}")
-        finally:
-            if process.returncode is None:
-                process.kill()
-        lines = (Path(folder) / "alone").read_text().splitlines()
-        marks = [(float(at), what) for at, _, what in (line.partition(" ") for line in lines)]
-        updates = [Update(at, int(what.split()[1]), "alone") for at, what in marks if what.startswith("step ")]
-        return examples_per_second(updates, batch, 1)
+    marks = await alone("digits.py", BATCH=str(batch), STEPS=str(steps))
+    updates = [Update(at, int(what.split()[1]), "alone") for at, what in marks if what.startswith("step ")]
+    return examples_per_second(updates, batch, 1)
 
 
 async def as_job(
@@ -70,12 +54,12 @@ async def measure(rounds: int, seconds: float) -> None:
     """Measure the script in one process and each shape of job, in turns."""
     async with cluster() as on:
         for batch in (32, 512):
-            pace = await alone(batch, 100) / batch
+            pace = await in_one_process(batch, 100) / batch
             steps = max(60, int(seconds * pace))
             single: list[float] = []
             jobs: dict[tuple[int, int, int], list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
             for turn in range(rounds):
-                single.append(await alone(batch, steps))
+                single.append(await in_one_process(batch, steps))
                 for shape in SHAPES:
                     name = f"digits-{batch}-{'-'.join(map(str, shape))}-{turn}"
                     # An update of a job with many workers needs more computation on the same cores.
