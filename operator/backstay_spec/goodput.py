@@ -190,14 +190,19 @@ class Account:
             return
         self._settle(found)
         for key in self._pods.keys() - found.keys():
-            ended = self._pods[key] if self._pods[key].end is not None else replace(self._pods[key], end=now)
-            if ended.end is not None and now - ended.end < FRESH:
+            pod = self._pods[key]
+            end = now if pod.end is None else pod.end
+            ended = replace(pod, end=end)
+            if now - end < FRESH:
                 found[key] = ended  # the coordinator may have a newer report than it has sent
             else:
                 self._close(ended, now)
         self._pods, self.over = found, over
         if self.until is not None and now > self.until and not over:
-            self._miss(sum(self._uncovered(rank, self.until, now) for rank in range(slots)))
+            by_rank: dict[int, list[WorkerPod]] = {}
+            for pod in self._pods.values():
+                by_rank.setdefault(pod.key[0], []).append(pod)
+            self._miss(sum(_uncovered(by_rank.get(rank, ()), self.until, now) for rank in range(slots)))
         self.until = now if self.until is None else max(now, self.until)
 
     def report(self, reports: Mapping[Key, Report]) -> None:
@@ -271,18 +276,6 @@ class Account:
         report = self._reports.get(pod.key)
         return self._kept.get(pod.key) if report is None and not pod.measured else report
 
-    def _uncovered(self, rank: int, since: float, now: float) -> float:
-        """Seconds between the two in which no pod of a slot had a node."""
-        spans = sorted((pod.start, now if pod.end is None else pod.end) for pod in self._of_rank(rank))
-        uncovered, at = 0.0, since
-        for start, end in spans:
-            uncovered += max(0.0, min(start, now) - at)
-            at = max(at, end)
-        return uncovered + max(0.0, now - at)
-
-    def _of_rank(self, rank: int) -> Sequence[WorkerPod]:
-        return [pod for pod in self._pods.values() if pod.key[0] == rank]
-
     def _close(self, pod: WorkerPod, now: float) -> None:
         """A pod is gone."""
         report = self._newest(pod)
@@ -297,3 +290,16 @@ class Account:
 
     def _add(self, parts: Parts) -> None:
         self.gone = tuple(a + b for a, b in zip(self.gone, parts, strict=True))
+
+
+def _uncovered(pods: Sequence[WorkerPod], since: float, now: float) -> float:
+    """Seconds between the two in which no pod of a slot had a node.
+
+    Args:
+        pods: of the slot.
+    """
+    uncovered, at = 0.0, since
+    for start, end in sorted((pod.start, now if pod.end is None else pod.end) for pod in pods):
+        uncovered += max(0.0, min(start, now) - at)
+        at = max(at, end)
+    return uncovered + max(0.0, now - at)
