@@ -18,6 +18,7 @@ from backstay_cli.records import all_of, places_of, read_file
 from backstay_cli.view import number
 from backstay_cli.words import count, duration, printable
 from backstay_spec import contract
+from backstay_spec.records import merged
 
 __all__ = ["History", "as_object", "history_of_job", "history_of_place", "lines"]
 
@@ -56,13 +57,14 @@ async def history_of_job(cluster: Cluster, name: str) -> History:
             f"there is no TrainingJob {name} in namespace {cluster.namespace}; name its checkpoint folder with --from"
         ) from None
     events = await cluster.api.events_of(cluster.namespace, job["metadata"]["uid"])
-    found = [one for one in _stored(places_of(cluster, job)) if one["uid"] == job["metadata"]["uid"]]
+    uid = job["metadata"]["uid"]
+    found = [one for one in _stored(places_of(cluster, job), uid) if one["uid"] == uid]
     status = job.get("status") or {}
     if status.get("history") or not found:
         found.append({**_about(job), "status": status})
-    merged = _merged(found)
-    view = view_of({**job, "status": merged}, [], events)
-    return History(view, job["metadata"]["uid"], merged, f"the job's status in {cluster.name}")
+    newest = _newest(found)
+    view = view_of({**job, "status": newest}, [], events)
+    return History(view, uid, newest, f"the job's status in {cluster.name}")
 
 
 def history_of_place(place: str, name: str | None) -> History:
@@ -83,7 +85,7 @@ def history_of_place(place: str, name: str | None) -> History:
         raise BadInput(f"{place} has no history of {'a job' if name is None else f'the job {name}'}")
     newest = max(found, key=lambda one: one["unixSeconds"])
     same = [one for one in found if one["uid"] == newest["uid"]]
-    status = _merged(same)
+    status = _newest(same)
     job = {
         "metadata": {"name": newest["job"], "namespace": newest["namespace"], "uid": newest["uid"]},
         "spec": {},
@@ -97,9 +99,9 @@ def _about(job: dict[str, Any]) -> dict[str, Any]:
     return {"job": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"], "unixSeconds": float("inf")}
 
 
-def _stored(places: list[str]) -> list[dict[str, Any]]:
+def _stored(places: list[str], uid: str = "") -> list[dict[str, Any]]:
     found = []
-    for place, data in all_of(places, "history"):
+    for place, data in all_of(places, "history", uid):
         try:
             found.append(_parsed(place, data))
         except BadInput:  # it was torn while it was written
@@ -127,27 +129,25 @@ def _parsed(place: str, data: bytes) -> dict[str, Any]:
         raise BadInput(f"{place} is not the history of a job") from None
 
 
-def _merged(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _newest(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest status with the entries of all; a newer entry replaces an older one of the same time and slot."""
-    entries: dict[tuple[str, str, str], Any] = {}
     status: dict[str, Any] = {}
-    for one in sorted(found, key=lambda one: one["unixSeconds"]):
+    found = sorted(found, key=lambda one: one["unixSeconds"])
+    for one in found:
         status = {**one["status"], "outcome": one["status"].get("outcome") or status.get("outcome")}
-        for entry in one["status"].get("history") or []:
-            if isinstance(entry, Mapping) and "reason" in entry:
-                entries[str(entry.get("time")), str(entry["reason"]), str(entry.get("slot"))] = entry
     outcome = status.pop("outcome", None) or {}
     if status.get("phase") not in _RESULTS.values() and outcome.get("result") in _RESULTS:
         # Shard 0's server has the outcome before the operator writes it.
         status |= {"phase": _RESULTS[outcome["result"]], "step": outcome.get("step", status.get("step"))}
-    status["history"] = [entry for _, entry in sorted(entries.items())]
+    entries = merged(*(one["status"].get("history") or [] for one in found))
+    status["history"] = [entry for entry in entries if "reason" in entry]
     return status
 
 
 def as_object(history: History) -> dict[str, Any]:
     """The object that ``--output json`` and ``--output yaml`` print."""
     view, status = history.view, history.status
-    known = {name: status[name] for name in status if name.startswith(("goodput", "seconds")) or name == "term"}
+    known = {name: status[name] for name in ("goodput", "workerSeconds", "term") if name in status}
     return {
         "name": view.name,
         "namespace": view.namespace,

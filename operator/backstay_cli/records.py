@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,9 @@ from backstay_cli.clusters import Cluster
 from backstay_cli.jobfile import BadInput
 from backstay_cli.pods import slot_of
 from backstay_spec import contract
+from backstay_spec.records import RECORD_NAME
 
 __all__ = ["all_of", "newest", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
-
-_NAME = re.compile(r"(trace|report|history)-[0-9]{12}-[a-z0-9-]{1,100}\.(pb\.gz|json)")
 
 
 def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
@@ -47,20 +45,28 @@ def newest(places: list[str], kind: str, uid: str = "") -> tuple[str, bytes] | N
     Raises:
         BadInput: it cannot be read.
     """
-    own = f"-{uid.replace('-', '')[:8]}" if uid else ""
-    found = [(name, place) for place in places for name in _names(place) if name.startswith(f"{kind}-") and own in name]
+    found = _found(places, kind, uid)
     if not found:
         return None
-    name, place = max(found)
+    name, place = max(found.items())
     return f"{place}/{name}", read_file(f"{place}/{name}")
 
 
-def all_of(places: list[str], kind: str) -> Iterator[tuple[str, bytes]]:
-    """All records of a kind that can be read, oldest first; one that is in two folders once."""
-    found = {name: place for place in places for name in _names(place) if name.startswith(f"{kind}-")}
-    for name, place in sorted(found.items()):
+def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, bytes]]:
+    """All records of a kind that can be read, oldest first; one that is in two folders once.
+
+    Args:
+        kind, uid: as in `newest`.
+    """
+    for name, place in sorted(_found(places, kind, uid).items()):
         with contextlib.suppress(BadInput):  # deleted meanwhile, or another user's
             yield f"{place}/{name}", read_file(f"{place}/{name}")
+
+
+def _found(places: list[str], kind: str, uid: str) -> dict[str, str]:
+    """The folder of each record."""
+    own = f"-{uid.replace('-', '')[:8]}" if uid else ""
+    return {name: place for place in places for name in _names(place) if name.startswith(f"{kind}-") and own in name}
 
 
 def _names(place: str) -> list[str]:
@@ -74,7 +80,7 @@ def _names(place: str) -> list[str]:
             listed = [entry.name for entry in Path(place).iterdir()]
     except Exception:  # noqa: BLE001  # each back end of fsspec has its own
         return []  # for example a volume of the cluster
-    return [name for name in listed if _NAME.fullmatch(name)]
+    return [name for name in listed if RECORD_NAME.fullmatch(name)]
 
 
 def read_file(place: str) -> bytes:

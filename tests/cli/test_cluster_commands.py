@@ -508,7 +508,7 @@ def test_the_history_of_a_job_has_what_its_status_has_dropped(cluster: FakeApi, 
     record = {"job": "digits", "namespace": "default", "uid": "u", "unixSeconds": 1.0, "status": {"history": [old]}}
     (tmp_path / "history-000000000001-u.json").write_text(json.dumps(record))
     (tmp_path / "history-000000000002-other.json").write_text(json.dumps({**record, "uid": "other"}))
-    (tmp_path / "history-000000000003-torn.json").write_text("{")
+    (tmp_path / "history-000000000003-u.json").write_text("{")
     cluster.status = {"checkpoint": {"uri": f"{tmp_path}/step-200", "step": 200}}
     found = json.loads(RUNNER.invoke(app, ["history", "-o", "json"]).stdout)
     assert [entry["reason"] for entry in found["history"]][:2] == ["Evicted", "Running"]

@@ -20,7 +20,7 @@ from backstay._checkpoint import PosixFolder
 from backstay._checkpoint._records import Records
 from backstay._control._spans import columns
 from backstay._process import _hanging
-from backstay._roles._black_box import HANGS, BlackBox, hang_report, merged
+from backstay._roles._black_box import HANGS, BlackBox, hang_report, updated
 from backstay._roles._timeline import Collector
 from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
@@ -160,7 +160,7 @@ def test_merging_keeps_every_entry_once_in_order(statuses: list[list[tuple[int, 
     content: bytes | None = None
     for entries in statuses:
         history = [{"time": f"2026-01-0{day + 1}T00:00:00Z", "reason": reason} for day, reason in entries]
-        content = merged(content, {"format": 1}, {"phase": "Running", "history": history})
+        content = updated(content, {"format": 1}, {"phase": "Running", "history": history})
     found = [] if content is None else json.loads(content)["status"]["history"]
     keys = [(entry["time"], entry["reason"]) for entry in found]
     assert len(set(keys)) == len(keys) == len({entry for entries in statuses for entry in entries})

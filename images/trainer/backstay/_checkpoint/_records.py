@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from backstay_spec.records import RECORD_NAME
+
 from ..errors import CheckpointError
 from ._files import Folder
 
@@ -26,7 +28,6 @@ KEPT: Final = {"trace": 8, "report": 50, "history": 20}
 """How many records of each kind a folder keeps."""
 
 _SUFFIX: Final = {"trace": "pb.gz", "report": "json", "history": "json"}
-_NAME: Final = re.compile(r"(trace|report|history)-([0-9]{12})-[a-z0-9-]{1,100}\.(pb\.gz|json)")
 _WAITING: Final = 16
 
 
@@ -135,6 +136,7 @@ class Records:
 
 
 def _prune(folder: Folder, kind: str) -> None:
-    found = sorted(name for name in folder.names() if (match := _NAME.fullmatch(name)) is not None and match[1] == kind)
+    names = (RECORD_NAME.fullmatch(name) for name in folder.names())
+    found = sorted(name[0] for name in names if name is not None and name[1] == kind)
     for name in found[: -KEPT[kind]]:
         folder.delete(name)

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply, Spans, StoredReport, Timeline
 from backstay_rpc.spans import spans_in
+from backstay_spec.records import merged
 
 from .. import _instrument
 from .._checkpoint import Records, record_name
@@ -27,7 +28,7 @@ from .._process._hanging import output_end, stacks
 if TYPE_CHECKING:
     from .._process._environment import Environment
 
-__all__ = ["HANGS", "BlackBox", "hang_report", "merged"]
+__all__ = ["HANGS", "BlackBox", "hang_report", "updated"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class BlackBox:
     def _keep_history(self, status: Mapping[str, Any]) -> None:
         name = record_name("history", _unix(status.get("startTime")), self._uid)
         about = {"format": _FORMAT, **self._job, "unixSeconds": self._unix_clock()}
-        self._records.update("history", name, lambda before: merged(before, about, status))
+        self._records.update("history", name, lambda before: updated(before, about, status))
 
 
 def hang_report(doing: _instrument.Doing | None, now: float) -> HangReport | None:
@@ -180,7 +181,7 @@ def hang_report(doing: _instrument.Doing | None, now: float) -> HangReport | Non
     return HangReport(stacks=stacks(), output=output_end(), doing=f"{doing.point}{step}, for {now - doing.began:.1f} s")
 
 
-def merged(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, Any]) -> bytes:
+def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, Any]) -> bytes:
     """The content of a history's file.
 
     Args:
@@ -194,12 +195,7 @@ def merged(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, 
             known = list(json.loads(before)["status"]["history"])
         except (ValueError, TypeError, KeyError):
             known = []  # it was torn while it was written
-    entries: dict[tuple[str, str, str], Mapping[str, Any]] = {}
-    for entry in [*known, *(status.get("history") or [])]:
-        if isinstance(entry, Mapping):
-            key = (str(entry.get("time")), str(entry.get("reason")), str(entry.get("slot")))
-            entries[key] = entry
-    history = sorted(entries.values(), key=lambda entry: str(entry.get("time")))[-_ENTRIES:]
+    history = merged(known, status.get("history") or [])[-_ENTRIES:]
     return json.dumps({**about, "status": {**status, "history": history}}, indent=1).encode()
 
 

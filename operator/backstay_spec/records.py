@@ -1,0 +1,27 @@
+"""Records of a job, which its servers write beside the checkpoints: their names, and the entries of a history."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+__all__ = ["RECORD_NAME", "merged"]
+
+RECORD_NAME: Final = re.compile(r"(trace|report|history)-([0-9]{12})-[a-z0-9-]{1,100}\.(pb\.gz|json)")
+"""The name of a record's file: its kind, the Unix time in seconds, what makes it unique, and its format."""
+
+
+def merged(*histories: Iterable[Any]) -> list[Mapping[str, Any]]:
+    """The entries of several histories in order of time; those of one time keep their order.
+
+    Args:
+        histories: entries as in `status.history`, the newest history last: its entries replace those that have the same
+            time, reason and slot. Other values are left out.
+    """
+    found: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for entry in itertools.chain.from_iterable(histories):
+        if isinstance(entry, Mapping):
+            found[str(entry.get("time")), str(entry.get("reason")), str(entry.get("slot"))] = entry
+    return sorted(found.values(), key=lambda entry: str(entry.get("time")))
