@@ -72,12 +72,11 @@ class Report:
 
 def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> Report:
     """The status to write after `old`."""
-    after, spent = _assembled(meta, old, new), observed.spent
-    if after != old:
-        return Report(_with_spent(_with_progress(meta, old, new, after, observed, now), spent).to_dict())
-    if not _has_ended(new.conditions):
-        after = _with_progress(meta, old, new, after, observed, now)
-    counted = _with_spent(after, spent)
+    assembled = _assembled(meta, old, new)
+    after = _with_progress(meta, old, new, assembled, observed, now)
+    counted = _with_spent(after, observed.spent)
+    if assembled != old:
+        return Report(counted.to_dict())
     if counted == old:
         return Report()
     written = observed.status_written
@@ -248,7 +247,7 @@ def _with_spent(before: TrainingJobStatus, spent: Spent | None) -> TrainingJobSt
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {part: round(value, 1) for part, value in seconds.items() if round(value, 1)}
+    return {part: shown for part, value in seconds.items() if (shown := round(value, 1))}
 
 
 def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:
