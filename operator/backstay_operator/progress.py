@@ -201,11 +201,16 @@ def urgent(before: Progress | None, after: Progress) -> bool:
 
 @dataclass
 class _Line:
-    """The channel to one server's pod."""
+    """The channel to one server's pod.
+
+    Attributes:
+        recorded: the id of the record that it has; empty: none.
+    """
 
     channel: grpc.aio.Channel
     stub: control_pb2_grpc.ControlStub
     long_call: asyncio.Task[None] | None = None
+    recorded: str = ""
 
 
 @dataclass
@@ -219,7 +224,6 @@ class Poll:
     since: float = float("-inf")  # when its newest round began
     checks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
     hung: set[str] = field(default_factory=set)  # those of them that left the request unanswered
-    recorded: dict[str, str] = field(default_factory=dict)  # by uid of shard 0's server: the id of its record
 
 
 class Poller:
@@ -331,7 +335,6 @@ class Poller:
         """Call all servers of a job once; their channels are kept from round to round, by the uid of the pod."""
         for uid in poll.lines.keys() - {server.pod_uid for server in todo.servers}:
             await self._close(poll.lines.pop(uid))
-            poll.recorded.pop(uid, None)
         poll.calls.keep(server.pod_uid for server in todo.servers)
         if self._attention.paused_since(poll.since):
             poll.calls.reset()
@@ -368,7 +371,7 @@ class Poller:
             began = self._clock()
             try:
                 reply = await line.stub.Progress(
-                    todo.request(server, poll.recorded.get(server.pod_uid, "")),
+                    todo.request(server, line.recorded),
                     metadata=bearer(todo.token),
                     timeout=self._deadline,
                 )
@@ -383,8 +386,7 @@ class Poller:
             self._call_longer(poll, line, server)
             return None
         poll.calls.answered(server.pod_uid, self._now())
-        if server.shard == 0:
-            poll.recorded[server.pod_uid] = reply.recorded
+        line.recorded = reply.recorded
         found: control_pb2.ProgressReply = reply
         return found
 
