@@ -132,15 +132,15 @@ def _keep_trace(out: Path | None, following: _Following, logs: Path, write_line:
     """Write the timeline that the job's newest server of shard 0 has stored."""
     if out is None:
         return
-    from backstay_cli.records import newest, unpacked
-    from backstay_cli.trace import write_trace
+    from backstay_cli.trace import stored_trace
 
+    # Not `NAME-*`: the pods of a job `digits-2` are not those of a job `digits`.
+    servers = [str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-ps-0-*")]
     try:
-        found = newest([str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-ps-0-*")], "trace")
-        if found is None:
+        written = stored_trace(servers, () if following.view is None else following.view.history, out)
+        if written is None:
             raise BadInput("--trace: the job has stored no timeline")
-        history = () if following.view is None else following.view.history
-        write_line(write_trace(unpacked(found[1]), history, out, shortened(found[0])).summary())
+        write_line(written.summary())
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
 

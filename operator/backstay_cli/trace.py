@@ -17,7 +17,7 @@ from backstay_cli.records import newest, places_of, read_file, servers_of_shard_
 from backstay_cli.timeline import BadTimeline, Job, chrome_trace, read
 from backstay_cli.words import count, duration, shortened
 
-__all__ = ["Written", "trace_of_file", "trace_of_job", "write_trace"]
+__all__ = ["Written", "stored_trace", "trace_of_file", "trace_of_job", "write_trace"]
 
 _SECONDS = 30.0
 
@@ -66,9 +66,9 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | Non
         page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
         if page:
             return write_trace(page, history, out, f"pod {pod['metadata']['name']}", last)
-    found = newest(places_of(cluster, job), "trace", job["metadata"]["uid"])
-    if found is not None:
-        return write_trace(unpacked(found[1]), history, out, shortened(found[0]), last)
+    written = stored_trace(places_of(cluster, job), history, out, last, job["metadata"]["uid"])
+    if written is not None:
+        return written
     if (job.get("spec") or {}).get("trace", {}).get("megabytes") == 0:
         raise BadInput(f"the job {name} keeps no timeline: spec.trace.megabytes is 0")
     raise BadInput(
@@ -86,11 +86,25 @@ def trace_of_file(place: str, out: Path, last: float | None = None) -> Written:
     Raises:
         BadInput: there is none, or `out` cannot be written.
     """
-    if not place.endswith(".pb.gz") and (found := newest([place.rstrip("/")], "trace")) is not None:
-        place, data = found
-    else:
-        data = read_file(place)
-    return write_trace(unpacked(data), (), out, shortened(place), last)
+    if not place.endswith(".pb.gz") and (written := stored_trace([place.rstrip("/")], (), out, last)) is not None:
+        return written
+    return write_trace(unpacked(read_file(place)), (), out, shortened(place), last)
+
+
+def stored_trace(
+    places: list[str], history: Sequence[Entry], out: Path, last: float | None = None, uid: str = ""
+) -> Written | None:
+    """Write the newest timeline that is stored in some folders; None: there is none.
+
+    Args:
+        last: as in `write_trace`.
+        uid: of the job, whose timelines count; empty: those of all jobs.
+
+    Raises:
+        BadInput: it cannot be read, or `out` cannot be written.
+    """
+    found = newest(places, "trace", uid)
+    return None if found is None else write_trace(unpacked(found[1]), history, out, shortened(found[0]), last)
 
 
 def write_trace(

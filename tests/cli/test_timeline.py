@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from backstay_cli.follow import Entry
 from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
+from backstay_cli.run import _Following, _keep_trace
 from backstay_cli.timeline import BadTimeline, chrome_trace, read
 from backstay_cli.trace import trace_of_file, write_trace
+from backstay_cli.view import LineDisplay
 from backstay_rpc.control_pb2 import Spans, Timeline
 
 SERVER, WORKER = "parameter-server", "worker"
@@ -171,6 +173,21 @@ def test_the_newest_stored_timeline_of_a_folder_is_written(tmp_path: Path) -> No
     packed = tmp_path / "out.json.gz"
     trace_of_file(str(tmp_path / "trace-000000000001-abc-1.pb.gz"), packed)
     assert b'"old"' in gzip.decompress(packed.read_bytes())
+
+
+def test_a_job_of_an_embedded_cluster_keeps_its_own_timeline(tmp_path: Path) -> None:
+    """The name of another job, whose timeline is newer, begins with this one's."""
+    for number, (job, point) in enumerate((("digits", "own"), ("digits-2", "other")), 1):
+        folder = tmp_path / "default" / f"{job}-ps-0-1-abcde"
+        folder.mkdir(parents=True)
+        content = timeline(spans(SERVER, 0, [(point, 1.0, 2.0, 1)]))
+        (folder / f"trace-{number:012d}-abc-1.pb.gz").write_bytes(gzip.compress(content))
+    lines: list[str] = []
+    out = tmp_path / "out.json"
+    job_of_run = {"metadata": {"namespace": "default", "name": "digits"}}
+    _keep_trace(out, _Following(job_of_run, LineDisplay(lines.append), tmp_path), tmp_path, lines.append)
+    assert [e["name"] for e in json.loads(out.read_bytes())["traceEvents"] if e["ph"] == "X"] == ["own"]
+    assert lines[0].startswith("wrote ")
 
 
 @pytest.mark.parametrize(("place", "why"), [("nowhere", "cannot be read"), ("empty", "cannot be read")])
