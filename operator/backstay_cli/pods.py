@@ -10,7 +10,7 @@ from backstay_cli.follow import Doing, JobView
 from backstay_cli.words import duration, on_one_line
 from backstay_spec import contract
 
-__all__ = ["PodRow", "active_pods", "rows", "slot_of", "slot_words"]
+__all__ = ["PodRow", "active_pods", "has_ended", "rows", "slot_of", "slot_words"]
 
 _ORDER = {contract.ROLE_SERVER: 0, contract.ROLE_WORKER: 1, contract.ROLE_EVALUATOR: 2}
 _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
@@ -80,7 +80,7 @@ def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         by_slot.setdefault(slot_of(pod)[:2], []).append(pod)
     found = []
     for (role, _), slot in sorted(by_slot.items(), key=lambda item: (_ORDER.get(item[0][0], 9), item[0][1])):
-        living = [pod for pod in slot if not _has_ended(pod) and not pod["metadata"].get("deletionTimestamp")]
+        living = [pod for pod in slot if not has_ended(pod) and not pod["metadata"].get("deletionTimestamp")]
         found += (living if role == contract.ROLE_SERVER else living[-1:]) or slot[-1:]
     return found
 
@@ -118,7 +118,8 @@ def _state(pod: dict[str, Any]) -> str:
     return "Ready" if ready else "Starting"
 
 
-def _has_ended(pod: dict[str, Any]) -> bool:
+def has_ended(pod: dict[str, Any]) -> bool:
+    """Whether the phase of a pod is final."""
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 

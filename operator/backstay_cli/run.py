@@ -22,6 +22,7 @@ from backstay_cli import compiled, report, stopping
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput, claims_of
 from backstay_cli.kube import JOBS, Api, ApiError
+from backstay_cli.pods import has_ended, slot_of
 from backstay_cli.preload import preload
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
@@ -268,12 +269,7 @@ async def _last_look(session: Session, following: _Following) -> JobView:
     with contextlib.suppress(ApiError, aiohttp.ClientError, TimeoutError, OSError):
         while time.monotonic() < deadline:
             pods = await session.api.pods_of(following.namespace, following.name)
-            workers = [
-                pod
-                for pod in pods
-                if pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE) == contract.ROLE_WORKER
-            ]
-            if not any((pod.get("status") or {}).get("phase") in ("Pending", "Running") for pod in workers):
+            if all(has_ended(pod) for pod in pods if slot_of(pod)[0] == contract.ROLE_WORKER):
                 break
             await asyncio.sleep(_POLL_SECONDS)
         await asyncio.sleep(_POLL_SECONDS)  # the operator writes the status then
