@@ -185,11 +185,8 @@ def outcome_of(pod: Manifest) -> Outcome | None:
     state = terminated_state(pod)
     if state is None:
         return None
-    try:
-        message = json.loads(state.get("message") or "")
-    except ValueError:
-        return None
-    if not isinstance(message, dict) or message.get("result") not in _RESULTS:
+    message = parsed(state.get("message") or "")
+    if message is None or message.get("result") not in _RESULTS:
         return None
     if message["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
         return None
@@ -356,11 +353,11 @@ def _final_message(message: str, code: int) -> str:
     A process that a signal ended printed nothing about its end. The last lines of its log may be old, and the lines
     with its progress do not explain the end.
     """
-    parsed = _json(message)
-    if parsed is not None:
-        reason, text = _text(parsed.get("reason")), _text(parsed.get("message"))
+    found = parsed(message)
+    if found is not None:
+        reason, text = _text(found.get("reason")), _text(found.get("message"))
         words = shortened(text, 600) if text.startswith(f"{reason}: ") else _joined(reason, text)
-        errors = shortened("\n".join(_text(parsed.get("stderr")).strip().splitlines()[-5:]), 400)
+        errors = shortened("\n".join(_text(found.get("stderr")).strip().splitlines()[-5:]), 400)
         if errors and not words:
             return f"; its standard error ends: {errors}"
         return f": {words}" if words else ""
@@ -376,16 +373,17 @@ def _final_message(message: str, code: int) -> str:
 
 def _log_line(line: str) -> str:
     """A line of a log without what only machines need of it, where it is one of JSON."""
-    parsed = _json(line)
-    return _text(parsed.get("message")) or line if parsed is not None else line
+    found = parsed(line)
+    return _text(found.get("message")) or line if found is not None else line
 
 
-def _json(text: str) -> dict[str, Any] | None:
+def parsed(text: str) -> dict[str, Any] | None:
+    """A text that is one JSON object, such as a pod's termination message; None: it is not."""
     try:
-        parsed = json.loads(text)
+        found = json.loads(text)
     except ValueError:
         return None
-    return parsed if isinstance(parsed, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _joined(head: str, tail: str) -> str:

@@ -10,7 +10,6 @@ reads the last checkpoint. If it was lost after that, it is not replaced: its sc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +22,7 @@ from backstay_spec.causes import (
     TRAINED,
     Outcome,
     outcome_of,
+    parsed,
     terminated_state,
     verdict_of,
 )
@@ -249,11 +249,7 @@ def _failed(end: Trained, why: str, detail: str = "") -> Ended:
 
 def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
     """Whether the final message is the trainer's about an exception inside `train`."""
-    try:
-        message = json.loads((state or {}).get("message") or "")
-    except ValueError:
-        return False
-    return isinstance(message, dict) and "reason" in message
+    return "reason" in (parsed((state or {}).get("message") or "") or {})
 
 
 def _outcome(facts: Facts, record: Record, slot: Slot) -> Outcome | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from backstay_spec import contract
-from backstay_spec.causes import parse_time, terminated_state
+from backstay_spec.causes import parse_time, parsed, terminated_state
 from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress
@@ -146,8 +145,8 @@ def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[Worke
 def _measured(message: Any) -> tuple[float, ...]:
     """The worker seconds of a termination message; empty: it has none."""
     try:
-        found = tuple(float(value) for value in json.loads(message or "{}").get("workerSeconds") or ())
-    except (ValueError, TypeError, AttributeError):
+        found = tuple(float(value) for value in (parsed(message or "") or {}).get("workerSeconds") or ())
+    except (ValueError, TypeError):
         return ()
     return found if is_measured(found) else ()
 
