@@ -15,7 +15,7 @@ from backstay_cli.words import count, duration, on_one_line
 from backstay_spec import contract
 from backstay_spec.causes import Cause
 
-__all__ = ["Death", "News", "as_object", "deaths", "news", "next_steps"]
+__all__ = ["Death", "JobEvent", "as_object", "deaths", "job_events", "next_steps"]
 
 _CAUSES = {str(cause) for cause in Cause}
 _BUDGET = 0.8
@@ -55,7 +55,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class News:
+class JobEvent:
     """An event of the job, for one line.
 
     Attributes:
@@ -89,21 +89,21 @@ def _is_death(entry: Entry) -> bool:
     return bool(entry.slot) or entry.reason in _CAUSES
 
 
-def news(view: JobView) -> list[News]:
+def job_events(view: JobView) -> list[JobEvent]:
     """The job's history, oldest first. A death with its cost is one line, and so is an interruption with its length."""
     died = iter(deaths(view))
-    found: list[News] = []
+    found: list[JobEvent] = []
     interrupted: int | None = None
     for entry in view.history:
         bad = entry.type == "Warning"
         if _is_death(entry):
             death = next(died)
             text = "; ".join(part for part in (death.why, death.cost) if part)
-            found.append(News(entry.at, f"{who(death.slot)} died", on_one_line(text), bad))
+            found.append(JobEvent(entry.at, f"{who(death.slot)} died", on_one_line(text), bad))
         elif entry.reason == "TrainingInterrupted":
             interrupted = len(found)
             why = entry.message.partition("): ")[2] or entry.message  # the line begins with the time
-            found.append(News(entry.at, "no updates", on_one_line(why), bad))
+            found.append(JobEvent(entry.at, "no updates", on_one_line(why), bad))
         elif entry.reason == "Running" and interrupted is not None:
             before = found[interrupted]
             if before.at is not None and entry.at is not None:
@@ -113,7 +113,7 @@ def news(view: JobView) -> list[News]:
         elif entry.reason == "ReportStored" or (entry.reason == "RolledBack" and found):
             continue  # it belongs to the previous death
         else:
-            found.append(News(entry.at, entry.reason, on_one_line(entry.message), bad))
+            found.append(JobEvent(entry.at, entry.reason, on_one_line(entry.message), bad))
     return found
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from backstay_cli.clusters import Cluster
-from backstay_cli.explain import deaths, news, who
+from backstay_cli.explain import deaths, job_events, who
 from backstay_cli.follow import JobView, view_of
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
@@ -187,7 +187,7 @@ def lines(history: History, now: float) -> Iterator[str]:
         shown = {contract.ROLE_SERVER: "server"}.get(role, role or "pod")
         yield f"  {count(times, f'{shown} pod')} died: {cause}"
     yield ""
-    for one in news(view):
+    for one in job_events(view):
         when = "" if one.at is None else _date(one.at)
         yield f"{when:<20}{'!' if one.bad else ' '} {one.what}: {one.text}".rstrip(": ")
     reports = [entry for entry in history.status.get("history") or [] if entry.get("report")]

@@ -190,7 +190,7 @@ class Picture:
 
     def _tail(self) -> Iterator[RenderableType]:
         view = self._view
-        found = explain.news(view)
+        found = explain.job_events(view)
         for one in found[-_MOST_NEWS if self._whole else -_NEWS :]:
             when = "" if one.at is None else clock(self._now - one.at)
             style = "yellow" if one.bad else "dim"

@@ -181,14 +181,14 @@ class _Following:
             trouble: shown instead of the reason for which the job waits.
         """
         self.view = view = await look(api, self.namespace, self.name, self.view)
-        self.display.print(self._output.news(view.pods, updated=bool(view.step)))
+        self.display.print(self._output.new_lines(view.pods, updated=bool(view.step)))
         self.display.show(replace(view, stage=trouble) if trouble and not view.ended else view)
         return view
 
     def end(self) -> None:
         """Show the rest of the script's output."""
         if self.view is not None:
-            self.display.print(self._output.news(self.view.pods, updated=bool(self.view.step)))
+            self.display.print(self._output.new_lines(self.view.pods, updated=bool(self.view.step)))
             self.display.print(self._output.end(failed=self.view.phase == "Failed"))
 
 

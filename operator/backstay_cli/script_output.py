@@ -44,7 +44,7 @@ class ScriptOutput:
         self._replaced: list[str] = []  # the traceback that ended a pod which has a replacement
         self._shown: list[str] = []
 
-    def news(self, pods: Sequence[dict[str, Any]], *, updated: bool = True) -> list[str]:
+    def new_lines(self, pods: Sequence[dict[str, Any]], *, updated: bool = True) -> list[str]:
         """The lines since the last call, printable.
 
         Args:

@@ -115,7 +115,7 @@ class App:
         self._reconciler.mark = self._dispatcher.mark
         self._reconciler.mark_after = self._dispatcher.mark_after
         self._reconciler.follow = self._poller.follow
-        self._reconciler.hurry = self._poller.hurry
+        self._reconciler.poll_now = self._poller.poll_now
         self._verifier = Verifier(
             self._kube,
             self.cluster,

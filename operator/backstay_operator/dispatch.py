@@ -68,7 +68,7 @@ class _Slots(Generic[K]):
                 self.release(urgent=admitted.result())  # admitted and cancelled at the same time
             raise
 
-    def hurry(self, key: K) -> None:
+    def prioritize(self, key: K) -> None:
         """Move `key` to the urgent queue, if it is waiting."""
         admitted = self._queues[1].pop(key, None)
         if admitted is not None:
@@ -171,7 +171,7 @@ class Dispatcher(Generic[K]):
         state = self._states.setdefault(key, _State())
         if urgent and not state.urgent:
             state.urgent = True
-            self._slots.hurry(key)
+            self._slots.prioritize(key)
         if state.task is not None:
             state.dirty = True
         elif state.failures:

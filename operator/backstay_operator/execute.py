@@ -124,11 +124,11 @@ class Executor:
 
     async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
         waits: list[float] = []
-        did = False
+        acted = False
         slots = asyncio.Semaphore(self._at_once)
 
         async def one(action: act.Action) -> None:
-            nonlocal did
+            nonlocal acted
             what = (key, _identity(action))
             wait = self._backoffs.remaining(what, self._clock())
             if wait > 0:
@@ -144,7 +144,7 @@ class Executor:
                     log.warning("job %s/%s: %s", *key, error)
                 else:
                     self._backoffs.succeeded(what)
-                    did = True
+                    acted = True
 
         first = ""  # the reason why a pod of an earlier stage was refused
         for (kind, _), group in itertools.groupby(plan.actions, lambda a: (type(a), getattr(a, "stage", 0))):
@@ -157,7 +157,7 @@ class Executor:
             if kind is act.CreatePod:
                 refused = (memory.refused.get(_name(action)) for action in actions)
                 first = next((f"waits for a pod that was refused: {r.message}" for r in refused if r), "")
-        return Done(again=did, wait=min(waits, default=None))
+        return Done(again=acted, wait=min(waits, default=None))
 
     def forget(self, key: JobKey) -> None:
         """Drop the back-offs of a deleted job."""

@@ -283,7 +283,7 @@ class Poller:
             task = asyncio.get_running_loop().create_task(self._run(key), name=f"progress {key}")
             self._polls[key] = Poll(task)
 
-    def hurry(self, key: JobKey) -> None:
+    def poll_now(self, key: JobKey) -> None:
         """Another server serves the job: begin the next round at once."""
         if key in self._polls:
             self._polls[key].now.set()

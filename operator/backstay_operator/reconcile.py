@@ -84,7 +84,7 @@ class Reconciler:
         self._memories: dict[JobKey, JobMemory] = {}
         self._parsed: dict[JobKey, tuple[str, _Parsed]] = {}
         self.follow: Callable[[JobKey], None] = lambda _: None
-        self.hurry: Callable[[JobKey], None] = lambda _: None
+        self.poll_now: Callable[[JobKey], None] = lambda _: None
         self.mark: Callable[[JobKey], None] = lambda _: None
         self.mark_after: Callable[[JobKey, float], None] = lambda *_: None
 
@@ -133,7 +133,7 @@ class Reconciler:
         if self.round(key) is not None:
             self.follow(key)
             if hurried:
-                self.hurry(key)
+                self.poll_now(key)
         return again
 
     # The observed state.

@@ -242,8 +242,8 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         outline = replace(outline, effects=outline.effects + Effects(events=advice), fields=fields)
     if decided.effects.failure is not None:
         return _ended(facts, outline, decided.effects.failure)
-    news = history.judge(facts)
-    outline = replace(outline, fields={**outline.fields, **news.fields})
+    changes = history.judge(facts)
+    outline = replace(outline, fields={**outline.fields, **changes.fields})
     record, obstructed = decided.record, decided.effects.obstructed
     objects = _objects(facts, decided, slots)
     trains = conditions.training(facts, record, slots)
@@ -257,7 +257,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         outline,
         effects=outline.effects
         + objects
-        + Effects(events=news.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
+        + Effects(events=changes.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
         fields={
             **outline.fields,
             **({"examples_per_second": 0.0, "updates_per_second": None} if trains.interrupted else {}),

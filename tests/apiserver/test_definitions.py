@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said_with_field_and_reason(clean, spec, field, reason,
 @pytest.mark.parametrize(
     "spec", [{"low": 3}, {"share": "5%"}, {"share": 5}, {"ratio": 1}, {"ratio": 0.5}, {"count": 7.0}]
 )
-def test_what_is_right_is_taken(clean, spec):
+def test_valid_objects_are_accepted(clean, spec):
     answer = clean.post(WIDGETS, widget(**spec))
     assert answer.status == 201, answer
     assert answer.json["spec"] == {"title": "w", "high": 3, **spec}

@@ -309,7 +309,7 @@ def test_diff_and_dry_run_change_nothing(fresh):
     assert "NotFound" in fresh.run("get", "gd", "b").stderr
 
 
-def test_o7_nobody_is_served_without_the_token(fresh):
+def test_o7_no_call_is_answered_without_the_token(fresh):
     done = fresh.run("--token=wrong", "get", "pods")
     assert done.returncode == 1
     assert "Unauthorized" in done.stderr or "must be logged in" in done.stderr

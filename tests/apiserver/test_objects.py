@@ -66,11 +66,11 @@ def test_a_body_beyond_the_limit_is_refused(embedded):
 
 
 @pytest.mark.parametrize("accept", ["application/vnd.kubernetes.protobuf,application/json", "*/*", "", "application/*"])
-def test_answers_are_json_for_whoever_takes_it(embedded, accept):
+def test_answers_are_json_for_clients_that_accept_it(embedded, accept):
     assert embedded.get(PODS, accept=accept).json["kind"] == "PodList"
 
 
-def test_who_takes_no_json_is_told(embedded):
+def test_a_client_that_does_not_accept_json_gets_an_error(embedded):
     assert embedded.get(PODS, accept="application/vnd.kubernetes.protobuf").status == 406
 
 
@@ -127,7 +127,7 @@ def test_an_unknown_field_is_pruned_with_a_warning(clean):
 # Deletion
 
 
-def test_a_running_pod_is_marked_and_goes_when_its_kubelet_says_so(clean):
+def test_a_running_pod_is_marked_and_goes_when_its_kubelet_reports_it(clean):
     """The order of things that the kubelet and the operator live by (O2)."""
     made(clean.post(PODS, pod("a", nodeName="n1", terminationGracePeriodSeconds=7)))
     marked = clean.delete(f"{PODS}/a").json["metadata"]
@@ -148,7 +148,7 @@ def test_a_pod_that_has_ended_goes_at_once(clean, phase):
     assert clean.get(f"{PODS}/a").status == 404
 
 
-def test_an_eviction_says_why_the_pod_dies(clean):
+def test_the_reason_of_an_eviction_is_in_the_status_before_the_pod_ends(clean):
     made(clean.post(PODS, pod("a", nodeName="n1")))
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "a"}}
     assert clean.post(f"{PODS}/a/eviction", eviction).status == 201

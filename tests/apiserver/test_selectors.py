@@ -66,7 +66,7 @@ def test_any_text_is_a_selector_or_a_bad_request(text):
         ("a>x", "for 'Gt', 'Lt' operators, the value must be an integer"),
     ],
 )
-def test_a_malformed_selector_is_told_what_was_expected(text, said):
+def test_the_error_of_a_malformed_selector_names_what_was_expected(text, said):
     with pytest.raises(ApiError) as caught:
         parse_labels(text)
     assert caught.value.message == said

@@ -131,7 +131,7 @@ def test_a_watch_from_a_version_that_is_gone_gets_410_inside_the_stream(embedded
     assert (event["object"]["code"], event["object"]["reason"]) == (410, "Expired")
 
 
-def test_a_watch_from_the_future_is_told_to_come_back(api):
+def test_a_watch_from_a_future_version_gets_a_retryable_error(api):
     answer = api.watch(f"{MAPS}?watch=1&timeoutSeconds=5&resourceVersion=999999999")
     assert (answer.status, answer.json["reason"]) == (504, "Timeout")
 

@@ -343,7 +343,7 @@ def test_o6_the_operator_can_work_with_the_chart_s_rights_and_no_more(
     assert can("create", "pods", "--namespace=default") == (not watch)
 
 
-def test_the_key_outlives_upgrades_and_a_reinstall(cluster: Cluster, helm: Any) -> None:
+def test_the_key_survives_upgrades_and_a_reinstall(cluster: Cluster, helm: Any) -> None:
     """O7: a token that was made before must still be valid afterwards."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

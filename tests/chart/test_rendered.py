@@ -41,7 +41,7 @@ def test_lint_finds_nothing(helm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_rendered_as_the_snapshot_says(helm: Any, name: str, request: pytest.FixtureRequest) -> None:
+def test_rendered_as_the_snapshot_states(helm: Any, name: str, request: pytest.FixtureRequest) -> None:
     rendered, keys = KEY.subn(r'\1"<64 random letters, base64>"', helm.template(values_of(name)))
     assert keys == (0 if "vault-key" in rendered else 1)
     rendered = DASHBOARD.sub(r"\1    <\2>\n", rendered)

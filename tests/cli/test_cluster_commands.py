@@ -145,7 +145,7 @@ def text_of(renderable: Any, width: int, height: int = 200) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_the_page_of_a_job_says_what_it_does_what_died_and_what_that_cost(width: int) -> None:
+def test_the_page_of_a_job_states_what_it_does_what_died_and_what_that_cost(width: int) -> None:
     lines = text_of(page(view(), NOW, "a cluster"), width)
     assert max(len(line) for line in lines) <= width
     said = "\n".join(lines)
@@ -244,7 +244,7 @@ def test_the_object_for_scripts_has_finite_numbers_only() -> None:
         ({"phase": "Failed"}, "backstay logs digits --role server --rank 0"),
     ],
 )
-def test_the_page_says_what_to_do_next(status: dict[str, Any], says: str) -> None:
+def test_the_page_states_what_to_do_next(status: dict[str, Any], says: str) -> None:
     assert any(says in step for step in explain.next_steps(view(**status), NOW))
 
 
@@ -261,7 +261,7 @@ def test_a_job_that_stands_still_shows_no_rate_and_no_time_that_is_left_but_whom
     assert "left" not in said
 
 
-def test_a_standby_is_told_apart_from_the_server_that_serves() -> None:
+def test_a_standby_is_distinct_from_the_active_server() -> None:
     pods = [pod("parameter-server", 0, 1), pod("parameter-server", 0, 2)]
     shown = view_of(job(active={"parameter-server-0": 1}), pods, [])
     assert [(row.slot, row.does) for row in rows(shown)] == [

@@ -196,7 +196,7 @@ def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "option", [["--every-steps", "5"], ["--every-seconds", "5"], ["--evaluator"], ["--continue-from", "Any"]]
 )
-def test_an_option_that_needs_checkpoints_says_so(script: str, option: list[str]) -> None:
+def test_an_option_that_needs_checkpoints_reports_it(script: str, option: list[str]) -> None:
     result = RUNNER.invoke(app, ["run", *option, script])
     assert result.exit_code == 2
     assert f"{option[0]} needs --checkpoint" in result.stderr

@@ -37,11 +37,11 @@ def test_the_scripts_lines_are_shown_and_backstays_and_those_of_libraries_are_no
     for other in others:
         write(tmp_path, other, b"not me\n")
     write(tmp_path, pod(), b"12:00:01 worker-0: step 3/10\nW1122 04:58:00.62 18599 x.cc:1403] y\nhello\nhalf a l")
-    assert output.news([*others, pod()]) == ["hello"]
+    assert output.new_lines([*others, pod()]) == ["hello"]
     write(tmp_path, pod(), b"ine\n10 %\r50 %\r100 %\r\n\x1b[31mred\xff\n12:00:01 worker-1: mine\n")
-    assert output.news([pod()]) == ["half a line", "100 %", "\\x1b[31mred\\xff", "12:00:01 worker-1: mine"]
+    assert output.new_lines([pod()]) == ["half a line", "100 %", "\\x1b[31mred\\xff", "12:00:01 worker-1: mine"]
     write(tmp_path, pod(), b"the end")
-    assert output.news([]) == []
+    assert output.new_lines([]) == []
     assert output.end(failed=False) == ["the end"]
     assert output.end(failed=False) == []
 
@@ -49,21 +49,21 @@ def test_the_scripts_lines_are_shown_and_backstays_and_those_of_libraries_are_no
 def test_the_traceback_of_a_failed_job_is_left_to_the_report(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), b"hello\n" + TRACEBACK)
-    assert output.news([pod()]) == ["hello"]
+    assert output.new_lines([pod()]) == ["hello"]
     assert output.end(failed=True) == []
 
 
 def test_before_the_first_update_the_traceback_of_a_replaced_pod_waits_for_the_jobs_end(tmp_path: Path) -> None:
     def output_of_two_pods() -> tuple[ScriptOutput, list[str]]:
         output = ScriptOutput(tmp_path)
-        return output, [line for n in (1, 2) for line in output.news([pod(n)], updated=False)]
+        return output, [line for n in (1, 2) for line in output.new_lines([pod(n)], updated=False)]
 
     write(tmp_path, pod(1), b"hello\n" + TRACEBACK)
     write(tmp_path, pod(2), b"12:00:01 worker-0: starting\nagain\n")
     failed, shown = output_of_two_pods()
     assert shown + failed.end(failed=True) == ["hello", "again"]
     trained, _ = output_of_two_pods()
-    assert trained.news([pod(2)], updated=True) == TRACEBACK.decode().splitlines()
+    assert trained.new_lines([pod(2)], updated=True) == TRACEBACK.decode().splitlines()
     stopped, _ = output_of_two_pods()
     assert stopped.end(failed=False) == TRACEBACK.decode().splitlines()
 
@@ -73,7 +73,7 @@ def test_the_same_traceback_of_replacements_is_shown_once(tmp_path: Path) -> Non
     shown: list[str] = []
     for incarnation in (1, 2, 3):
         write(tmp_path, pod(incarnation), TRACEBACK)
-        shown += output.news([pod(incarnation)])
+        shown += output.new_lines([pod(incarnation)])
     shown += output.end(failed=False)
     assert shown == TRACEBACK.decode().splitlines()
 
@@ -81,13 +81,13 @@ def test_the_same_traceback_of_replacements_is_shown_once(tmp_path: Path) -> Non
 def test_a_traceback_that_the_script_survived_is_shown(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), TRACEBACK + b"12:00:01 worker-0: step 4/10\nmore\n")
-    assert output.news([pod()]) == [*TRACEBACK.decode().splitlines(), "more"]
+    assert output.new_lines([pod()]) == [*TRACEBACK.decode().splitlines(), "more"]
 
 
-def test_a_flood_is_cut_and_says_where_the_rest_is(tmp_path: Path) -> None:
+def test_a_flood_is_cut_and_states_where_the_rest_is(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), b"".join(b"%d\n" % i for i in range(1000)))
-    lines = output.news([pod()])
+    lines = output.new_lines([pod()])
     assert len(lines) == 101
     assert "900 lines are left out" in lines[0]
     assert "trainer.log" in lines[0]
@@ -103,8 +103,8 @@ def test_no_output_is_shown_twice_or_harms_the_terminal(
     lines: list[str] = []
     for piece in pieces:
         write(logs, pod(), piece)
-        lines += output.news([pod()])
+        lines += output.new_lines([pod()])
     lines += output.end(failed=False)
     assert all(c.isprintable() or c == "\t" for line in lines for c in line)
     whole = ScriptOutput(logs)
-    assert lines == whole.news([pod()]) + whole.end(failed=False)
+    assert lines == whole.new_lines([pod()]) + whole.end(failed=False)

@@ -84,7 +84,7 @@ def test_what_dies_is_started_again_and_is_stopped_at_the_end(module, tmp_path):
     asyncio.run(story())
 
 
-def test_a_process_that_was_stopped_hears_that_it_shall_end(module, tmp_path):
+def test_a_stopped_process_receives_sigterm(module, tmp_path):
     async def story() -> int | None:
         async with session._process("cluster", tmp_path, module(60)) as process:
             await until(lambda: lives(tmp_path))

@@ -159,7 +159,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 @pytest.mark.parametrize("name", ["Int8", "Int4"])
-def test_rounding_is_right_on_average(name: Any) -> None:
+def test_rounding_is_unbiased(name: Any) -> None:
     """The mean over many steps comes near the elements: nothing is lost but variance."""
     values = np.random.default_rng(1).uniform(-1, 1, 16 * GROUP).astype(np.float32)
     rounds = 400

@@ -141,7 +141,7 @@ def test_panels_do_not_overlap(dashboards: Any) -> None:
         assert len(set(ids)) == len(dashboard.json["panels"]) + sum(hidden for _, hidden in dashboard.placed())
 
 
-def test_panels_say_what_they_show_and_in_which_unit(dashboards: Any) -> None:
+def test_panels_state_what_they_show_and_in_which_unit(dashboards: Any) -> None:
     for dashboard in dashboards:
         titles = [p["title"] for p in dashboard.panels]
         assert len(titles) == len(set(titles))

@@ -286,7 +286,7 @@ def test_each_alert_is_tested_firing_and_not_firing(alerts: dict[str, dict[str, 
         assert {case[2] is None for case in cases.values()} == {True, False}, name
 
 
-def test_each_alert_has_a_page_that_says_what_to_do(root: Path, alerts: dict[str, dict[str, Any]]) -> None:
+def test_each_alert_has_a_page_that_states_what_to_do(root: Path, alerts: dict[str, dict[str, Any]]) -> None:
     for name, alert in alerts.items():
         notes = alert["annotations"]
         assert notes["summary"]

@@ -133,7 +133,7 @@ def of_job(name: str, **more: str) -> str:
     return f"backstay_job_{name}{{" + ", ".join(f'{label}="{value}"' for label, value in given.items()) + "}"
 
 
-def test_the_checkpoints_age_goes_on_while_there_is_no_coordinator(shows: Any) -> None:
+def test_the_checkpoints_age_grows_while_there_is_no_coordinator(shows: Any) -> None:
     """Stored at 60 s; the operator has it from the job's status, also without a coordinator."""
     stored = {
         of_job("checkpoint_timestamp_seconds"): " ".join(["_"] * 4 + ["60"] * 56),

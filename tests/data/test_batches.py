@@ -118,7 +118,7 @@ def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() ->
         from_iterator(range(3))  # type: ignore[arg-type]
 
 
-def test_t9_a_stream_says_that_it_loses_its_place_and_a_shared_one_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_t9_a_stream_states_that_it_loses_its_place_and_a_shared_one_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
     keys = [BatchKey(step, rank, 3) for step in range(2) for rank in range(3)]
     keys += [BatchKey(step, rank, 2, offset=2) for step in range(2, 5) for rank in range(2)]
     each = [from_iterator(lambda: iter(range(8)), shared=True) for _ in range(3)]

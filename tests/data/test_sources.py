@@ -124,7 +124,7 @@ def test_nested_columns_and_pairs() -> None:
     np.testing.assert_array_equal(x, X[y])
 
 
-def test_sources_that_cannot_be_used_say_what_to_do() -> None:
+def test_sources_that_cannot_be_used_state_what_to_do() -> None:
     texts = datasets.Dataset.from_dict({"text": ["a", "bc"], "n": [1, 2]})
     with pytest.raises(ConfigurationError, match="the columns text are not numbers of one shape"):
         from_dataset(texts, batch_size=1)(BatchKey(0, 0, 1))

@@ -76,7 +76,7 @@ def start(
     )
 
 
-def test_a_program_gets_one_object_and_a_person_hears_of_the_failed_evaluation(folder: Path, tmp_path: Path) -> None:
+def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation(folder: Path, tmp_path: Path) -> None:
     """Exit status 0; what a pod printed reaches the terminal without the characters that it would obey."""
     script = tmp_path / "tïny trainer.py"
     script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
@@ -109,7 +109,7 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_the_command(folder: Path, number: signal.Signals) -> None:
+def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -> None:
     """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""
     process = start(folder, SCRIPT)
     assert process.stdout is not None

@@ -48,7 +48,7 @@ def replayed(state: CoordinatorState, settings: dict[str, Any]) -> Any:
     return params
 
 
-def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_tells_how_to_do_it_again(
+def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_allows_to_repeat_it(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T1, T4, O4: 2 -> 4 -> 1 workers: no pod restarted, nothing charged, the result that of the recorded worlds."""

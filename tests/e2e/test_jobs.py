@@ -211,7 +211,7 @@ def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_t7_a_server_that_is_killed_comes_back_from_the_newest_checkpoint(
+def test_t7_a_server_that_is_killed_restarts_from_the_newest_checkpoint(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
     """T4, T6, T7: one shard dies, the others go back with it in a higher term, and the result is the quiet run's."""

@@ -71,13 +71,13 @@ def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
         ("stop server/0 @1 5s; stop server/1 @1 5s 6s", "'stop server/1 @1 5s 6s': '6s' is not valid here"),
     ],
 )
-def test_a_mistake_is_refused_with_what_would_be_right(text: str, says: str) -> None:
+def test_a_mistake_is_refused_with_what_would_be_valid(text: str, says: str) -> None:
     with pytest.raises(ValueError, match="FAULT_INJECTION") as caught:
         parse(text)
     assert says in str(caught.value)
 
 
-def test_a_fault_is_for_the_first_incarnation_unless_it_says_otherwise() -> None:
+def test_a_fault_is_for_the_first_incarnation_unless_it_names_another() -> None:
     """O4: a replacement that dies of the same fault again would only spend the budget."""
     (one,) = parse("kill worker/1 @12")
     assert one.matches(contract.ROLE_WORKER, 1, 1)

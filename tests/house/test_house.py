@@ -32,7 +32,7 @@ def test_operator_never_becomes_a_package_that_shadows_the_standard_library() ->
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_says_why_it_exists_and_stays_small(module: Path) -> None:
+def test_a_module_has_a_docstring_and_stays_small(module: Path) -> None:
     text = module.read_text()
     assert ast.get_docstring(ast.parse(text)), "its first docstring says why it exists"
     assert len(text.splitlines()) <= 600, "a few hundred lines at most"

@@ -109,7 +109,7 @@ def test_a_cluster_ends_with_its_parent(tmp_path):
     assert not (tmp_path / "data" / "cluster.kubeconfig").exists()
 
 
-def test_a_bad_command_line_says_what_is_wrong(tmp_path):
+def test_a_bad_command_line_states_what_is_wrong(tmp_path):
     command = [sys.executable, "-m", "backstay_cluster", "--data-dir", str(tmp_path), "--kubeconfig", "x.yaml"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1

@@ -53,7 +53,7 @@ def test_quantities(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "x", "1Zi", "1 Gi", "--1", "1.2.3"])
-def test_what_is_no_quantity_is_refused_with_what_would_be_right(text):
+def test_an_invalid_quantity_is_refused_with_what_would_be_valid(text):
     with pytest.raises(ValueError, match=re.escape(repr(text)) + ".*must be a number"):
         quantity(text)
 

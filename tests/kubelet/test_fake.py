@@ -20,7 +20,7 @@ def manifest(name: str) -> dict:
 
 
 @pytest.mark.e2e
-async def test_pods_run_at_once_die_as_told_and_go_when_deleted(tmp_path):
+async def test_fake_pods_run_fail_by_script_and_are_deleted(tmp_path):
     """O4: every cause of a death can be played."""
     async with EmbeddedCluster(tmp_path / "data", kubelet=False) as cluster:
         client = cluster.client()

@@ -472,7 +472,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("whom", ["kubelet", "spawner"])
-def test_nothing_outlives_the_kubelet_or_the_spawner(bench, whom):
+def test_no_process_outlives_the_kubelet_or_the_spawner(bench, whom):
     bench.write("script.py", LEAVES)
     command = [sys.executable, "-c", KUBELET, str(bench.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=bench.env) as parent:

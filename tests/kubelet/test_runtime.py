@@ -77,7 +77,7 @@ async def test_output_environment_and_folder(runtime, pipe, tmp_path, monkeypatc
     assert os.read(pipe[0], 4096).decode().split() == ["1", "100000", str(tmp_path), "0"]
 
 
-async def test_what_cannot_start_says_why(runtime, pipe, tmp_path):
+async def test_what_cannot_start_states_the_reason(runtime, pipe, tmp_path):
     with pytest.raises(StartError, match="exec: No such file"):
         await runtime.start("a", ["no-such-program"], ENV, "/", pipe[1])
     with pytest.raises(StartError, match="chdir: No such file"):

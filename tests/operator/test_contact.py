@@ -70,7 +70,7 @@ def test_a_call_that_proves_nothing_is_still_no_answer() -> None:
     assert calls.silent() == {"a"}
 
 
-def test_after_a_pause_everything_is_asked_again() -> None:
+def test_after_a_pause_everything_is_called_again() -> None:
     calls = Calls()
     calls.answered("a", NOW)
     calls.missed("b", NOW, proves=True)

@@ -218,7 +218,7 @@ def test_a_trigger_in_the_same_moment_as_the_end_is_not_lost(virtual: Callable[.
     virtual(story())
 
 
-def test_failures_back_off_alone_and_are_told(virtual: Callable[..., Any]) -> None:
+def test_failures_back_off_per_key_and_are_reported(virtual: Callable[..., Any]) -> None:
     async def story() -> None:
         failed: list[str] = []
         work = Work(0.0)

@@ -154,7 +154,7 @@ def test_pods_cost_seconds_from_a_node_to_their_end() -> None:
     assert watched.value("backstay_job_pod_seconds_total", role="Worker") == 10
 
 
-def test_goodput_is_what_the_status_says() -> None:
+def test_goodput_is_what_the_status_states() -> None:
     watched = Watched()
     watched.report(job_of("Pending"))
     assert watched.value("backstay_job_worker_seconds", part="applied") is None

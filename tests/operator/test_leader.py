@@ -134,7 +134,7 @@ def test_a_clean_exit_hands_over_at_once(virtual: Callable[..., Any]) -> None:
     virtual(story())
 
 
-def test_who_could_not_renew_ceases_and_is_told_when_it_acts_again(virtual: Callable[..., Any]) -> None:
+def test_a_leader_that_cannot_renew_stops_and_is_notified_when_it_leads_again(virtual: Callable[..., Any]) -> None:
     """Triggers are dropped while it does not act, so it must be notified that it acts again, and check every job."""
 
     async def story() -> None:

@@ -360,7 +360,7 @@ def test_t8_a_job_that_is_nested_too_deep_fails_with_the_reason(api: Api, start:
     assert "spec.workers" in str(status["conditions"])
 
 
-def test_a_job_lives_and_survives_its_workers_its_operator_and_the_api_server(
+def test_a_job_trains_through_the_loss_of_its_workers_its_operator_and_the_api_server(
     api: Api, start: Callable[..., Process]
 ) -> None:
     """O2, O5, and the probes: one story, as starting processes is what costs time here."""
@@ -456,7 +456,7 @@ class Shard(control_pb2_grpc.ControlServicer):
         return self.reply
 
 
-def test_what_the_servers_say_reaches_the_status_and_a_stalled_worker_is_replaced(
+def test_what_the_servers_state_reaches_the_status_and_a_stalled_worker_is_replaced(
     api: Api, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     """O8: by the pod's address, with the job's token."""
@@ -643,7 +643,7 @@ def parsed(method: str, path: str, query: dict[str, str]) -> tuple[str, str, str
     return group, resource, verb
 
 
-def test_the_operator_waits_for_its_crd_and_says_so(start: Callable[..., Process], tmp_path: Path) -> None:
+def test_the_operator_waits_for_its_crd_and_reports_it(start: Callable[..., Process], tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     other = Api(bare)
@@ -709,7 +709,7 @@ def test_it_never_imports_jax_nor_the_other_parts() -> None:
     subprocess.run([sys.executable, "-c", script], env=environ, check=True)
 
 
-def test_a_wrong_start_says_what_would_be_right(api: Api, tmp_path: Path) -> None:
+def test_a_wrong_start_states_what_would_be_valid(api: Api, tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("BACKSTAY")}
     environ |= {"PYTHONPATH": str(ROOT / "operator")}
 

@@ -101,7 +101,7 @@ def outcome(metrics: Metrics, code: str) -> float:
     return metrics.registry.get_sample_value("backstay_operator_progress_calls_total", {"code": code}) or 0.0
 
 
-def test_all_shards_are_told_and_asked_and_their_answers_are_one() -> None:
+def test_all_shards_are_called_and_their_replies_are_merged() -> None:
     async def story() -> None:
         zero = FakeServer(
             1,
@@ -172,7 +172,7 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
     asyncio.run(story())
 
 
-def test_a_wrong_token_is_counted_and_tells_nothing() -> None:
+def test_a_wrong_token_is_counted_and_reports_nothing() -> None:
     async def story() -> None:
         server = FakeServer(1, pb.ProgressReply(incarnation=1))
         received, metrics = Received(), Metrics()
@@ -251,7 +251,7 @@ def test_what_is_combined() -> None:
         ({"checkpoint_error": "disk full"}, True),
     ],
 )
-def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_once: bool) -> None:
+def test_training_that_merely_continues_is_not_urgent(change: dict[str, Any], at_once: bool) -> None:
     """O8: progress alone changes a status at most every 10 s."""
     before = Progress(taken=NOW, reached=frozenset({0}), step=8, world=4, term=1)
     after = Progress(**{"taken": NOW, "reached": frozenset({0}), "step": 8, "world": 4, "term": 1, **change})
@@ -259,7 +259,7 @@ def test_training_that_merely_goes_on_is_not_urgent(change: dict[str, Any], at_o
     assert urgent(None, after)
 
 
-def test_what_a_server_said_of_its_standby_outlives_it() -> None:
+def test_what_a_server_said_of_its_standby_survives_it() -> None:
     """O4, T6: the operator sends the request when the server is dead."""
     before = Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={0: 2, 1: 2})
     assert carried(None, before) == before  # it has no term yet
@@ -303,7 +303,7 @@ def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
     assert (silent.term_start, silent.evaluated_step, silent.untrained_leaves) == (None, None, ())
 
 
-def test_o5_a_worker_without_heartbeats_is_asked_itself() -> None:
+def test_o5_a_worker_without_heartbeats_gets_a_health_request() -> None:
     """One that answers its health port is not reported as hung, one that leaves the request unanswered is."""
 
     async def story() -> None:

@@ -205,7 +205,7 @@ def test_a_pod_deleted_while_the_operator_was_away_is_found_missing_by_a_live_ge
     assert len(of_role(kube, "worker")) == 3
 
 
-def test_a_deletion_that_no_watch_told_of_is_found_by_comparing_with_a_list(
+def test_a_deletion_without_a_watch_event_is_found_by_comparing_with_a_list(
     kube: Any, operator_on: Any, make_job: MakeJob, virtual: Any
 ) -> None:
     """Kopf lists again after a gap, and does not report the deletions in between."""

@@ -205,7 +205,7 @@ def test_a_pod_is_kept_small_and_whole_enough() -> None:
         (418, "", errors.Answered, 0.0),
     ],
 )
-def test_an_answer_becomes_the_error_that_says_what_to_do(
+def test_an_answer_becomes_the_error_that_states_what_to_do(
     code: int, reason: str, kind: type[errors.Answered], wait: float
 ) -> None:
     error = errors.answered("create pods a/b", code, {"reason": reason, "message": "m"}, "7" if wait else None)

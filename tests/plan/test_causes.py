@@ -103,7 +103,7 @@ def test_the_progress_of_a_process_that_was_killed_does_not_explain_its_end():
         assert verdict_of(pod).text == f"exit code 137 (SIGKILL){shown}"
 
 
-def test_who_was_killed_had_no_last_words_only_a_log_and_lines_of_json_are_read():
+def test_a_killed_pod_has_no_termination_message_only_a_log_and_lines_of_json_are_read():
     """The kubelet gives the log's end as the message of any that failed, however old it is."""
     log = '{"level": "info", "message": "checkpoint of step 5"}\n{"level": "info", "message": "step 7"}\nfree text\n[1]'
     states = {code: {"exitCode": code, "reason": "Error", "message": log} for code in (1, 137)}

@@ -41,13 +41,13 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_unsaid(running):
     assert cluster.condition("Checkpointing")["status"] == "True"
 
 
-def test_a_job_that_stores_nothing_says_so(running):
+def test_a_job_that_stores_nothing_reports_it(running):
     cluster = running()
     assert cluster.condition("Checkpointing")["reason"] == "NotConfigured"
     assert [e for e, _ in cluster.events] == ["NotConfigured", "Running"]
 
 
-def test_a_pod_that_waits_for_a_volume_says_where_the_reason_is(make_cluster):
+def test_a_pod_that_waits_for_a_volume_states_where_the_reason_is(make_cluster):
     """O4: the kubelet reports a missing ConfigMap only in the pod's events."""
     cluster = make_cluster(SPEC | {"code": {"configMap": "missing"}})
     cluster.settle()

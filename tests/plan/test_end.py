@@ -273,7 +273,7 @@ def test_what_may_mend_is_waited_for_until_the_deadline(running, make_cluster, r
     assert cluster.condition("Failed")["reason"] == blocked
 
 
-def test_a_quota_is_waited_for_until_the_deadline_whoever_restarts(make_cluster):
+def test_the_wait_for_a_quota_ends_at_the_deadline_also_after_restarts(make_cluster):
     """T8, and nothing lost with the operator's memory."""
     cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
     cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")

@@ -28,7 +28,7 @@ def test_an_event_is_one_short_line(text: str) -> None:
         assert len(event.message) <= MAX_EVENT
 
 
-def test_of_a_log_the_line_that_says_why_is_kept() -> None:
+def test_of_a_log_the_line_that_states_the_reason_is_kept() -> None:
     assert one_line(f"exit code 1: {TAIL}") == (
         "exit code 1: … jax.errors.ConcretizationTypeError: Abstract tracer value"
     )
@@ -41,7 +41,7 @@ def test_of_a_log_the_line_that_says_why_is_kept() -> None:
     assert long.endswith("x why")
 
 
-def test_the_death_of_a_pod_says_why_and_what_happens_next(running):
+def test_the_death_of_a_pod_states_the_reason_and_what_happens_next(running):
     """The whole text is in the conditions of a job that failed by it, and the log is in the pod."""
     cluster = running({"workers": {"replicas": 2, "maxRestarts": 1}, "checkpoint": {"uri": "file:///c"}})
     pod = cluster.named(contract.ROLE_WORKER, 0)
@@ -92,7 +92,7 @@ def test_the_history_in_the_status_is_bounded():
     assert with_history(Report(), old, (normal("A", "b"),), (), now).status is None
 
 
-def test_the_history_says_when_a_slot_took_part_in_training_again(running):
+def test_the_history_states_when_a_slot_took_part_in_training_again(running):
     """A worker with its first contribution, a server with the next update: what the death cost."""
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5, contributed={0: 1, 1: 1})

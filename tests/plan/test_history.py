@@ -40,7 +40,7 @@ def test_a_coordinator_that_was_replaced_leaves_a_lower_bound(running: Any) -> N
     ]
 
 
-def test_a_restarted_operator_knows_the_step_from_the_status_and_says_nothing_twice(running: Any) -> None:
+def test_a_restarted_operator_has_the_step_from_the_status_and_reports_nothing_twice(running: Any) -> None:
     job = running()
     job.answer(term=1, step=110, last=(1, 110), term_start=TermStart(1, 0))
     job.settle()
@@ -56,7 +56,7 @@ def test_a_restarted_operator_knows_the_step_from_the_status_and_says_nothing_tw
     ]
 
 
-def test_a_job_that_continues_a_checkpoint_says_so_and_a_new_one_says_nothing(running: Any) -> None:
+def test_a_job_that_continues_a_checkpoint_reports_it_and_a_new_one_reports_nothing(running: Any) -> None:
     job = running()
     job.answer(term=4, step=105, last=(4, 105))  # where the term began is reported later
     job.settle()

@@ -108,7 +108,7 @@ def test_a_hung_worker_is_killed_replaced_and_charged(running):
 
 
 @pytest.mark.parametrize("unanswered", [True, False])
-def test_o5_a_worker_without_heartbeats_is_hung_if_it_answers_nobody(running, unanswered):
+def test_o5_a_worker_without_heartbeats_is_hung_if_it_answers_no_call(running, unanswered):
     """On a starved node heartbeats are late; a worker that answers the operator's health request is not replaced."""
     cluster = running(ONE_SERVER)
     name = cluster.named(WORKER, 1)
@@ -173,7 +173,7 @@ def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(
     assert [death.cause for death in cluster.deaths] == [Cause.CRASHED, Cause.STALLED]
 
 
-def test_a_server_that_neither_kubelet_nor_operator_hears_is_killed_replaced_and_charged(training):
+def test_a_server_that_answers_neither_kubelet_nor_operator_is_replaced_and_charged(training):
     cluster, name = training, training.named(SERVER, 1)
     uid = cluster.pods[name]["metadata"]["uid"]
     cluster.silence(name)
@@ -213,7 +213,7 @@ def test_a_server_that_only_the_operator_cannot_reach_is_left_alone(training):
     assert not cluster.deaths
 
 
-def test_a_server_that_hung_before_it_was_ever_heard_is_no_longer_waited_for_than_another(training):
+def test_a_server_that_never_answered_gets_no_longer_deadline(training):
     """T8: it was Ready for a second; the others answer, and it never has."""
     cluster, name = training, training.named(SERVER, 1)
     uid = cluster.pods[name]["metadata"]["uid"]
@@ -287,7 +287,7 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, b
     assert cluster.named(WORKER, 0) != name
 
 
-def test_a_worker_whose_script_goes_on_after_training_is_left_alone(out_of_touch):
+def test_a_worker_whose_script_continues_after_training_is_left_alone(out_of_touch):
     cluster, name = out_of_touch
     for _ in range(10):
         cluster.tick(5)

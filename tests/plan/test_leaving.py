@@ -46,7 +46,7 @@ def test_exit_0_before_done_is_a_crash(running):
     assert cluster.status["roles"]["Worker"]["restarts"] == 2
 
 
-def test_shard_0_without_a_word_is_replaced_to_say_it(running):
+def test_shard_0_without_a_termination_message_is_replaced(running):
     cluster = running(TWO_SERVERS)
     cluster.answer(done=True)
     cluster.end(cluster.named(SERVER, 0), 137)

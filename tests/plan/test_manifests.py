@@ -85,7 +85,7 @@ def test_the_environment_is_the_contracts():
     assert config == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})
 
 
-def test_the_runtime_is_told_the_whole_spec():
+def test_the_runtime_configuration_has_the_whole_spec():
     spec = job(
         parameterServers={"replicas": 3},
         workers={"replicas": 7, "stallSeconds": 20},
@@ -286,7 +286,7 @@ def test_a_service_selects_one_incarnation_of_one_job():
     assert service["spec"]["clusterIP"] == "10.0.0.9"
 
 
-def test_the_network_policy_lets_in_who_must():
+def test_the_network_policy_admits_the_pods_of_the_job():
     """O7: RPC from the job's pods and the operator; health and metrics from anybody; ingress only."""
     policy = manifests.network_policy(job().metadata, PlanSettings("backstay-system", {"app": "backstay"}))
     assert policy["spec"]["policyTypes"] == ["Ingress"]

@@ -57,7 +57,7 @@ def test_merging_again_changes_nothing(base, patch):
 
 
 @given(templates(), templates())
-def test_what_the_patch_says_holds_and_nothing_else_is_lost(base, patch):
+def test_what_the_patch_states_holds_and_nothing_else_is_lost(base, patch):
     result = merged(base, patch)
     for field, value in patch.items():
         if field in ITEMS:

@@ -100,7 +100,7 @@ def test_an_operator_that_dies_after_the_status_ends_what_was_begun(training):
     assert training.status["roles"]["ParameterServer"]["restarts"] == 1
 
 
-def test_a_server_told_to_stop_stores_first_if_its_standby_does_not_hold_everything(training):
+def test_a_server_that_stops_stores_first_if_its_standby_does_not_hold_everything(training):
     """T6, O5: its checkpoint is what the standby would start from."""
     answer(training, shard_1=2)
     name = training.named(SERVER, 0, 1)
@@ -114,7 +114,7 @@ def test_a_server_told_to_stop_stores_first_if_its_standby_does_not_hold_everyth
     assert [d.incarnation for d in training.deaths] == [1]
 
 
-def test_a_server_told_to_stop_is_succeeded_at_once_by_a_standby_that_holds_everything(training):
+def test_a_server_that_stops_is_replaced_at_once_by_a_standby_that_holds_everything(training):
     answer(training, shard_0=2, shard_1=2)
     training.delete(training.named(SERVER, 0, 1), 60)
     training.settle()
@@ -122,7 +122,7 @@ def test_a_server_told_to_stop_is_succeeded_at_once_by_a_standby_that_holds_ever
 
 
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_nobody_waits_for_a_checkpoint_of_a_server_that_answers_no_more_or_has_had_its_time(training, seconds):
+def test_nothing_waits_for_a_checkpoint_of_a_server_that_answers_no_more_or_has_had_its_time(training, seconds):
     """T8."""
     answer(training, shard_1=2)
     training.delete(training.named(SERVER, 0, 1), 60)

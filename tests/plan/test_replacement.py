@@ -99,7 +99,7 @@ def test_disruptions_cost_nothing(running):
     assert [e for e, _ in cluster.events][-3:] == ["Evicted", "Preempted", "NodeLost"]
 
 
-def test_a_pod_that_is_gone_is_dead_once_a_live_get_says_so(running):
+def test_a_pod_that_is_gone_is_dead_once_a_live_get_reports_it(running):
     """O2: a recorded pod that a live GET does not find is dead; its number is never given again."""
     cluster = running(SPEC)
     cluster.tick(10)

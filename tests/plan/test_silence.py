@@ -296,7 +296,7 @@ def test_t8_a_server_that_hangs_is_replaced_within_12_s_where_nothing_interrupts
         assert min(world.deleted) <= at + 12.5
 
 
-def test_t8_when_nothing_answers_for_minutes_the_servers_are_replaced_and_nobody_pays(make_world):
+def test_t8_when_nothing_answers_for_minutes_the_servers_are_replaced_without_charge(make_world):
     """Everything is silent at once and no witness is left: the observer or the node may be the cause. Nothing is
     replaced for 5 minutes, and nothing is charged."""
     world = make_world(2, 0)

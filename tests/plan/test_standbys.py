@@ -141,7 +141,7 @@ def test_a_standby_that_is_never_filled_is_replaced_in_the_end(training):
     assert [d.cause for d in training.deaths] == ["Crashed", "Stalled"]
 
 
-def test_the_status_says_which_shards_would_lose_updates(training):
+def test_the_status_states_which_shards_would_lose_updates(training):
     answer(training, shard_1=2)
     training.settle()
     said = training.condition("StandbysInSync")

@@ -8,7 +8,7 @@ TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, 
 SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
 
 
-def test_scaling_up_adds_ranks_and_restarts_nobody(running):
+def test_scaling_up_adds_ranks_and_restarts_no_pod(running):
     cluster = running(TWO_SERVERS)
     before = set(cluster.pods)
     cluster.edit(workers={"replicas": 5})
@@ -39,7 +39,7 @@ def test_scaling_down_waits_for_the_smaller_world(running):
     assert not cluster.deaths
 
 
-def test_scaling_down_before_the_start_needs_nobodys_word(make_cluster):
+def test_scaling_down_before_the_start_needs_no_coordinator(make_cluster):
     cluster = make_cluster(TWO_SERVERS | {"workers": {"replicas": 5}})
     cluster.settle()
     cluster.edit(workers={"replicas": 1})

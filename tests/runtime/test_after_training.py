@@ -38,7 +38,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
             np.testing.assert_allclose(left[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_the_last_messages_say_who_has_the_result(job, tmp_path: Path) -> None:
+def test_the_last_messages_state_who_has_the_result(job, tmp_path: Path) -> None:
     """T8: the server names the incarnation of rank 0 that returned. Each worker reports the end of training."""
     tiny = stored(job, tmp_path, 2)
     server, leads, follows = tiny.server(0, 1), tiny.worker(0, 3), tiny.worker(1, 1)

@@ -213,7 +213,7 @@ def test_t8_what_another_program_at_the_address_answers_is_retried(phase: Callab
         phase(strange)
 
 
-def test_t8_heartbeats_go_on_after_a_strange_answer(answers: tuple[Answers, str]) -> None:
+def test_t8_heartbeats_continue_after_a_strange_answer(answers: tuple[Answers, str]) -> None:
     handler, address = answers
     handler.code, handler.marked = grpc.StatusCode.UNIMPLEMENTED, False
     before = handler.calls
@@ -261,7 +261,7 @@ def test_an_answer_that_is_old_is_asked_for_again_once(monkeypatch: pytest.Monke
     assert [shard.asked for shard in shards] == [2, 6, 1]
 
 
-def test_t8_a_server_hears_of_a_pod_that_waits_for_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t8_a_pod_that_waits_for_one_server_calls_the_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator reports a pod that is silent for 10 s as stalled; one that joins sends no heartbeats yet."""
     shards = [Shard(0), Shard(5)]
     joined(monkeypatch, *shards, silent=0.0)

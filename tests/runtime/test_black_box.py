@@ -114,7 +114,7 @@ def test_a_report_survives_spans_that_cannot_be_read_and_has_those_of_its_incarn
     assert report["stacks"] is None
 
 
-def test_a_server_that_took_over_makes_no_report_twice_and_knows_where_it_is(tmp_path: Path) -> None:
+def test_a_server_that_took_over_makes_no_report_twice_and_has_its_position(tmp_path: Path) -> None:
     for number in range(2):
         box = Box(tmp_path)
         box.record(str(number), DEATH)
@@ -123,7 +123,7 @@ def test_a_server_that_took_over_makes_no_report_twice_and_knows_where_it_is(tmp
         assert len(box.reply().reports) == 1
 
 
-def test_the_history_outlives_what_the_status_drops_and_says_how_the_job_ended(tmp_path: Path) -> None:
+def test_the_history_survives_what_the_status_drops_and_states_how_the_job_ended(tmp_path: Path) -> None:
     box = Box(tmp_path)
     box.record("a", BEGAN)
     box.record("b", DEATH)

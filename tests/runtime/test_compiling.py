@@ -92,7 +92,7 @@ def test_another_program_does_not_wait(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["", "gs://bucket/cache", "/proc/no/such/folder"])
-def test_without_a_shared_folder_nobody_waits(folder, tmp_path, monkeypatch):
+def test_without_a_shared_folder_no_pod_waits(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert enter(folder).slept == 0
     assert not list(tmp_path.iterdir())

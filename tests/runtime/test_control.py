@@ -85,7 +85,7 @@ class FakeHost:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         return True
 
-    def did(self, peer: object, spans: bytes) -> None:
+    def add_spans(self, peer: object, spans: bytes) -> None:
         self.spans.append(Spans.FromString(spans))
 
     def evaluated(self, request: object) -> bool:
@@ -151,7 +151,7 @@ def join(client: ControlClient, agreement: Agreement = AGREEMENT) -> list[JoinRe
     return client.join_all(agreement, lambda: False)
 
 
-def test_t8_a_link_that_nobody_takes_up_is_dialled_again() -> None:
+def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     dialled, over = threading.Semaphore(0), threading.Event()
 
     class Deaf(ControlServicer):
@@ -239,7 +239,7 @@ def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
     client.close()
 
 
-def test_an_incarnation_that_was_replaced_is_told_to_stop(server: ControlServer, host: FakeHost) -> None:
+def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer, host: FakeHost) -> None:
     """T6: on joining, on heartbeats, and when the operator says so."""
     old, new = client_of(server, 4, 0), client_of(server, 4, 1)
     join(old)
@@ -283,7 +283,7 @@ def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) 
     assert host.progressed == 1
 
 
-def test_t6_what_the_operator_says_now_is_its_word(host: FakeHost) -> None:
+def test_t6_what_the_operator_states_now_replaces_what_it_sent_before(host: FakeHost) -> None:
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=0.01))
     host.asking = True
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -393,7 +393,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server.close()
 
 
-def test_t6_a_server_whose_place_was_taken_is_not_heard_any_more() -> None:
+def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
     """It was only stopped, and its link is still open when it goes on: its gradients are not those of its successor."""
     rules = Rules(mode="Sync", shards=2, steps=100)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
@@ -505,7 +505,7 @@ def test_an_older_request_of_join_names_the_shard(server: ControlServer) -> None
     assert "this is shard 0, not shard 7" in refused.value.details()
 
 
-def test_spans_travel_with_heartbeats_once_the_clock_is_known_and_so_does_a_report_of_a_pod_that_hangs(
+def test_heartbeats_carry_spans_once_the_clock_is_known_and_reports_of_hanging_pods(
     server: ControlServer, host: FakeHost
 ) -> None:
     _instrument.keep(100)
@@ -538,12 +538,12 @@ def test_another_shards_server_sends_its_spans_on_its_link(server: ControlServer
     host.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     peer = Peer(role="parameter-server", index=1, incarnation=2)
     link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync"), Outbox(peer)
-    link.did(outbox.take)  # the link is not up: nothing is taken
+    link.send_spans(outbox.take)  # the link is not up: nothing is taken
     link.start()
     try:
         until(lambda: link.up)
         _instrument.record("apply", 1.0, 2.0, 7)
-        link.did(outbox.take)
+        link.send_spans(outbox.take)
         until(lambda: bool(host.spans))
     finally:
         link.close()

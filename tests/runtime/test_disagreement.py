@@ -60,7 +60,7 @@ def test_another_jax_explains_a_difference_and_is_none_itself() -> None:
     assert "JAX" not in mine.difference(wide, SETTINGS, "worker 3", "shard 0"), "an older trainer does not say"
 
 
-def test_who_agrees_is_not_refused() -> None:
+def test_a_pod_that_agrees_is_not_refused() -> None:
     mine = Agreement(LEAVES, SETTINGS)
     backwards = dict(reversed(SETTINGS.items()))
     assert mine.difference(LEAVES, backwards, "worker 3", "shard 0") == ""

@@ -33,7 +33,7 @@ class FaultInjector:
         return value + 1 if point == "frame" else value
 
 
-def test_a_span_is_kept_observed_and_struck_once() -> None:
+def test_a_span_is_kept_and_observed_and_reaches_the_injector_once() -> None:
     seen: list[float] = []
     striker = FaultInjector()
     _instrument.inject_with(striker)

@@ -114,7 +114,7 @@ def test_t4_model_state_and_random_keys_though_a_worker_and_a_server_die(job, tm
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_server_comes_back_from_the_newest_checkpoint(job, tmp_path: Path, shard: int) -> None:
+def test_a_server_restarts_from_the_newest_checkpoint(job, tmp_path: Path, shard: int) -> None:
     """T3, T4, T7: the others go back with it, in a higher term; the result is that of the plain loop."""
     tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
     tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
@@ -178,7 +178,7 @@ def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path:
     assert again.words()["checkpoint"] == words["checkpoint"]
 
 
-def test_who_does_not_belong_is_refused_and_says_why(job) -> None:
+def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     """O7, T6: another tree of parameters names its leaf; a wrong token; an incarnation that was replaced."""
     tiny = job(1, 3)
     server = tiny.server(0)

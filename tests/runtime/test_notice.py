@@ -12,7 +12,7 @@ from backstay_rpc.control_pb2 import ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 
-def test_a_worker_that_is_told_to_stop_leaves_in_the_middle_of_a_step(job) -> None:
+def test_a_worker_that_receives_sigterm_leaves_in_the_middle_of_a_step(job) -> None:
     """O4, T4, T8: it exits with 143 long before its batch exists. The server drops it, and its successor continues."""
     tiny = job(1, 1)
     tiny.environment = {"JAX_ENABLE_X64": "1"}

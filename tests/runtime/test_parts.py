@@ -120,7 +120,7 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
         ({"log_every": -1.0}, "log_every is -1.0"),
     ],
 )
-def test_wrong_arguments_are_named_with_what_would_be_right(changes: dict[str, object], said: str) -> None:
+def test_invalid_arguments_are_named_with_what_would_be_valid(changes: dict[str, object], said: str) -> None:
     right = {"init": dict, "loss": max, "batches": min, "optimizer": optax.sgd(0.1), "steps": 1}
     with pytest.raises(errors.ConfigurationError, match=said):
         backstay.train(**{**right, **changes})
@@ -135,7 +135,7 @@ def test_what_evaluate_returns_is_checked() -> None:
         evaluation_of(lambda params: [], None)
 
 
-def test_last_words_fit_into_kubernetes_limit() -> None:
+def test_termination_messages_fit_into_kubernetes_limit() -> None:
     words = json.loads(termination_message({"result": "Failed", "reason": "X", "message": "m" * 10_000}))
     assert words["reason"] == "X"
     assert 100 <= len(words["message"]) < 4096
@@ -144,7 +144,7 @@ def test_last_words_fit_into_kubernetes_limit() -> None:
     assert json.loads(many) == {"result": "Succeeded", "step": 3}
 
 
-def test_sigterm_is_heard_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_is_received_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread may be inside a call that no handler can interrupt."""
     before = signal.getsignal(signal.SIGTERM)
     stop, heard = Stop(), threading.Event()
@@ -153,7 +153,7 @@ def test_sigterm_is_heard_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.wait(30)
-        assert stop.asked.is_set()
+        assert stop.requested.is_set()
         late = threading.Event()
         stop.then(late.set)
         assert late.is_set()

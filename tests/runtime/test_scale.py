@@ -123,7 +123,7 @@ def test_64_shards_train() -> None:
             np.testing.assert_array_equal(result.params[f"w{n:03}"], np.full(4, n - STEPS, np.float32))
         assert statuses == dict.fromkeys(range(SHARDS), 0)
     finally:
-        stop.ask()
+        stop.request()
         for thread in threads:
             thread.join(SECONDS)
         block.close()

@@ -149,7 +149,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
             np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_standbys_go_on_where_the_active_servers_were_killed(operated) -> None:
+def test_standbys_continue_where_the_active_servers_were_killed(operated) -> None:
     """T3, T4: of shard 0, then of the other one; with model state; no checkpoint, no rollback, no step made again."""
     operator = operated(2, 2)
     tiny = operator.job

@@ -19,7 +19,7 @@ def progress(address: str) -> ProgressReply:
     return reply
 
 
-def test_t7_training_goes_on_without_storage_and_the_last_version_is_stored_when_it_is_back(
+def test_t7_training_continues_without_storage_and_the_last_version_is_stored_when_it_is_back(
     job, tmp_path: Path
 ) -> None:
     """T7, T8: a folder disappears and returns. Log, metric and `Progress` report it, and no update waits for it."""

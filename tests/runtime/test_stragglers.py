@@ -14,7 +14,7 @@ from backstay._roles._metrics import Metrics
 from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 
-def test_a_slow_rank_is_told_and_forgotten_when_it_is_not_slow_any_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_rank_is_reported_until_it_is_no_longer_slow(caplog: pytest.LogCaptureFixture) -> None:
     live, metrics = Liveness("Sync"), Metrics("job", "ParameterServer", 0)
     leader = Leader(live, threading.Lock(), metrics, 10, 0)
     state = CoordinatorState(term=1, version=3, world=3)

@@ -349,7 +349,7 @@ def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Call
     job.continues()
 
 
-def test_t8_a_stranger_that_goes_on_calling_is_cut_off(
+def test_t8_a_stranger_that_continues_calling_is_cut_off(
     training: Callable[..., Training], strangers: list[Connection]
 ) -> None:
     job = training(unproven=3600.0)  # not because the connection is without a valid call for long

@@ -116,11 +116,11 @@ def server(coordinator: ControlServer) -> Iterator[Server]:
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     yield made
-    stop.ask()
+    stop.request()
     thread.join(30)
 
 
-def test_t8_a_shard_that_is_told_its_beginning_twice_is_ready(driving: Driving, server: Server) -> None:
+def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, server: Server) -> None:
     """The link breaks while the shard loads, for example when the shard first receives the leader.
 
     The coordinator sends the beginning of the term again. The shard is already there when it gets this message.
@@ -155,7 +155,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
         assert worker.join(1, plan.agreement).done
     finally:
         worker.close()
-        stop.ask()
+        stop.request()
         thread.join(30)
 
 
@@ -184,7 +184,9 @@ def storage_of(store: Any) -> ManifestStorage:
     )
 
 
-def test_whoever_goes_on_from_memory_does_not_wait_for_the_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """T8: the newest checkpoint is good to know, and no more than that."""
     answers = threading.Event()
 

@@ -162,7 +162,7 @@ def test_the_timeline_is_stored_once_after_a_death_and_at_the_end_in_both_folder
     clock.now += 100
     tracing.tick()
     tracing.replaced({"worker-3": 2})
-    tracing.did(PEER, Spans(peer=PEER).SerializeToString())
+    tracing.add_spans(PEER, Spans(peer=PEER).SerializeToString())
     tracing.replaced({"worker-4": 3})
     tracing.tick()
     clock.now += 5
@@ -196,7 +196,7 @@ def replace_incarnation(peer: Peer, incarnation: int) -> Peer:
 
 def test_with_zero_megabytes_nothing_is_kept_or_stored(tmp_path: Path) -> None:
     tracing = Tracing(environment(tmp_path, megabytes=0), SERVER, CheckpointStore(str(tmp_path)), None)
-    tracing.did(PEER, b"some")
+    tracing.add_spans(PEER, b"some")
     tracing.close()
     assert names(tmp_path) == []
     assert list(Timeline.FromString(tracing.timeline()).spans) == []
@@ -239,7 +239,7 @@ def test_a_folder_that_errs_costs_the_record_in_that_folder_alone(tmp_path: Path
     assert names(tmp_path / "good") == ["trace-000000000002-u.pb.gz"]
 
 
-def test_no_record_is_taken_for_a_part_of_a_checkpoint() -> None:
+def test_no_record_is_read_as_a_part_of_a_checkpoint() -> None:
     from backstay._checkpoint import Contents
 
     found = Contents.of([record_name(kind, 1.0, "worker-3-inc-000002") for kind in KEPT])

@@ -176,7 +176,7 @@ def test_every_field_is_described() -> None:
     assert metadata_schema()["properties"]["name"]["type"] == "string"
 
 
-def test_the_crd_is_served_as_the_design_says() -> None:
+def test_the_crd_is_served_as_the_design_states() -> None:
     crd = build_crd()
     names, version = crd["spec"]["names"], crd["spec"]["versions"][0]
     assert crd["metadata"]["name"] == "trainingjobs.backstay.dev"
@@ -204,5 +204,5 @@ def test_yaml_comes_back_as_the_json_that_it_was(value: Any) -> None:
 
 
 @given(st.lists(st.text("ab :-#'\"", max_size=40), min_size=1, max_size=6).map(" ".join))
-def test_long_text_comes_back_from_yaml(text: str) -> None:
+def test_long_text_survives_a_round_trip_through_yaml(text: str) -> None:
     assert yaml.safe_load(to_yaml({"description": [{"a": text * 3}, text]})) == {"description": [{"a": text * 3}, text]}

@@ -223,7 +223,7 @@ def test_cel_and_python_agree_on_what_may_change(old: dict[str, Any], new: dict[
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.field)
-def test_a_change_says_which_of_its_steps_may_be_absent(change: Change) -> None:
+def test_a_change_states_which_of_its_steps_may_be_absent(change: Change) -> None:
     """The marks of a step must be those of the models: a field without a default may be absent."""
     schema = schema_of(TrainingJobSpec)
     for step in change.steps:
@@ -315,7 +315,7 @@ def test_an_amount_that_is_none_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.at}:{rule.field}")
-def test_every_rule_says_where_it_is_and_what_would_be_right(rule: Rule) -> None:
+def test_every_rule_states_where_it_is_and_what_would_be_valid(rule: Rule) -> None:
     assert rule.message.startswith("must ")
     assert rule.cel is None or len(rule.cel) < 400
     if rule.field and rule.at:

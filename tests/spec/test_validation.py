@@ -466,7 +466,7 @@ def test_a_running_job_may_be_scaled_and_given_other_budgets_and_no_more() -> No
     check_update(parse_job(with_field("spec/runPolicy/suspend", True)), parse_job(new))
 
 
-def test_what_the_pods_are_told() -> None:
+def test_the_runtime_configuration_of_a_spec() -> None:
     assert runtime_config(parse_job(GOOD).spec) == RuntimeConfig(
         shards=2,
         workers=5,

@@ -157,7 +157,7 @@ def test_large_gradients_are_clipped_to_the_norm():
     np.testing.assert_allclose(result.params, -1.0, rtol=1e-6)
 
 
-def test_batches_are_prepared_by_several_threads_where_they_say_so():
+def test_batches_are_prepared_by_several_threads_where_they_state_so():
     def made(key):
         return batches(key)
 

@@ -64,7 +64,7 @@ def test_a_gradient_is_a_contribution(params: dict[str, Any]) -> None:
     assert seen == params["w"].size + 1
 
 
-def test_a_contribution_that_is_not_finite_says_so(params: dict[str, Any]) -> None:
+def test_a_contribution_that_is_not_finite_reports_it(params: dict[str, Any]) -> None:
     """T1: the end mark carries it, so the update is skipped."""
     computation, _ = computation_of(params, [], float("inf"))
     assert not computation.start(Start(jax.tree_util.tree_leaves(params), KEY)).summary.finite

@@ -254,7 +254,7 @@ def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
         """The parameters become the result."""
 
     worker = Mock()
-    worker._heart.news.done = done
+    worker._heart.job.done = done
     worker._plan.wire.parameters = "BFloat16"
     worker._plan.partition.fragments = count
     worker._plan.partition.tree.unflatten.side_effect = Used

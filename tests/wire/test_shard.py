@@ -232,7 +232,7 @@ def test_the_same_attempt_twice_is_refused(kit: SimpleNamespace, make_shard: Mak
         ({"term": 2}, "FAILED_PRECONDITION", "in term 1, not in term 2"),
     ],
 )
-def test_who_is_not_admitted(kit: SimpleNamespace, make_shard: Make, change: Any, code: str, why: str) -> None:
+def test_hellos_that_are_refused(kit: SimpleNamespace, make_shard: Make, change: Any, code: str, why: str) -> None:
     shard = make_shard((4,))
     with pytest.raises(Refusal, match=why) as refusal:
         shard.runtime.admit(kit.hello(0, **change))
@@ -299,7 +299,7 @@ def test_a_decision_of_a_term_that_did_not_begin_fails_the_shard(kit: SimpleName
     assert "of term 3" in shard.coordination.wait_for("failed")[0]
 
 
-def test_done_answers_whoever_waits(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
+def test_done_answers_waiting_streams(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
     """T8."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
@@ -308,7 +308,7 @@ def test_done_answers_whoever_waits(kit: SimpleNamespace, make_shard: Make, back
     assert (answer.version, answer.done) == (0, True)
 
 
-def test_a_failed_job_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
+def test_a_failed_job_refuses_waiting_streams(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
     """T8."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
@@ -319,12 +319,12 @@ def test_a_failed_job_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Ma
     assert not shard.coordination.of("failed")
 
 
-def test_nobody_waits_for_a_peer_that_is_gone(make_shard: Make) -> None:
+def test_nothing_waits_for_a_peer_that_is_gone(make_shard: Make) -> None:
     """T8."""
     assert make_shard((4,), timeouts=Timeouts(peer_check=0.01)).runtime.answer(None, 99, lambda: False) is None
 
 
-def test_closing_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
+def test_closing_refuses_waiting_streams(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:
     """T8: for a version, and for a block of one."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
@@ -337,7 +337,7 @@ def test_closing_refuses_whoever_waits(kit: SimpleNamespace, make_shard: Make, b
     shard.runtime.close()
 
 
-def test_nobody_is_served_before_the_shard_starts(kit: SimpleNamespace, make_shard: Make) -> None:
+def test_no_stream_is_answered_before_the_shard_starts(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((4,), start=False)
     with pytest.raises(Refusal, match="has not started yet") as refusal:
         shard.runtime.admit(kit.hello(0))

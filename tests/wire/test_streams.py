@@ -180,7 +180,7 @@ def gid_of(rank: int) -> Any:
     return GradientId(term=1, version=0, rank=rank, incarnation=1)
 
 
-def test_an_older_incarnation_is_told_that_it_was_replaced(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
+def test_an_older_incarnation_gets_superseded(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
     """T6."""
     shard = make_shard((SMALL,), serve=True)
     old = dial(shard, incarnation=1)
@@ -536,7 +536,7 @@ def test_a_late_push_is_answered_early(kit: SimpleNamespace, make_shard: Make, d
     assert len(shard.coordination.of("lost")) == 2
 
 
-def test_a_worker_learns_that_its_update_was_skipped(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
+def test_a_worker_is_answered_that_its_update_was_skipped(kit: SimpleNamespace, make_shard: Make, dial: Make) -> None:
     """T9: its contribution is finite, and is not applied, because another one is not."""
     shard = make_shard((SMALL,), serve=True)
     client, into = dial(shard), shard.buffers()
@@ -726,7 +726,7 @@ def test_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
         server.close()
 
 
-def test_a_job_that_has_failed_says_why(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
+def test_a_failed_job_states_the_reason(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:
     shard = make_shard((SMALL,), serve=True)
     client = dial(shard)
     waiting = background(lambda: client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()]))

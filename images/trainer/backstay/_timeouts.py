@@ -35,7 +35,7 @@ class Timeouts:
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
             may be short.
         reconnect_pause: between two attempts of a worker or standby to connect again.
-        news: how often an evaluator checks its state while there is no new checkpoint.
+        evaluator_check: how often an evaluator checks its state while there is no new checkpoint.
         peer_check: how often a stream that waits for a version checks whether its peer is still connected.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
         held: how long a standby may need for one message before its server disconnects it.
@@ -73,7 +73,7 @@ class Timeouts:
     last_save: float = 50.0
     stop: float = 3.0
     reconnect_pause: float = 0.1
-    news: float = 1.0
+    evaluator_check: float = 1.0
     peer_check: float = 1.0
     replica_beat: float = 2.0
     held: float = 10.0

@@ -11,14 +11,14 @@ from backstay_spec.events import Event, normal, warning
 from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
 
-__all__ = ["News", "judge"]
+__all__ = ["Changes", "judge"]
 
 _SHOWN: Final = 8
 _STORED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Changes:
     """Events that are sent once, and the fields of the status that record that.
 
     Attributes:
@@ -30,27 +30,27 @@ class News:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def judge(facts: Facts) -> News:
+def judge(facts: Facts) -> Changes:
     """The reports of the servers that the last status does not have."""
     progress = facts.progress
     if progress is None:
-        return News()
+        return Changes()
     found = [
         _term(facts, progress),
         _evaluation(facts, progress),
         _untrained(facts, progress),
         _reports(facts, progress),
     ]
-    return News(
-        tuple(event for news in found for event in news.events),
-        {name: value for news in found for name, value in news.fields.items()},
+    return Changes(
+        tuple(event for part in found for event in part.events),
+        {name: value for part in found for name, value in part.fields.items()},
     )
 
 
-def _term(facts: Facts, progress: Progress) -> News:
+def _term(facts: Facts, progress: Progress) -> Changes:
     start, known = progress.term_start, facts.old.term
     if start is None or progress.term != start.term or (known is not None and start.term <= known):
-        return News()
+        return Changes()
     fields = {"term": start.term, "step": progress.step}
     place = f"the checkpoint of step {start.step}" if start.checkpoint else f"step {start.step}, the initial parameters"
     reached = max(step or 0 for step in (facts.old.step, progress.step_before_term))
@@ -58,43 +58,43 @@ def _term(facts: Facts, progress: Progress) -> News:
     redone, at_least = (start.redone, "") if start.redone else (max(0, reached - start.step), "at least ")
     if redone:
         updates = "1 update is" if redone == 1 else f"{redone} updates are"
-        return News((warning("RolledBack", f"back to {place}: {at_least}{updates} redone"),), fields)
+        return Changes((warning("RolledBack", f"back to {place}: {at_least}{updates} redone"),), fields)
     if start.checkpoint:
         events = [normal("Continued", f"training continues from {place}: {start.checkpoint}")]
         if start.changes:
             changed = "; ".join(start.changes)
             events.append(warning("SettingsChanged", f"changed since the checkpoint of step {start.step}: {changed}"))
-        return News(tuple(events), fields)
-    return News(fields=fields)
+        return Changes(tuple(events), fields)
+    return Changes(fields=fields)
 
 
-def _evaluation(facts: Facts, progress: Progress) -> News:
+def _evaluation(facts: Facts, progress: Progress) -> Changes:
     step = progress.evaluated_step
     if step is None or step == facts.old.evaluated_step:
-        return News()
+        return Changes()
     fields = {"evaluated_step": step}
     if progress.evaluation_error:
         text = f"the evaluation of step {step} failed: {progress.evaluation_error}"
-        return News((warning("EvaluationFailed", text),), fields)
+        return Changes((warning("EvaluationFailed", text),), fields)
     shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.metrics.items()))
     event = normal("Evaluated", f"evaluation of step {step}: {shown}")
-    return News((event,), {**fields, "metrics": finite(progress.metrics)})
+    return Changes((event,), {**fields, "metrics": finite(progress.metrics)})
 
 
-def _untrained(facts: Facts, progress: Progress) -> News:
+def _untrained(facts: Facts, progress: Progress) -> Changes:
     names = list(progress.untrained_leaves)
     if not names or facts.old.untrained_leaves:
-        return News()
+        return Changes()
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     text = (
         f"the gradient of {shown} was exactly zero in the first updates of every worker, so training does not change "
         "them. Gradients do not train running statistics such as those of batch normalization, and Backstay cannot "
         "update them yet: use layer or group normalization. Constants belong into `loss`, not into what `init` returns."
     )
-    return News((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
+    return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
 
 
-def _reports(facts: Facts, progress: Progress) -> News:
+def _reports(facts: Facts, progress: Progress) -> Changes:
     """Name each report about a pod that died, once: the entry of the death remembers it."""
     stored = {(report.slot, report.incarnation): report.uri for report in progress.reports}
     entries, events = [], []
@@ -104,4 +104,4 @@ def _reports(facts: Facts, progress: Progress) -> News:
             entry = entry.model_copy(update={"report": uri})  # noqa: PLW2901
             events.append(normal("ReportStored", f"the report about {entry.slot} #{entry.incarnation} is {uri}"))
         entries.append(entry)
-    return News(tuple(events), {"history": entries}) if events else News()
+    return Changes(tuple(events), {"history": entries}) if events else Changes()

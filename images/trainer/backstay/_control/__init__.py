@@ -7,7 +7,7 @@ links to the shards. `_link` is a shard's side of such a link. Workers and evalu
 from __future__ import annotations
 
 from ._agreement import Agreement, first_difference
-from ._client import ControlClient, Heartbeats, News
+from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
 from ._link import Link
 from ._service import ControlServer, Host, Peers
@@ -20,8 +20,8 @@ __all__ = [
     "Driving",
     "Heartbeats",
     "Host",
+    "JobState",
     "Link",
-    "News",
     "Observer",
     "Outbox",
     "Peers",

@@ -35,7 +35,7 @@ from ._agreement import Agreement
 from ._auth import refusal_of
 from ._spans import Outbox
 
-__all__ = ["ControlClient", "Heartbeats", "News"]
+__all__ = ["ControlClient", "Heartbeats", "JobState"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Moved(PeerLost):
 
 
 @dataclass(frozen=True)
-class News:
+class JobState:
     """The results of the last heartbeats."""
 
     done: bool = False
@@ -283,7 +283,7 @@ class Heartbeats:
         self._incarnations = [0] * client.shards
         self._answered = [time.monotonic()] * client.shards
         self._missed = [0] * client.shards
-        self._news = News()
+        self._job = JobState()
         self._changed = threading.Condition()
         self._closed = False
         self._interval = client.timeouts.heartbeat
@@ -306,7 +306,7 @@ class Heartbeats:
             self._answered = [time.monotonic()] * self._client.shards
             self._missed = [0] * self._client.shards
 
-    def hurry(self, seconds: float) -> None:
+    def set_interval(self, seconds: float) -> None:
         """Send heartbeats at this interval from now on, because the pod waits for the end of the job."""
         with self._changed:
             self._interval = seconds
@@ -322,16 +322,16 @@ class Heartbeats:
             }
 
     @property
-    def news(self) -> News:
+    def job(self) -> JobState:
         """The results of the last heartbeats."""
         with self._changed:
-            return self._news
+            return self._job
 
-    def wait(self, enough: Callable[[News], bool], seconds: float) -> News:
-        """Wait until `enough` is true of the news, or for `seconds`."""
+    def wait(self, enough: Callable[[JobState], bool], seconds: float) -> JobState:
+        """Wait until `enough` is true of the results, or for `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: enough(self._news) or self.superseded is not None, seconds)
-            return self._news
+            self._changed.wait_for(lambda: enough(self._job) or self.superseded is not None, seconds)
+            return self._job
 
     def report_hang(self, report: HangReport) -> None:
         """Send to shard 0's server that this pod hangs; the message may get lost."""
@@ -364,7 +364,7 @@ class Heartbeats:
         began = time.monotonic()
         try:
             measure = self.worker_seconds if shard == 0 else None
-            seconds = None if measure is None else measure(self._news.checkpoint_step)
+            seconds = None if measure is None else measure(self._job.checkpoint_step)
             reply = self._client.beat(shard, expected, self.activity, self.step_seconds, seconds)
         except Superseded as error:
             self._stop(error)
@@ -387,13 +387,13 @@ class Heartbeats:
             self._stop(Superseded("PERMISSION_DENIED", f"this pod was replaced by incarnation {newest}"))
             return
         with self._changed:
-            news = self._news
-            self._news = News(
-                done=news.done or (reply.done and shard == 0),  # shard 0 reports the last checkpoint too
-                failed=news.failed or reply.failed,
-                checkpoint=reply.checkpoint or news.checkpoint,
-                checkpoint_step=reply.checkpoint_step if reply.checkpoint else news.checkpoint_step,
-                evaluation=dict(reply.evaluation) or news.evaluation,
+            before = self._job
+            self._job = JobState(
+                done=before.done or (reply.done and shard == 0),  # shard 0 reports the last checkpoint too
+                failed=before.failed or reply.failed,
+                checkpoint=reply.checkpoint or before.checkpoint,
+                checkpoint_step=reply.checkpoint_step if reply.checkpoint else before.checkpoint_step,
+                evaluation=dict(reply.evaluation) or before.evaluation,
                 world=reply.world,
             )
             self._changed.notify_all()

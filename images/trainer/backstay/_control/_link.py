@@ -152,7 +152,7 @@ class Link:
                     pass
             self._put(wrap_report(report))
 
-    def did(self, take: Callable[[int], Spans | None]) -> None:
+    def send_spans(self, take: Callable[[int], Spans | None]) -> None:
         """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
         with self._lock:
             if self._outgoing is not None and self.up and (found := take(self._opened)) is not None:

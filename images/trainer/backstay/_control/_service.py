@@ -82,7 +82,7 @@ class Host(Protocol):
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
 
-    def did(self, peer: Peer, spans: bytes) -> None:
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
         """Another shard's server sends its last spans: a serialized `Spans`."""
 
     def evaluated(self, request: EvaluatedRequest) -> bool: ...
@@ -399,7 +399,7 @@ class _Service(grpc.GenericRpcHandler):
         while (data := await context.read()) is not grpc.aio.EOF:
             message = _parsed(ShardMessage, data)
             if message.HasField("spans"):
-                self.host.did(peer, message.spans.SerializeToString())
+                self.host.add_spans(peer, message.spans.SerializeToString())
             elif (report := report_in(message)) is not None:
                 driving.receive(peer.index, sink, report)
 

@@ -32,7 +32,7 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self._before: Any = None  # what handled SIGTERM before `install`
         self._came = False  # SIGTERM has come; the thread may not have read that yet
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Stop:
         """Call `what` in another thread when the signal arrives; now if it has arrived already."""
         with self._lock:
             self._then.append(what)
-            late = self.asked.is_set()
+            late = self.requested.is_set()
         if late:
             what()
 
@@ -68,15 +68,15 @@ class Stop:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, self._before)
         self._before = None
-        if self._came or self.asked.is_set():
+        if self._came or self.requested.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Do what SIGTERM does."""
         with self._lock:
-            if self.asked.is_set():
+            if self.requested.is_set():
                 return
-            self.asked.set()
+            self.requested.set()
             then = list(self._then)
         for what in then:
             what()
@@ -85,7 +85,7 @@ class Stop:
         with ours, theirs:
             while numbers := ours.recv(64):
                 if signal.SIGTERM in numbers:
-                    self.ask()
+                    self.request()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Only prevents that the process ends; `_listen` does the rest."""

@@ -70,17 +70,17 @@ class Evaluator:
         self._heart.activity = WAITING
         seen: tuple[str, int] = ("", -1)
         while True:
-            news = self._heart.wait(
-                lambda news: news.done or bool(news.failed) or (news.checkpoint, news.checkpoint_step) != seen,  # noqa: B023
-                self._env.timeouts.news,
+            job = self._heart.wait(
+                lambda job: job.done or bool(job.failed) or (job.checkpoint, job.checkpoint_step) != seen,  # noqa: B023
+                self._env.timeouts.evaluator_check,
             )
-            raise_end(self._heart, news, self._stop)
-            newest = (news.checkpoint, news.checkpoint_step)
-            if news.checkpoint and newest != seen:
+            raise_end(self._heart, job, self._stop)
+            newest = (job.checkpoint, job.checkpoint_step)
+            if job.checkpoint and newest != seen:
                 seen = newest
-                self._one(news.checkpoint, news.checkpoint_step)
+                self._one(job.checkpoint, job.checkpoint_step)
                 continue
-            if news.done:
+            if job.done:
                 return
             if self._lost:
                 self._lost = False
@@ -88,7 +88,7 @@ class Evaluator:
                 self._report()  # the server with the last report may have ended
 
     def _join(self) -> None:
-        replies = self._control.join_all(self._plan.agreement, self._stop.asked.is_set)
+        replies = self._control.join_all(self._plan.agreement, self._stop.requested.is_set)
         self._heart.expect([reply.incarnation for reply in replies])
         self._joined = True
 
@@ -128,5 +128,5 @@ class Evaluator:
                 return
             except (PeerLost, Refused) as failure:
                 _LOG.debug("the evaluation could not be reported: %s", failure)
-                if self._stop.asked.wait(0.25):
+                if self._stop.requested.wait(0.25):
                     return

@@ -63,7 +63,7 @@ def _open_storage(
     )
     return ManifestStorage(
         store,
-        FolderLease(store, holder, lost=lost, wait=stop.asked.wait),
+        FolderLease(store, holder, lost=lost, wait=stop.requested.wait),
         plan.partition,
         identity,
         keep=keep,
@@ -128,7 +128,7 @@ def begin_history(
         leader.reports.stop = driving.stop_early
     except BaseException:
         storage.close()
-        if stop.asked.is_set():
+        if stop.requested.is_set():
             raise SystemExit(SIGTERM_EXIT) from None
         raise
     return storage, driving, complete

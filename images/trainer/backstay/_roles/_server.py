@@ -281,7 +281,7 @@ class Server:
                 if self._done is not None:
                     self._tracing.ending()
                     return self._end(self._done)
-                if self._stop.asked.is_set():
+                if self._stop.requested.is_set():
                     self._tracing.ending()
                     return self._save_and_stop()
                 failed = self._runtime.failed
@@ -317,7 +317,7 @@ class Server:
         # Any server reports a failure: the operator may read another server's end before shard 0's.
         if self._driving is not None or done.failed:
             self._write_outcome(done)
-        self._farewell.wait(self._stop.asked, self._awaited, stored=bool(done.checkpoint or done.failed))
+        self._farewell.wait(self._stop.requested, self._awaited, stored=bool(done.checkpoint or done.failed))
         if self._driving is not None and not done.failed:
             self._write_outcome(done, self._farewell.end(already_complete=self._already_complete))
         return 1 if done.failed else 0
@@ -490,7 +490,7 @@ class Server:
         with self._lock:
             self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
         self._page.beat(request)
-        self._tracing.did(request.peer, request.spans)
+        self._tracing.add_spans(request.peer, request.spans)
         if request.HasField("hang_report"):
             self._tracing.black_box.hangs(request.peer, request.hang_report)
         reply = HeartbeatReply(
@@ -523,8 +523,8 @@ class Server:
             self._driving.left(peer.index, peer.incarnation)
         return True
 
-    def did(self, peer: Peer, spans: bytes) -> None:
-        self._tracing.did(peer, spans)
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
+        self._tracing.add_spans(peer, spans)
 
     def evaluated(self, request: EvaluatedRequest) -> bool:
         if self._leader is None or self._driving is None:

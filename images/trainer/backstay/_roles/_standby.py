@@ -177,7 +177,7 @@ class Standby:
         del peer
         return not trained  # a standby counts no reports of the end
 
-    def did(self, peer: Peer, spans: bytes) -> None:
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
         pass
 
     def evaluated(self, request: EvaluatedRequest) -> bool:

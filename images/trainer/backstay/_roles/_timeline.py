@@ -156,7 +156,7 @@ class Tracing:
         self._own()
         return self._collector.timeline()
 
-    def did(self, peer: Peer, spans: bytes) -> None:
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
         """Keep the spans of another pod: a serialized `Spans`."""
         self._collector.add(peer, spans)
 
@@ -203,7 +203,7 @@ class Tracing:
 
     def _own(self) -> None:
         if self._link is not None:
-            self._link.did(self._outbox.take)
+            self._link.send_spans(self._outbox.take)
         elif (spans := self._outbox.take(0)) is not None:
             self._collector.add(self._peer, spans.SerializeToString())
 

@@ -30,7 +30,7 @@ from .. import _instrument
 from .._compute._contribution import Contribution, Start, Summary
 from .._compute._encoding import Encoder, Sending
 from .._compute._placement import Placement
-from .._control import ControlClient, Heartbeats, News
+from .._control import ControlClient, Heartbeats, JobState
 from .._coordination import Outcome, Rate
 from .._coordination._decisions import OUTCOME_OF
 from .._data._batch_key import BatchKey
@@ -65,7 +65,7 @@ class Stopped(Exception):  # noqa: N818
     """The pod received SIGTERM."""
 
 
-def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
+def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
     """Raise the error that ends a pod before the job is done, if there is one.
 
     Raises:
@@ -75,9 +75,9 @@ def raise_end(heart: Heartbeats, news: News, stop: Stop) -> None:
     """
     if heart.superseded is not None:
         raise heart.superseded
-    if news.failed:
-        raise JobFailed.from_text(news.failed)
-    if stop.asked.is_set():
+    if job.failed:
+        raise JobFailed.from_text(job.failed)
+    if stop.requested.is_set():
         raise Stopped
 
 
@@ -189,7 +189,7 @@ class Worker:
         self.seconds.ended("starting")
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
-                if self._stop.asked.is_set():
+                if self._stop.requested.is_set():
                     raise Stopped
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
@@ -385,23 +385,23 @@ class Worker:
         self._disconnect()
         if self._heart.superseded is not None:
             raise self._heart.superseded
-        if self._stop.asked.is_set():
+        if self._stop.requested.is_set():
             raise Stopped
         if isinstance(error, WaitedTooLong):
             raise error
         if isinstance(error, Refused) and error.code not in _MENDED:
             raise error
-        self._stop.asked.wait(self._env.timeouts.reconnect_pause)
+        self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._compiled else COMPILING
         with _instrument.span("join"):
             replies = self._control.join_all(
                 self._plan.agreement,
-                self._stop.asked.is_set,
+                self._stop.requested.is_set,
                 at=(self._term, self._version),
                 # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
-                seconds=self._env.timeouts.end if self._heart.news.done else None,
+                seconds=self._env.timeouts.end if self._heart.job.done else None,
             )
         self._moved = False
         if replies[0].term > self._term > 0 or replies[0].version < self._version:
@@ -461,7 +461,7 @@ class Worker:
             except (PeerLost, Refused) as error:
                 # Memory that received some of the fragments holds an older version of the others.
                 some = pulled.fragments is not None and len(pulled.fragments) < self._plan.partition.fragments
-                if some or not self._heart.news.done:
+                if some or not self._heart.job.done:
                     return None
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
@@ -471,19 +471,19 @@ class Worker:
         metrics: dict[str, float] = {}
         if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
             metrics = self._evaluate(params, state, pulled.version)
-        self._heart.hurry(0.1)
+        self._heart.set_interval(0.1)
         deadline = time.monotonic() + self._env.timeouts.end
         self.seconds.ended("ending")
         part = "checkpoint" if self._env.config.checkpoint else "ending"
-        while not (news := self._heart.wait(lambda news: news.done or bool(news.failed), 0.5)).done:
-            raise_end(self._heart, news, self._stop)
+        while not (job := self._heart.wait(lambda job: job.done or bool(job.failed), 0.5)).done:
+            raise_end(self._heart, job, self._stop)
             if self._moved:
-                self._heart.hurry(self._env.timeouts.heartbeat)
+                self._heart.set_interval(self._env.timeouts.heartbeat)
                 return None
             if time.monotonic() > deadline:
                 raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not report the end")
             self.seconds.ended(part)
-            part = "ending" if news.checkpoint_step >= pulled.version else part
+            part = "ending" if job.checkpoint_step >= pulled.version else part
         self.seconds.ended(part)
         _instrument.reach("done", pulled.version)
         if self._rank == 0 and not self._confirmed():
@@ -493,8 +493,8 @@ class Worker:
             state=state,
             step=pulled.version,
             loss=loss,
-            metrics=news.evaluation or metrics,
-            checkpoint=news.checkpoint or None,
+            metrics=job.evaluation or metrics,
+            checkpoint=job.checkpoint or None,
             train_metrics=train_metrics,
             rank=self._rank,
         )
@@ -514,7 +514,7 @@ class Worker:
                 self._control.confirm()
                 return True
             except (PeerLost, Refused) as error:
-                raise_end(self._heart, News(), self._stop)
+                raise_end(self._heart, JobState(), self._stop)
                 if isinstance(error, Refused) and error.code not in _MENDED:
                     raise
                 if self._moved:
@@ -523,7 +523,7 @@ class Worker:
                     raise WaitedTooLong(
                         f"shard 0 did not accept the report that training is over here: {error}"
                     ) from None
-                self._stop.asked.wait(self._env.timeouts.reconnect_pause)
+                self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 
     def _evaluate(self, params: Any, state: Any, step: int) -> dict[str, float]:
         """Once, after the last update. A failure costs the metrics, not the training."""
@@ -544,7 +544,7 @@ class Worker:
                 self._control.evaluated(self._term, step, metrics, error)
                 break
             except (PeerLost, Refused):
-                if self._stop.asked.wait(0.25):
+                if self._stop.requested.wait(0.25):
                     break
         return metrics
 
@@ -557,7 +557,7 @@ class Worker:
         self._disconnect()
         self._heart.close()
         self._batches.close()
-        self._control.leave("SIGTERM" if self._stop.asked.is_set() else "done", trained=self._returns)
+        self._control.leave("SIGTERM" if self._stop.requested.is_set() else "done", trained=self._returns)
         self._control.close()
         if self._returns:
             self._joined = True  # the pod stays ready while the script continues
