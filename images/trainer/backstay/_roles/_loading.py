@@ -82,7 +82,7 @@ def build(term: Rollback, environment: Environment, script: Script, plan: Plan, 
     with _instrument.span("compile"):
         engine.compile(
             (least,) if config.grace_seconds == 0.0 else range(least, world + 1),
-            weighted=config.staleness_damping or config.weighting == "Examples",
+            weighted=script.damping(config) or config.weighting == "Examples",
             clipped=script.clip_norm is not None,
             wires=plan.wires[shard].gradients,
         )

@@ -17,6 +17,8 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     import optax
 
+    from backstay_spec.runtime import RuntimeConfig
+
     from .._checkpoint import Origin, StartFrom
     from .._compute._contribution import Computation, Layout
     from .._control import Agreement
@@ -201,6 +203,10 @@ class Script:
     def batches_of_update(self) -> int:
         """How many batches each rank draws for an update."""
         return 1 if self.local is None else self.local.batches
+
+    def damping(self, config: RuntimeConfig) -> bool:
+        """Whether Async updates weigh contributions by their staleness."""
+        return config.staleness_damping or self.damps
 
     def from_seed(self) -> Any:
         """The result of `init`."""

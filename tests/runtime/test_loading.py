@@ -1,0 +1,38 @@
+"""A server compiles the updates of a term before it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from backstay._roles._loading import build
+from backstay._roles._script import Script
+from backstay._update._kernels import kernels_of
+from backstay_rpc.control_pb2 import Rollback
+from backstay_spec.runtime import RuntimeConfig
+
+from .servers import server_environment
+
+
+@pytest.mark.parametrize("by", ["spec", "local steps"])
+def test_an_update_that_damps_stale_contributions_is_compiled_before_training(by: str) -> None:
+    script = Script(
+        init=lambda key: {"w": jnp.zeros(40)},
+        loss=lambda params, batch: jnp.sum(params["w"]),
+        batches=lambda key: np.zeros(1),
+        optimizer=optax.adam(1e-2),
+        steps=9,
+        damps=by == "local steps",
+    )
+    config = RuntimeConfig(shards=1, workers=2, mode="Async", staleness_damping=by == "spec")
+    plan = script.plan(1)
+    engine = build(Rollback(term=1, world=2), server_environment(config=config), script, plan, 2)
+    functions: dict[Any, Any] = kernels_of(plan.rule)._jitted
+    before = {key: function._cache_size() for key, function in functions.items()}
+    for weight in (1.0, 0.5):
+        engine.apply([[np.ones(40, np.float32)]], weights=[weight])
+    assert {key: function._cache_size() for key, function in functions.items()} == before
