@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,3 +38,30 @@ def test_what_is_given_back_is_taken_again() -> None:
     assert pool.take() is not first
     pool.give(first)
     assert pool.take() is first
+
+
+def test_memory_that_the_pool_does_not_keep_is_free_at_once() -> None:
+    """A shard may be gigabytes, and the collector of cycles seldom runs."""
+    pool = BufferPool([BlockWire(3, np.dtype(np.float32))], keep=0)
+    gc.disable()
+    try:
+        given, held = pool.take(), pool.take()
+        array = weakref.ref(given.blocks[0])
+        given.give()
+        del given
+        assert array() is None
+        array = weakref.ref(held.blocks[0])
+        del pool, held
+        assert array() is None, "nor does memory that is never given back wait"
+    finally:
+        gc.enable()
+
+
+def test_memory_is_given_back_once() -> None:
+    """Given back twice, it would belong to two contributions."""
+    pool = BufferPool([BlockWire(3, np.dtype(np.float32))])
+    staging = pool.take()
+    staging.give()
+    staging.give()
+    assert pool.take() is staging
+    assert pool.take() is not staging

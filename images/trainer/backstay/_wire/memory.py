@@ -7,7 +7,7 @@ about as much as the copy into it. So buffers are aligned, and kept.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -44,18 +44,24 @@ class Staging:
     Attributes:
         blocks: uint8, of each block what travels.
         arrays: the same memory as the engine takes it: 1-D arrays of the blocks' dtypes, `Encoded`, or None.
-        give: returns the memory to its pool.
     """
 
-    __slots__ = ("arrays", "blocks", "give")
+    # Only a taken staging refers to its pool, so there is no reference cycle. Memory that the pool does not keep is
+    # then free at once, before the collector of cycles runs.
+    __slots__ = ("_pool", "arrays", "blocks")
 
-    def __init__(self, wires: Sequence[BlockWire], give: Callable[[Staging], None]) -> None:
-        self.give: Callable[[], None] = lambda: give(self)
+    def __init__(self, wires: Sequence[BlockWire]) -> None:
+        self._pool: BufferPool | None = None
         sizes = [wire.nbytes for wire in wires]
         offsets, total = layout_offsets(sizes)
         memory = aligned_empty(total)
         self.blocks: list[Bytes] = [memory[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
         self.arrays: list[Any] = [wire.views(block) for wire, block in zip(wires, self.blocks, strict=True)]
+
+    def give(self) -> None:
+        """Return the memory to its pool."""
+        if self._pool is not None:
+            self._pool.give(self)
 
 
 class BufferPool:
@@ -75,12 +81,15 @@ class BufferPool:
     def take(self) -> Staging:
         """Memory with undefined content, the most recently used first."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        return Staging(self._wires, self.give)
+            staging = self._free.pop() if self._free else None
+        if staging is None:
+            staging = Staging(self._wires)
+        staging._pool = self
+        return staging
 
     def give(self, staging: Staging) -> None:
         """Return memory that is not used any more."""
+        staging._pool = None
         with self._lock:
             if len(self._free) < self._keep:
                 self._free.append(staging)
