@@ -115,6 +115,7 @@ def test_each_exchange_has_one_fragment_and_all_of_them_the_whole(wire: Wire) ->
     for layout, one in zip(parts.shards, wires, strict=True):
         for step in range(2 * COUNT):
             some = one.of(step)
+            assert one.only(frozenset({step % COUNT})) is some, "buffers and frames are kept by it"
             for block, sent in zip(layout.blocks, some.gradients, strict=True):
                 assert bool(sent.nbytes) == (block.fragment in (step % COUNT, None))
         state = sum(block.nbytes for block in layout.blocks if not block.trained)

@@ -65,7 +65,7 @@ class Follower:
         self._partition, self._shard, self._rule = partition, shard, rule
         layout = partition.shards[shard]
         self._wire = ShardWire.exactly(layout.blocks, partition.fragments)
-        self._pools: dict[frozenset[int], BufferPool] = {}
+        self._pools: dict[ShardWire, BufferPool] = {}
         self._dtypes = {spec.key: spec.dtype for spec in array_specs(rule)}
         self._lock = threading.Lock()
         self._held: Held | None = None
@@ -177,10 +177,11 @@ class Follower:
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, body: Bytes | None) -> Callable[[], None]:
         steps = [contribution.id.key_step for contribution in mean.contributions]
-        fragments = self._wire.fragments_of(steps)
-        wires = self._wire.only(fragments).exact
-        staging = self._pools.setdefault(fragments, BufferPool(wires)).take()
-        cover = Cover([wire.nbytes for wire in wires])
+        some = self._wire.only(self._wire.fragments_of(steps))
+        if some not in self._pools:
+            self._pools[some] = BufferPool(some.exact)
+        staging = self._pools[some].take()
+        cover = Cover([wire.nbytes for wire in some.exact])
         if mean.whole:
             try:
                 for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):

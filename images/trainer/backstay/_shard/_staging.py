@@ -101,7 +101,7 @@ class Gradients:
     def __init__(self, wire: ShardWire) -> None:
         """`wire`: how blocks are encoded on the wire."""
         self._wire = wire
-        self._pools: dict[frozenset[int], BufferPool] = {}
+        self._pools: dict[ShardWire, BufferPool] = {}
         self._held: dict[GradientKey, Gradient] = {}
 
     def __iter__(self) -> Iterator[Gradient]:
@@ -124,9 +124,10 @@ class Gradients:
             raise Refusal(
                 "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
             )
-        wires, fragments = self._wire.of(gradient.key_step).gradients, self._wire.fragments_of([gradient.key_step])
-        pool = self._pools.setdefault(fragments, BufferPool(wires))
-        entry = self._held[key] = Gradient(gradient, pool.take(), wires)
+        some = self._wire.of(gradient.key_step)
+        if some not in self._pools:
+            self._pools[some] = BufferPool(some.gradients)
+        entry = self._held[key] = Gradient(gradient, self._pools[some].take(), some.gradients)
         return entry
 
     def find(self, gradient: GradientId) -> Gradient | None:

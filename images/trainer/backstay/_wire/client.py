@@ -83,7 +83,7 @@ class StreamClient:
         self._wire = wire
         self._sizes = [block.nbytes for block in wire.exact]
         self._mode = MODES[mode]
-        self._outgoing: dict[frozenset[int], Outgoing] = {}
+        self._outgoing: dict[ShardWire, Outgoing] = {}
 
     @property
     def shard(self) -> int:
@@ -150,12 +150,10 @@ class StreamClient:
         self._stream.write(frames.end_of(out.total, push.info()))
 
     def _frames(self, push: PartPush) -> Outgoing:
-        step = push.part.contribution.key_step
-        fragments = self._wire.fragments_of([step])
-        found = self._outgoing.get(fragments)
-        if found is None:
-            found = self._outgoing[fragments] = Outgoing(self._wire.of(step).gradients)
-        return found
+        some = self._wire.of(push.part.contribution.key_step)
+        if some not in self._outgoing:
+            self._outgoing[some] = Outgoing(some.gradients)
+        return self._outgoing[some]
 
     def _data(self, push: PartPush, index: int) -> Sequence[Bytes]:
         """The bytes of each section of a block; waits until it is computed."""

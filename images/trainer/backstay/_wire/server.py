@@ -26,6 +26,7 @@ from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
 from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow_of
 
 if TYPE_CHECKING:
+    from .._update._codecs import ShardWire
     from .flight import Listener
 
 __all__ = ["DataServer", "StreamServer"]
@@ -39,7 +40,7 @@ class StreamServer:
     def __init__(self, shard: ShardPort) -> None:
         self._shard = shard
         self._total = sum(block.nbytes for block in shard.wire.gradients)
-        self._outgoing: dict[tuple[frozenset[int], bool], Outgoing] = {}
+        self._outgoing: dict[tuple[ShardWire, bool], Outgoing] = {}
         self._most = max(sum(block.nbytes for block in wires) for wires in (shard.wire.gradients, shard.wire.exact))
 
     def serve(self, hello: Hello, stream: FrameStream) -> None:
@@ -179,13 +180,10 @@ class StreamServer:
         stream.write(out.end)
 
     def _frames(self, fragments: frozenset[int] | None, exact: bool) -> Outgoing:
-        wire = self._shard.wire
-        wanted = wire.fragments_of(range(wire.count)) if fragments is None else fragments
-        found = self._outgoing.get((wanted, exact))
-        if found is None:
-            some = wire.only(wanted)
-            found = self._outgoing[wanted, exact] = Outgoing(some.exact if exact else some.parameters)
-        return found
+        some = self._shard.wire.only(fragments)
+        if (some, exact) not in self._outgoing:
+            self._outgoing[some, exact] = Outgoing(some.exact if exact else some.parameters)
+        return self._outgoing[some, exact]
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
         """Sends the refusal and lets the client read it: ending the stream at once may drop the frame."""

@@ -250,6 +250,7 @@ class ShardWire:
     exact: tuple[BlockWire, ...]
     fragments: tuple[int | None, ...] = ()
     count: int = 1
+    _only: dict[frozenset[int], ShardWire] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def exactly(cls, blocks: Sequence[Any], count: int = 1) -> ShardWire:
@@ -266,22 +267,22 @@ class ShardWire:
         return self.only(self.fragments_of([step]))
 
     def only(self, fragments: frozenset[int] | None) -> ShardWire:
-        """How blocks travel if only those of some fragments do; None: all."""
+        """How blocks travel if only those of some fragments do; None: all. The same object each time, in all threads,
+        so it is a key for what belongs to it."""
         if self.count == 1 or fragments is None or len(fragments) == self.count:
             return self
         found = self._only.get(fragments)
-        if found is None:
+        if found is not None:
+            return found
 
-            def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
-                return tuple(
-                    wire if own is None or own in fragments else BlockWire(wire.size, wire.dtype, absent=True)
-                    for wire, own in zip(wires, self.fragments, strict=True)
-                )
-
-            found = self._only[fragments] = ShardWire(
-                some(self.gradients), some(self.parameters), some(self.exact), self.fragments, self.count
+        def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
+            return tuple(
+                wire if own is None or own in fragments else BlockWire(wire.size, wire.dtype, absent=True)
+                for wire, own in zip(wires, self.fragments, strict=True)
             )
-        return found
+
+        made = ShardWire(some(self.gradients), some(self.parameters), some(self.exact), self.fragments, self.count)
+        return self._only.setdefault(fragments, made)
 
     @cached_property
     def sent(self) -> int:
@@ -298,10 +299,6 @@ class ShardWire:
         """The first block that can complete an answer to a push, over all fragments; -1: an answer has no block."""
         each = (self.of(step).parameters for step in range(self.count))
         return min(max((b for b, wire in enumerate(wires) if wire.nbytes), default=-1) for wires in each)
-
-    @cached_property
-    def _only(self) -> dict[frozenset[int], ShardWire]:
-        return {}
 
 
 _NO_SEED: Final = np.zeros(2, np.uint32)
