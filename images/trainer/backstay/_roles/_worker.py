@@ -333,9 +333,9 @@ class Worker:
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
         self._metrics.worker_examples.inc(info.examples)
-        for wire in self._plan.wires:
-            self._metrics.tensor_bytes("sent").inc(wire.of(key_step).sent)
-            self._metrics.tensor_bytes("received").inc(wire.only(pulled.fragments).received)
+        wires = self._plan.wires
+        self._metrics.tensor_bytes("sent").inc(sum(wire.of(key_step).sent for wire in wires))
+        self._metrics.tensor_bytes("received").inc(sum(wire.only(pulled.fragments).received for wire in wires))
         last = pulled.version >= self._script.steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 

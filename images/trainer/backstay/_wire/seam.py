@@ -34,7 +34,6 @@ __all__ = [
     "Pulled",
     "Refusal",
     "ShardPort",
-    "block_nbytes",
     "flow_of",
 ]
 
@@ -75,11 +74,6 @@ class LayoutLike(Protocol):
     def shard(self) -> int: ...
     @property
     def blocks(self) -> Sequence[BlockLike]: ...
-
-
-def block_nbytes(layout: LayoutLike) -> tuple[int, ...]:
-    """The size in bytes of each block of a shard."""
-    return tuple(int(b.size) * np.dtype(b.dtype).itemsize for b in layout.blocks)
 
 
 class Engine(Protocol):
