@@ -24,7 +24,7 @@ from parts import (
     steps,
     variable,
 )
-from promql import BY_JOB, goodput, worker_seconds
+from promql import BY_JOB, goodput, shares_by_part
 
 from backstay_spec.goodput import PARTS
 
@@ -137,7 +137,6 @@ def jobs() -> Json:
 def fleet() -> Json:
     """The dashboard."""
     board = Board()
-    by_part = f"clamp_min({worker_seconds(NS, '$__rate_interval', 'by (part)')}, 0)"
     ready = f'sum by (role) (backstay_job_pods{{{NS}, state="ready"}})'
     board.add(
         stat(
@@ -213,7 +212,7 @@ def fleet() -> Json:
         graph(
             "Worker seconds by part",
             "The seconds of all jobs' worker pods by part; applied is goodput.",
-            query(f"{by_part} / on () group_left () (sum({by_part}) > 0) > 0", "{{part}}"),
+            query(shares_by_part(NS, "$__rate_interval"), "{{part}}"),
             stacked=True,
             soft_max=1,
             unit="percentunit",

@@ -30,7 +30,7 @@ from parts import (
     steps,
     variable,
 )
-from promql import CRASHES, goodput, worker_seconds
+from promql import CRASHES, goodput, shares_by_part
 
 from backstay_spec.goodput import PARTS
 
@@ -136,7 +136,6 @@ def state() -> Json:
 def first_row(board: Board) -> None:
     step, goal = f"max(backstay_job_step{{{JOB}}})", f"(max(backstay_job_goal_steps{{{JOB}}}) > 0)"
     updates = f"(max(backstay_job_updates_per_second{{{JOB}}}) > 0)"
-    by_part = f"clamp_min({worker_seconds(JOB, WINDOW, 'by (part)')}, 0)"
     board.add(state())
     board.column(
         4,
@@ -239,7 +238,7 @@ def first_row(board: Board) -> None:
             "Worker seconds by part",
             "The seconds of the job's worker pods by part; applied is goodput. dropped: computation that no update"
             " contains; redone: computation that a rollback discarded; missing: a slot without a pod, or a pod that died.",
-            query(f"{by_part} / on () group_left () (sum({by_part}) > 0) > 0", "{{part}}"),
+            query(shares_by_part(JOB, WINDOW), "{{part}}"),
             stacked=True,
             soft_max=1,
             unit="percentunit",
