@@ -109,6 +109,11 @@ def local_of(row: Row, steps: int) -> backstay.LocalSteps | None:
     return None if row.local is None else backstay.LocalSteps(optimizer=inner(steps), **row.local)
 
 
+def outer_of(row: Row) -> tuple[optax.GradientTransformation, bool]:
+    """The outer optimizer, and whether contributions are damped."""
+    return row.outer or (default_outer(row.mode), row.mode == "Async")
+
+
 def bits_of(row: Row, module: Any, steps: int, seed: int) -> float:
     """Held-out bits per byte after so many steps of each worker."""
     batches = backstay.from_dataset(module.Windows(), batch_size=module.BATCH)
@@ -117,8 +122,7 @@ def bits_of(row: Row, module: Any, steps: int, seed: int) -> float:
         return float(module.evaluate(params)["bits_per_byte"])
     local = local_of(row, steps)
     updates = steps if local is None else steps // local.batches
-    outer = default_outer("Sync") if row.outer is None else row.outer[0]
-    optimizer = inner(steps) if local is None else outer
+    optimizer = inner(steps) if local is None else outer_of(row)[0]
     result = train_local(
         module.init, module.loss, batches, optimizer, updates, seed=seed, world=row.used, wire=row.wire, local=local
     )
@@ -129,7 +133,7 @@ def asynchronous(row: Row, module: Any, batches: Callable[[Any], Any], steps: in
     """The parameters after all workers together made ``steps * workers`` steps."""
     local = local_of(row, steps)
     assert local is not None
-    outer, damped = row.outer or (default_outer("Async"), True)
+    outer, damped = outer_of(row)
     params = module.init(jax.random.key(seed))
     tree, state = describe(params), outer.init(params)
     program, updates = LocalProgram(module.loss, tree, local), steps * row.workers // local.batches
@@ -164,12 +168,12 @@ def bytes_of(row: Row, module: Any) -> tuple[float, int]:
         init=module.init,
         loss=module.loss,
         batches=lambda key: None,
-        optimizer=inner(1000) if local is None else default_outer("Sync"),
+        optimizer=inner(1000) if local is None else outer_of(row)[0],
         steps=1,
         local=local,
     )
     wires = script.plan(1, row.wire).wires
-    turns = 1 if local is None else local.fragments
+    turns = wires[0].count
     total = sum(wire.of(turn).sent + wire.of(turn).received for wire in wires for turn in range(turns))
     return total / turns, 1 if local is None else local.batches
 

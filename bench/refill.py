@@ -10,16 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from _command import Run, backstay_run
 
 from backstay_spec import contract
 
@@ -46,7 +44,6 @@ backstay.train(
 )
 """
 HOLDS = re.compile(r": the standby \(incarnation \d+\) holds the same state")
-SECONDS = 120.0
 
 
 def main() -> None:
@@ -64,42 +61,26 @@ def refills(option: str, kills: int) -> Iterator[float]:
     """Seconds of each replacement of shard 0's standby.
 
     Raises:
-        SystemExit: a standby was not filled within two minutes.
+        SystemExit: a standby was not filled within five minutes, or the command ended.
     """
     with tempfile.TemporaryDirectory(prefix="backstay-refill-") as name:
         folder = Path(name)
-        script, said = folder / "train.py", folder / "command.log"
+        script = folder / "train.py"
         script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "backstay_cli.main", "run", option, "--data-dir", str(folder / "run")]
-        with said.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--servers", "2", "--standbys", "1", "--workers", "2", str(script)],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        try:
-            wait(folder, 2)  # of two shards
+        roles = ("--servers", "2", "--standbys", "1", "--workers", "2")
+        with backstay_run(folder, option, *roles, str(script)) as run:
+            wait(run, 2)  # of two shards
             for number in range(kills):
                 time.sleep(2.0)
                 began = time.monotonic()
-                standby(process.pid).kill()
-                wait(folder, number + 3)
+                standby(run.process.pid).kill()
+                wait(run, number + 3)
                 yield time.monotonic() - began
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
 
 
-def wait(folder: Path, filled: int) -> None:
+def wait(run: Run, filled: int) -> None:
     """Until the servers have reported so many filled standbys."""
-    deadline = time.monotonic() + SECONDS
-    while (
-        sum(len(HOLDS.findall(log.read_text(errors="replace"))) for log in folder.glob("run/pods/*/*/*.log")) < filled
-    ):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{filled} standbys were not filled:\n{(folder / 'command.log').read_text()}")
-        time.sleep(0.02)
+    run.wait(lambda logs: len(HOLDS.findall(logs)) >= filled)
 
 
 def standby(command: int) -> psutil.Process:

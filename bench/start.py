@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
+from _command import backstay_run
 
 REPO = Path(__file__).resolve().parent.parent
 STEP = re.compile(r"^.*parameter-server-0: step \d+/", re.MULTILINE)
-SECONDS = 300.0
 
 
 def main() -> None:
@@ -51,25 +49,14 @@ def first_update(job: Path, option: str) -> tuple[float, float]:
     """Seconds on the clock, and of processor time, until server 0 has made an update.
 
     Raises:
-        SystemExit: the job ended without an update.
+        SystemExit: the job ended without an update, or made none within five minutes.
     """
     with tempfile.TemporaryDirectory(prefix="backstay-start-") as folder:
         began = time.monotonic()
-        command = [sys.executable, "-m", "backstay_cli.main", "run", option, "--data-dir", folder, str(job)]
-        with (Path(folder) / "command.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        try:
-            while not any(
-                STEP.search(path.read_text(errors="replace")) for path in Path(folder).glob("pods/*/*/*.log")
-            ):
-                if process.poll() is not None or time.monotonic() - began > SECONDS:
-                    raise SystemExit((Path(folder) / "command.log").read_text())
-                time.sleep(0.02)
+        with backstay_run(Path(folder), option, str(job)) as run:
+            run.wait(lambda logs: STEP.search(logs) is not None)
             wall = time.monotonic() - began
-            return wall, processor_seconds(process.pid)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
+            return wall, processor_seconds(run.process.pid)
 
 
 def processor_seconds(pid: int) -> float:
