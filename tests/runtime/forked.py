@@ -28,8 +28,8 @@ KILLED, TERMINATED = 137, 143
 class Forked:
     """One process."""
 
-    def __init__(self, process: Process, runtime: ProcessRuntime, loop: asyncio.AbstractEventLoop) -> None:
-        self._process, self._runtime, self._loop = process, runtime, loop
+    def __init__(self, process: Process) -> None:
+        self._process = process
         self.pid = process.pid
 
     @property
@@ -85,7 +85,7 @@ class ForkingParent:
         """Start a command in this folder; its standard output and errors go to a file."""
         with output.open("wb") as file:
             process = self._run(self._runtime.start(uuid.uuid4().hex, argv, environ, str(Path.cwd()), file.fileno()))
-        return Forked(process, self._runtime, self._loop)
+        return Forked(process)
 
     def close(self) -> None:
         """End every process, and the thread."""

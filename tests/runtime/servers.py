@@ -1,14 +1,16 @@
-"""The environment of a server, for tests that make parts of one in this process."""
+"""The environment of a server and the end of its records, for tests that make parts of one in this process."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
+from backstay._checkpoint import Records
 from backstay._process._environment import Environment
 from backstay_spec.runtime import RuntimeConfig
 
-__all__ = ["server_environment"]
+__all__ = ["flush", "server_environment"]
 
 
 def server_environment(**changes: Any) -> Environment:
@@ -32,3 +34,10 @@ def server_environment(**changes: Any) -> Environment:
         uid="12345678-abcd",
     )
     return replace(usual, **changes)
+
+
+def flush(records: Records) -> None:
+    """Wait until everything that was put so far is written."""
+    done = threading.Event()
+    records._queue.put(("", lambda folder: done.set()), timeout=30)
+    assert done.wait(30)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
 
-from .servers import server_environment
+from .servers import flush, server_environment
 
 WORKER = Peer(role="worker", index=3, incarnation=1)
 DEATH = {
@@ -62,10 +61,7 @@ class Box:
 
     def files(self, kind: str) -> list[Path]:
         """The files of a kind, once everything is written."""
-        done = threading.Event()
-        while not self.records._add("", lambda folder: done.set()):
-            time.sleep(0.01)
-        assert done.wait(30)
+        flush(self.records)
         return sorted(self.folder.glob(f"{kind}-*"))
 
     def reply(self) -> ProgressReply:

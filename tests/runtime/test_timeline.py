@@ -25,7 +25,7 @@ from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
 from backstay_spec.runtime import RuntimeConfig
 
-from .servers import server_environment
+from .servers import flush, server_environment
 
 PEER = Peer(role="worker", index=3, incarnation=2, pod="w")
 SERVER = Peer(role="parameter-server", index=0, incarnation=1, pod="s")
@@ -219,8 +219,7 @@ def test_old_records_are_deleted_and_nothing_else_is(tmp_path: Path) -> None:
     for number in range(KEPT["trace"] + 3):
         records.put("trace", record_name("trace", number, "u"), lambda: b"x")
         records.put("report", record_name("report", 1, "worker-1"), lambda: b"x")  # the same name: written once
-        while records._queue.qsize() > 10:
-            threading.Event().wait(0.01)
+        flush(records)
     records.close(10)
     found = names(tmp_path)
     assert "trace-notes.txt" in found
