@@ -251,7 +251,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     if view.message and view.phase != "Running":
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
-    goodput = [_line((spent(view), "dim"))] if spent(view) else []
+    goodput = [_line((text, "dim"))] if (text := spent(view)) else []
     blame = [_line(("waited for  ", "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *goodput, *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]

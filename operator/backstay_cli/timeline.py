@@ -70,6 +70,10 @@ class Pod:
     lost: int = 0
     clock: Clock = Clock(0.0, 0.0)
 
+    def at(self, nanoseconds: int) -> float:
+        """A time of the pod's clock, as seconds of the timeline's clock."""
+        return nanoseconds / 1e9 + self.clock.offset
+
     @property
     def shown(self) -> str:
         """For people, such as ``worker 3`` or ``worker 3 #2``."""
@@ -96,12 +100,9 @@ class Job:
 
     def newest(self, seconds: float) -> Job:
         """The same of the last `seconds` before the newest span ended."""
-        ends = [span.ended / 1e9 + pod.clock.offset for pod in self.pods for span in pod.spans]
+        ends = [pod.at(span.ended) for pod in self.pods for span in pod.spans]
         first = max(ends, default=0.0) - seconds
-        kept = [
-            replace(pod, spans=[span for span in pod.spans if span.ended / 1e9 + pod.clock.offset >= first])
-            for pod in self.pods
-        ]
+        kept = [replace(pod, spans=[span for span in pod.spans if pod.at(span.ended) >= first]) for pod in self.pods]
         return replace(self, pods=tuple(pod for pod in kept if pod.spans))
 
 
@@ -259,7 +260,7 @@ def chrome_trace(job: Job, history: Sequence[Entry] = ()) -> dict[str, Any]:
         history: of the job: deaths, replacements and other events, at their wall-clock times.
     """
     placed = [_Placed(pod, pid) for pid, pod in enumerate(job.pods, _JOB + 1)]
-    first = min((p.at(span.began) for p in placed for span in p.pod.spans[:1]), default=job.clock)
+    first = min((p.pod.at(span.began) for p in placed for span in p.pod.spans[:1]), default=job.clock)
     entries = [(at, entry) for entry in history if (at := _at(job, entry)) is not None and at >= first - _BEFORE]
     start = min([first, *(at for at, _ in entries)])
 
@@ -319,10 +320,6 @@ class _Placed:
         lanes.append((len(self.tracks), [span.ended]))
         return len(self.tracks)
 
-    def at(self, nanoseconds: int) -> float:
-        """Seconds of the timeline's clock."""
-        return nanoseconds / 1e9 + self.pod.clock.offset
-
     def events(self, micros: Any) -> Iterator[dict[str, Any]]:
         """The process, its tracks and its spans."""
         pod, error = self.pod, self.pod.clock.error
@@ -334,7 +331,7 @@ class _Placed:
         for tid, track in enumerate(self.tracks, 1):
             yield {"ph": "M", "name": "thread_name", "pid": self.pid, "tid": tid, "args": {"name": track}}
         for span, tid in self.slices:
-            began = micros(self.at(span.began))
+            began = micros(pod.at(span.began))
             yield {
                 "ph": "X",
                 "name": _NAMES.get(span.point, span.point),
@@ -342,7 +339,7 @@ class _Placed:
                 "pid": self.pid,
                 "tid": tid,
                 "ts": began,
-                "dur": max(0.0, round(micros(self.at(span.ended)) - began, 3)),
+                "dur": max(0.0, round(micros(pod.at(span.ended)) - began, 3)),
                 "args": {"point": span.point, **({} if span.step is None else {"step": span.step}), **span.notes},
             }
 
@@ -374,9 +371,9 @@ def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]
                 if span.point != "receive" or flow not in sent:
                     continue
                 worker, push, push_tid = sent[flow]
-                start = micros(worker.at(push.began))
-                end = max(micros(p.at(span.began)), start)
-                if end > micros(p.at(span.ended)):
+                start = micros(worker.pod.at(push.began))
+                end = max(micros(p.pod.at(span.began)), start)
+                if end > micros(p.pod.at(span.ended)):
                     left_out += 1
                     continue
                 same = {"name": "contribution", "cat": "contribution", "id": len(events) // 2 + 1}
@@ -391,8 +388,8 @@ def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
     The operator observes it a few seconds later.
     """
     for p in pods:
-        if p.at(p.pod.spans[0].began) > after:
-            yield from [p.at(span.ended) for span in p.pod.spans if span.point == "update_wait"][:1]
+        if p.pod.at(p.pod.spans[0].began) > after:
+            yield from [p.pod.at(span.ended) for span in p.pod.spans if span.point == "update_wait"][:1]
 
 
 def _at(job: Job, entry: Entry) -> float | None:
@@ -420,7 +417,7 @@ def _history(
         if not entry.slot:
             continue
         own = [p for p in placed if f"{p.pod.role}-{p.pod.index}" == entry.slot and p.pod.spans]
-        dead = [p for p in own if p.at(p.pod.spans[0].began) <= at]
+        dead = [p for p in own if p.pod.at(p.pod.spans[0].began) <= at]
         if dead:
             events.append({**instant, "pid": dead[-1].pid, "tid": 1, "s": "p"})
         if entry.recovered is not None and entry.at is not None and entry.recovered >= entry.at:

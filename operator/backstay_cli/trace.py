@@ -40,8 +40,8 @@ class Written:
         number = sum(len(pod.spans) for pod in pods)
         known = [pod.clock.error for pod in pods if pod.clock.error is not None]
         exact = f"; their clocks agree within {max(known) * 1e3:.2g} ms" if known else ""
-        first = min((pod.spans[0].began / 1e9 + pod.clock.offset for pod in pods), default=0.0)
-        last = max((span.ended / 1e9 + pod.clock.offset for pod in pods for span in pod.spans), default=0.0)
+        first = min((pod.at(pod.spans[0].began) for pod in pods), default=0.0)
+        last = max((pod.at(span.ended) for pod in pods for span in pod.spans), default=0.0)
         return (
             f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(len(pods), 'pod')} over "
             f"{duration(last - first)}, from {self.source}{exact}\nopen the file at https://ui.perfetto.dev"

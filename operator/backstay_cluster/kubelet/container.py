@@ -73,6 +73,7 @@ class Container:
         self._stop = asyncio.Event()  # once set, no process is started
         self._killers: set[asyncio.Task[None]] = set()
         self._message_file = scratch / "termination-log"
+        self._logs = node.logs_dir / pod["metadata"]["namespace"] / pod["metadata"]["name"]
 
     def _record_event(self, reason: str, message: str, *, warning: bool = False) -> None:
         path = f"spec.{'initContainers' if self.record.init else 'containers'}{{{self.record.name}}}"
@@ -195,9 +196,7 @@ class Container:
         return [moved(word) for word in argv], {name: moved(value) for name, value in env.items()}, cwd
 
     def _substituted(self, value: str) -> str:
-        meta = self._pod["metadata"]
-        logs = str(self._node.logs_dir / meta["namespace"] / meta["name"])
-        return value.replace("$(POD_IP)", self._ip).replace("$(POD_LOGS)", logs)
+        return value.replace("$(POD_IP)", self._ip).replace("$(POD_LOGS)", str(self._logs))
 
     async def _run_once(self, volumes: Mapping[str, Path]) -> bool:
         """Start a process and wait for its end. Returns False if the container was stopped before it started."""
@@ -209,7 +208,7 @@ class Container:
         meta = self._pod["metadata"]
         self._message_file.write_bytes(b"")
         container_id = uuid.uuid4().hex
-        path = self._node.logs_dir / meta["namespace"] / meta["name"] / f"{self.record.name}.log"
+        path = self._logs / f"{self.record.name}.log"
         sink = LogSink(path, max_bytes=self._node.log_max_bytes, clock=self._node.clock)
         self._sink = self._node.sinks[meta["namespace"], meta["name"], self.record.name] = sink
         self._oom = False
