@@ -39,6 +39,8 @@ _BEFORE: Final = 60.0
 """Seconds before the first span of which events are shown."""
 
 _JOB: Final = 1  # the process of the job's own tracks
+_STRIDE: Final = 1000
+"""Numbers of threads for each process. Perfetto shows the thread first whose number is that of its process."""
 
 
 class BadTimeline(Exception):  # noqa: N818  # it is what happened
@@ -259,7 +261,7 @@ def chrome_trace(job: Job, history: Sequence[Entry] = ()) -> dict[str, Any]:
     Args:
         history: of the job: deaths, replacements and other events, at their wall-clock times.
     """
-    placed = [_Placed(pod, pid) for pid, pod in enumerate(job.pods, _JOB + 1)]
+    placed = [_Placed(pod, _STRIDE * position) for position, pod in enumerate(job.pods, 1)]
     first = min((p.pod.at(span.began) for p in placed for span in p.pod.spans[:1]), default=job.clock)
     entries = [(at, entry) for entry in history if (at := _at(job, entry)) is not None and at >= first - _BEFORE]
     start = min([first, *(at for at, _ in entries)])
@@ -316,20 +318,16 @@ class _Placed:
             if not ends or span.ended <= ends[-1]:
                 ends.append(span.ended)
                 return tid
+        tid = self.pid + len(self.tracks)
         self.tracks.append(_track(span) + (f" ({len(lanes) + 1})" if lanes else ""))
-        lanes.append((len(self.tracks), [span.ended]))
-        return len(self.tracks)
+        lanes.append((tid, [span.ended]))
+        return tid
 
     def events(self, micros: Any) -> Iterator[dict[str, Any]]:
         """The process, its tracks and its spans."""
         pod, error = self.pod, self.pod.clock.error
         exactness = "wall clock" if error is None else f"clock ± {error * 1e3:.3g} ms"
-        names = {"process_name": ("name", pod.shown), "process_labels": ("labels", exactness)}
-        for name, (key, value) in names.items():
-            yield {"ph": "M", "name": name, "pid": self.pid, "tid": 0, "args": {key: value}}
-        yield _sorted_as(self.pid, self.pid)
-        for tid, track in enumerate(self.tracks, 1):
-            yield {"ph": "M", "name": "thread_name", "pid": self.pid, "tid": tid, "args": {"name": track}}
+        yield from _process(self.pid, f"{pod.shown} ({exactness})", self.tracks)
         for span, tid in self.slices:
             began = micros(pod.at(span.began))
             yield {
@@ -350,8 +348,18 @@ def _track(span: Span) -> str:
     return _TRACKS.get(span.point, "main" if span.thread == "MainThread" else span.thread)
 
 
-def _sorted_as(pid: int, index: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": index}}
+def _process(pid: int, name: str, tracks: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The names of a process and of its tracks, in the order in which they are shown.
+
+    Args:
+        tracks: their names; the first one has the number `pid`, the next one that number and 1, and so on.
+    """
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": pid, "args": {"sort_index": pid}}
+    for position, track in enumerate(tracks):
+        same = {"ph": "M", "pid": pid, "tid": pid + position}
+        yield {**same, "name": "thread_name", "args": {"name": track}}
+        yield {**same, "name": "thread_sort_index", "args": {"sort_index": position}}
 
 
 def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]], int]:
@@ -371,9 +379,10 @@ def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]
                 if span.point != "receive" or flow not in sent:
                     continue
                 worker, push, push_tid = sent[flow]
-                start = micros(worker.pod.at(push.began))
-                end = max(micros(p.pod.at(span.began)), start)
-                if end > micros(p.pod.at(span.ended)):
+                start, began = micros(worker.pod.at(push.began)), micros(p.pod.at(span.began))
+                ended = micros(p.pod.at(span.ended))
+                end = max(began, start)
+                if end >= ended > began or end > ended:  # Perfetto would bind it to the next slice
                     left_out += 1
                     continue
                 same = {"name": "contribution", "cat": "contribution", "id": len(events) // 2 + 1}
@@ -412,14 +421,15 @@ def _history(
             "ts": micros(at),
             "args": {"message": on_one_line(entry.message)},
         }
-        tid = tracks.setdefault(entry.slot, len(tracks) + 1)
-        events.append({**instant, "pid": _JOB, "tid": tid, "s": "g" if entry.type == "Warning" else "p"})
+        tid = tracks.setdefault(entry.slot, _JOB + len(tracks))
+        # On the track of the slot: Perfetto shows instants of a process, and of the whole trace, elsewhere.
+        events.append({**instant, "pid": _JOB, "tid": tid, "s": "t"})
         if not entry.slot:
             continue
         own = [p for p in placed if f"{p.pod.role}-{p.pod.index}" == entry.slot and p.pod.spans]
         dead = [p for p in own if p.pod.at(p.pod.spans[0].began) <= at]
         if dead:
-            events.append({**instant, "pid": dead[-1].pid, "tid": 1, "s": "p"})
+            events.append({**instant, "pid": dead[-1].pid, "tid": dead[-1].pid, "s": "p"})
         if entry.recovered is not None and entry.at is not None and entry.recovered >= entry.at:
             # A replacement that died too ends here: spans of one track must not overlap.
             again = [later for later, other in entries[position + 1 :] if other.slot == entry.slot and later >= at]
@@ -438,11 +448,5 @@ def _history(
                 }
             )
     if events:
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": _JOB, "tid": 0, "args": {"name": f"job {job.name}: events"}}
-        )
-        events.append(_sorted_as(_JOB, 0))
-        for slot, tid in tracks.items():
-            shown = slot_words(slot) if slot else "job"
-            events.append({"ph": "M", "name": "thread_name", "pid": _JOB, "tid": tid, "args": {"name": shown}})
+        events += _process(_JOB, f"job {job.name}: events", [slot_words(slot) if slot else "job" for slot in tracks])
     return events

@@ -2,7 +2,8 @@
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. How Perfetto reads it:
 https://perfetto.dev/docs/getting-started/other-formats. Perfetto does not support complete events of one thread that
-overlap and do not nest. A flow event belongs to the slice that it is inside of.
+overlap and do not nest. It reads the events in order of time, and binds an end of an arrow to the innermost slice that
+is open then. `check` does the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans, Timeline
 
-METADATA = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
+METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+"""What Perfetto's importer reads of the metadata; it ignores process_labels."""
 
 
 def check(trace: dict[str, Any]) -> None:
@@ -24,7 +26,7 @@ def check(trace: dict[str, Any]) -> None:
         AssertionError: the trace breaks a rule of the format.
     """
     assert trace["displayTimeUnit"] in {"ms", "ns"}
-    slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    stacks: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)  # the open slices: when each ends, its name
     flows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     named: set[tuple[int, int]] = set()
     processes: set[int] = set()
@@ -33,43 +35,40 @@ def check(trace: dict[str, Any]) -> None:
         kind = event["ph"]
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
+        track = event["pid"], event["tid"]
         if kind == "M":
             assert event["name"] in METADATA
             if event["name"] == "process_name":
                 processes.add(event["pid"])
             if event["name"] == "thread_name":
-                named.add((event["pid"], event["tid"]))
+                named.add(track)
             continue
         assert math.isfinite(event["ts"])
         assert event["ts"] >= 0
         assert event["ts"] >= last, "events are in order of time"
         last = event["ts"]
         assert event["name"]
-        if kind == "X":
-            assert event["dur"] >= 0
-            began = _nanoseconds(event["ts"])
-            slices[event["pid"], event["tid"]].append((began, began + _nanoseconds(event["dur"])))
+        assert event["pid"] in processes
+        assert track in named
+        at, open_slices = _nanoseconds(event["ts"]), stacks[track]
+        if kind == "X" or (kind == "i" and event["s"] == "t"):  # an instant of a thread is a slice without duration
+            assert event.get("dur", 0) >= 0
+            ended = at + _nanoseconds(event.get("dur", 0))
+            while open_slices and open_slices[-1][0] <= at:
+                open_slices.pop()
+            assert not open_slices or ended <= open_slices[-1][0], f"two slices of {track} overlap and do not nest"
+            open_slices.append((ended, event["name"]))
         elif kind == "i":
-            assert event["s"] in {"g", "p", "t"}
+            assert event["s"] == "p"
         else:
             assert kind in {"s", "f"}, kind
+            assert open_slices, "an end of an arrow is in no slice"
+            assert at <= open_slices[-1][0], "an end of an arrow is in no slice"
+            assert open_slices[-1][1] == {"s": "send", "f": "receive"}[kind]
             flows[event["cat"], event["id"]].append(event)
-    for track, found in slices.items():
-        assert track in named
-        assert track[0] in processes
-        open_ends: list[int] = []
-        for began, ended in sorted(found, key=lambda slice_: (slice_[0], -slice_[1])):
-            while open_ends and open_ends[-1] <= began:
-                open_ends.pop()
-            assert not open_ends or ended <= open_ends[-1], f"two slices of {track} overlap and do not nest"
-            open_ends.append(ended)
     for key, ends in flows.items():
         assert [end["ph"] for end in ends] == ["s", "f"], f"the arrow {key} has not one start and one end"
         assert ends[1]["bp"] == "e"
-        for end in ends:
-            at = _nanoseconds(end["ts"])
-            inside = [began <= at <= ended for began, ended in slices[end["pid"], end["tid"]]]
-            assert any(inside), f"an end of the arrow {key} is in no slice"
 
 
 def _nanoseconds(micros: float) -> int:

@@ -19,7 +19,7 @@ from backstay._checkpoint._records import KEPT, Records, record_name
 from backstay._control import Outbox
 from backstay._control._spans import columns
 from backstay._process._environment import Environment
-from backstay._roles._metrics import HttpPort, Metrics
+from backstay._roles._metrics import HttpPort, Metrics, Turns
 from backstay._roles._timeline import Collector, Tracing
 from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
@@ -257,7 +257,8 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         assert leave.wait(30)
         return b"timeline"
 
-    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
+    turns = Turns(rest=0.0, patience=0.2)
+    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0, turns=turns)
     url = f"http://127.0.0.1:{port.port}/trace"
     try:
         assert urllib.request.urlopen(url, timeout=10).read() == b""
@@ -275,3 +276,23 @@ def test_one_client_at_a_time_reads_the_page() -> None:
     finally:
         leave.set()
         port.close()
+
+
+def test_a_client_that_reads_without_a_pause_gets_a_page_every_two_seconds() -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    turns = Turns(rest=2.0, clock=lambda: now, sleep=sleep)
+    began = []
+    for _ in range(4):
+        with turns.turn() as own:
+            assert own
+            began.append(now)
+            now += 0.5  # the page takes a while
+    assert began == [0.0, 2.5, 5.0, 7.5]
+    now += 60.0
+    with turns.turn():
+        assert now == 68.0, "the first reader after a pause does not wait"

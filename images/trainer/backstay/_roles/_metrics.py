@@ -7,9 +7,11 @@ job's token (O7).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, TypeVar
 
@@ -22,7 +24,7 @@ from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
 
-__all__ = ["HttpPort", "Metrics", "metric_names"]
+__all__ = ["HttpPort", "Metrics", "Turns", "metric_names"]
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STALENESS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -366,6 +368,43 @@ def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
     return frozenset(names)
 
 
+class Turns:
+    """Gives clients that read a large page one turn after the other, each a while after the previous one. A client that
+    reads without a pause therefore costs the pod a bounded share of its time. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        rest: float = 2.0,
+        patience: float = 5.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """
+        Args:
+            rest: seconds from the end of a turn to the beginning of the next one.
+            patience: seconds that a client waits for the turn of another client to end.
+        """
+        self._rest, self._patience, self._clock, self._sleep = rest, patience, clock, sleep
+        self._lock = threading.Lock()
+        self._ended = -rest
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Whether it is this thread's turn; then it lasts until the context ends."""
+        if not self._lock.acquire(timeout=self._patience):
+            yield False
+            return
+        try:
+            if (early := self._ended + self._rest - self._clock()) > 0:
+                self._sleep(early)
+            yield True
+        finally:
+            self._ended = self._clock()
+            self._lock.release()
+
+
 class HttpPort:
     """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`,
     `/trace`.
@@ -383,9 +422,11 @@ class HttpPort:
         bind: str,
         port: int,
         peers: Callable[[], Mapping[int, tuple[float, int]]] = dict,
+        turns: Turns | None = None,
     ) -> None:
         """
         Args:
+            turns: of the clients of `/trace`; None: the usual ones.
             peers: by shard, seconds since its server last answered this pod, and the calls it left unanswered since.
                 The operator requests it before it replaces a server that does not answer the operator.
 
@@ -395,8 +436,8 @@ class HttpPort:
         shown = self
         self.status: Callable[[], Mapping[str, Any]] = dict
         self.trace: Callable[[], bytes] = bytes
-        # It is large, and this port has no authentication: one at a time.
-        tracing = threading.Lock()
+        # It is large, and this port has no authentication.
+        turns = turns or Turns()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
@@ -420,14 +461,11 @@ class HttpPort:
                     self._answer(404, b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n")
 
             def _trace(self) -> None:
-                # A client has the whole page a moment before its handler returns: the next one may be early.
-                if not tracing.acquire(timeout=1.0):
-                    self._answer(503, b"another client reads the timeline now: try again\n")
-                    return
-                try:
-                    self._answer(200, shown.trace(), "application/octet-stream")
-                finally:
-                    tracing.release()
+                with turns.turn() as own:
+                    if own:
+                        self._answer(200, shown.trace(), "application/octet-stream")
+                    else:
+                        self._answer(503, b"another client reads the timeline now: try again\n")
 
             def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
                 self.send_response(status)
