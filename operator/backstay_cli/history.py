@@ -15,7 +15,7 @@ from backstay_cli.follow import JobView, view_of
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
 from backstay_cli.records import all_of, places_of, read_file
-from backstay_cli.view import number
+from backstay_cli.view import number, spent
 from backstay_cli.words import count, duration, printable
 from backstay_spec import contract
 from backstay_spec.records import merged
@@ -178,8 +178,9 @@ def lines(history: History, now: float) -> Iterator[str]:
     lasted = "" if view.started is None or ended is None else f", {duration(max(0.0, ended - view.started))}"
     steps = "" if view.step is None else f", step {number(view.step)}"
     steps += "" if view.goal_steps is None or view.step is None else f" of {number(view.goal_steps)}"
-    good = "" if view.goodput is None else f", goodput {100 * view.goodput:.0f} %"
-    yield f"{view.name} in namespace {view.namespace}: {view.phase}{lasted}{steps}{good}"
+    yield f"{view.name} in namespace {view.namespace}: {view.phase}{lasted}{steps}"
+    if good := spent(view):
+        yield f"  {good}"
     if view.message and view.ended:
         yield f"  {printable(view.message.splitlines()[0])}"
     causes = Counter((death.slot.rpartition("-")[0], death.cause) for death in deaths(view))

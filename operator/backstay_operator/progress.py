@@ -62,6 +62,7 @@ class Round:
         world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
         record: returns the job's history as JSON, for shard 0.
         record_id: another text whenever something happened to the job.
+        job_seconds: the account of goodput until now, by `backstay_spec.goodput.PARTS`, for shard 0.
         workers: URLs of the health ports of some running workers, by uid of the pod.
         worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: no such pod exists.
     """
@@ -75,6 +76,7 @@ class Round:
     grace: control_pb2.Grace
     record: Callable[[], str] = str
     record_id: str = ""
+    job_seconds: Sequence[float] = ()
     workers: Mapping[str, str] = field(default_factory=dict)
     worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
 
@@ -84,7 +86,8 @@ class Round:
         Args:
             recorded: the id of the record that shard 0's server has.
         """
-        changed = server.serves and server.shard == 0 and self.record_id != recorded
+        leads = server.serves and server.shard == 0
+        changed = leads and self.record_id != recorded
         return control_pb2.ProgressRequest(
             shard=server.shard,
             expected_incarnation=server.incarnation,
@@ -95,6 +98,7 @@ class Round:
             grace=self.grace,
             record=self.record() if changed else "",
             record_id=self.record_id if changed else "",
+            job_seconds=self.job_seconds if leads else (),
         )
 
 

@@ -202,7 +202,7 @@ class Reconciler:
         if account.until is None:
             return None
         gone = dict(zip(PARTS, account.gone, strict=True))
-        return Spent(account.seconds(now.timestamp()), gone, datetime.fromtimestamp(account.until, UTC))
+        return Spent(_seconds_of(account, now), gone, datetime.fromtimestamp(account.until, UTC))
 
     # The control channel.
 
@@ -241,6 +241,7 @@ class Reconciler:
             grace=control_pb2.Grace(seconds=grace or 0.0, auto=grace is None),
             record=lambda: record_of(status),
             record_id=record_id(status),
+            job_seconds=tuple(_seconds_of(memory.account, self._now()).values()),
             workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
             worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )
@@ -369,6 +370,11 @@ def _servers_changed(job: Json, status: Mapping[str, Any] | None) -> bool:
         return of.get("active") or {}, {slot: n for slot, n in numbers if slot.startswith(contract.ROLE_SERVER)}
 
     return status is not None and bool(status.get("active")) and servers(job.get("status") or {}) != servers(status)
+
+
+def _seconds_of(account: Account | None, now: datetime) -> dict[str, float]:
+    """The seconds of all worker pods by part, in the order of `PARTS`; empty before the first one had a node."""
+    return {} if account is None or account.until is None else account.seconds(now.timestamp())
 
 
 def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -> Server | None:

@@ -567,7 +567,7 @@ class Done(_message.Message):
     def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
-    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace", "record", "record_id")
+    __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace", "record", "record_id", "job_seconds")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -584,6 +584,7 @@ class ProgressRequest(_message.Message):
     GRACE_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     RECORD_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_SECONDS_FIELD_NUMBER: _ClassVar[int]
     shard: int
     expected_incarnation: int
     world: int
@@ -593,7 +594,8 @@ class ProgressRequest(_message.Message):
     grace: Grace
     record: str
     record_id: str
-    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ..., grace: _Optional[_Union[Grace, _Mapping]] = ..., record: _Optional[str] = ..., record_id: _Optional[str] = ...) -> None: ...
+    job_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., world: _Optional[int] = ..., incarnations: _Optional[_Mapping[str, int]] = ..., checkpoint: _Optional[_Union[CheckpointSettings, _Mapping]] = ..., stall_seconds: _Optional[float] = ..., grace: _Optional[_Union[Grace, _Mapping]] = ..., record: _Optional[str] = ..., record_id: _Optional[str] = ..., job_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Grace(_message.Message):
     __slots__ = ("seconds", "auto")

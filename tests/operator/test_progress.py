@@ -357,7 +357,7 @@ def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() ->
         received, metrics = Received(), Metrics()
         async with serving(zero) as first, serving(one) as second:
             servers = Server(0, 1, "u0", first), Server(1, 1, "u1", second)
-            todo = [replace(round_of(*servers), record=lambda: "the status", record_id="a")]
+            todo = [replace(round_of(*servers), record=lambda: "the status", record_id="a", job_seconds=(3.0, 1.0))]
             it = poller(lambda _: todo[0], received, metrics)
             it.follow(KEY)
             await received.more(2)
@@ -372,6 +372,8 @@ def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() ->
             assert "b" in {request.record_id for request in zero.asked[known:]}
             await it.close()
         assert {request.record for request in one.asked} == {""}
+        assert {tuple(request.job_seconds) for request in zero.asked} == {(3.0, 1.0)}, "the account is in each request"
+        assert {tuple(request.job_seconds) for request in one.asked} == {()}
 
     asyncio.run(story())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from backstay._roles._timeline import Collector
 from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
+from backstay_spec.goodput import PARTS
 
 from .servers import flush, server_environment
 
@@ -125,14 +127,19 @@ def test_the_history_survives_what_the_status_drops_and_states_how_the_job_ended
     box.record("b", DEATH)
     box.record("c", {**DEATH, "recovered": "2026-11-22T10:00:02.500Z", "report": "/ck/report-1"})
     box.box.record(json.dumps({"startTime": "2026-11-22T08:59:00Z", "goodput": 0.0}), "d")
+    for account in ([1.0], [math.nan] * len(PARTS), [-1.0] * len(PARTS)):
+        box.box.spent(account)
     box.box.ended({"result": "Succeeded", "step": 40})
     (file,) = box.files("history")
     assert "goodput" not in json.loads(file.read_text())["status"], "it is that of the last event"
+    box.box.spent([30.0 if part == "applied" else 10.0 if part == "wait" else 0.0 for part in PARTS])
+    box.box.leaves()
     (file,) = box.files("history")
     assert [entry["reason"] for entry in json.loads(file.read_text())["status"]["history"]] == ["Running", "Stalled"]
     shown = "\n".join(lines(history_of_place(str(tmp_path), "j"), 0.0))
     assert "j in namespace default: Succeeded" in shown
     assert "step 40" in shown
+    assert "goodput 75 % of 40 worker seconds: wait 25 %" in shown
     assert "1 worker pod died: Stalled" in shown
     assert "trains again after 2 s" in shown
     assert "report about worker 3: /ck/report-1" in shown

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import DecodeError
 
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply, Spans, StoredReport, Timeline
 from backstay_rpc.spans import spans_in
+from backstay_spec.goodput import PARTS, goodput
 from backstay_spec.records import merged
 
 from .. import _instrument
@@ -73,6 +75,8 @@ class BlackBox:
         self._made: set[tuple[str, int]] = set()
         self._stored: list[StoredReport] = []
         self._status: dict[str, Any] = {}
+        self._account: dict[str, Any] = {}
+        self._outcome: dict[str, Any] = {}
         self._recorded = ""
 
     def hangs(self, peer: Peer, report: HangReport) -> None:
@@ -104,12 +108,33 @@ class BlackBox:
         if found:
             self._keep_history(found)
 
+    def spent(self, seconds: Sequence[float]) -> None:
+        """The operator sent the seconds of the job's worker pods until now, by `PARTS`."""
+        if len(seconds) != len(PARTS) or not all(0 <= value < math.inf for value in seconds):
+            return  # it has no account yet
+        parts = {part: round(value, 3) for part, value in zip(PARTS, seconds, strict=True) if value > 0}
+        share = goodput(parts)
+        until = datetime.fromtimestamp(self._unix_clock(), UTC).isoformat(timespec="seconds")
+        with self._lock:
+            self._account = {"workerSeconds": parts, "workerSecondsUntil": until}
+            if share is not None:
+                self._account["goodput"] = round(share, 4)
+
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """The job ends; the operator writes that into its status when this server has left."""
         with self._lock:
-            # The account of goodput is that of the last event: readers would treat it as that of the whole job.
-            status = {name: value for name, value in self._status.items() if name not in _ACCOUNT}
-        status["outcome"] = dict(outcome)
+            self._outcome = dict(outcome)
+        self.leaves()
+
+    def leaves(self) -> None:
+        """This server leaves: store the history with the newest account of goodput."""
+        with self._lock:
+            if not self._status and not self._outcome:
+                return
+            # The account in the status is that of the last event: readers would treat it as that of the whole job.
+            status = {name: value for name, value in self._status.items() if name not in _ACCOUNT} | self._account
+            if self._outcome:
+                status["outcome"] = self._outcome
         self._keep_history(status)
 
     def tick(self, *, at_once: bool = False) -> None:

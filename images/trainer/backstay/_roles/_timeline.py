@@ -190,6 +190,7 @@ class Tracing:
         self._own()
         if self._link is None:
             self.black_box.tick(at_once=True)
+            self.black_box.leaves()
         self._store()
         self.records.close(_CLOSE)
 
