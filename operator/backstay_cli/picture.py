@@ -252,7 +252,9 @@ def page(view: JobView, now: float, cluster: str) -> Group:
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
     goodput = [_line((text, "dim"))] if (text := spent(view)) else []
-    blame = [_line(("waited for  ", "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
+    is_async = ((view.job.get("spec") or {}).get("update") or {}).get("mode") == "Async"
+    label = "slower than others  " if is_async else "waited for  "
+    blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *goodput, *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.step is not None:

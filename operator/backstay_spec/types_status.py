@@ -305,7 +305,8 @@ class TrainingJobStatus(StatusModel):
     """The newest whole checkpoint."""
 
     waited_for: list[WaitedForStatus] = Field(default_factory=list)
-    """The ranks that the updates of the last minutes waited for, the longest first; at most three."""
+    """The ranks that the updates of the last minutes waited for, the longest first; at most three. Async: the ranks
+    that took longer than the median of all ranks for their contributions."""
 
     history: list[HistoryEntry] = Field(default_factory=list)
     """The newest 50 events, oldest first. The API server itself deletes events after an hour."""

@@ -26,7 +26,9 @@ def check(trace: dict[str, Any]) -> None:
         AssertionError: the trace breaks a rule of the format.
     """
     assert trace["displayTimeUnit"] in {"ms", "ns"}
-    stacks: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)  # the open slices: when each ends, its name
+    stacks: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(
+        list
+    )  # the open slices: when each ends, its name
     flows: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     named: set[tuple[int, int]] = set()
     processes: set[int] = set()

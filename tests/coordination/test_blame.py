@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._coordination._blame import Blame, Charge
+from backstay._coordination._blame import AsyncBlame, Blame, Charge
 
 
 def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 1, late: float = 0.0) -> Charge | None:
@@ -87,3 +87,40 @@ def test_the_charges_never_add_up_to_more_than_the_time(rounds: list[dict[int, f
         assert 0 <= charge.seconds <= max(delays.values()) + 1e-9
         now += max(delays.values())
     assert sum(one.seconds for one in blame.worst(now, 100)) <= now + 1e-6
+
+
+def test_an_asynchronous_rank_is_charged_with_what_it_takes_beyond_the_median() -> None:
+    """Ranks 0 to 3 need 1 s for a contribution; rank 4 needs 3 s, because it waits for its batches."""
+    blame = AsyncBlame(2, now=0.0)
+    for rank in range(5):
+        blame.parts(rank, {"batch_wait": 2.5 if rank == 4 else 0.5, "compute": 0.5})
+    applied = [(second * (3.0 if rank == 4 else 1.0), rank) for second in range(1, 31) for rank in range(5)]
+    for number, (when, rank) in enumerate(sorted(one for one in applied if one[0] <= 30.0)):
+        blame.updated(when, 1, number, [rank])
+    assert [(one.rank, one.part, one.seconds, one.updates) for one in blame.worst(30.0)] == [
+        (4, "batch_wait", pytest.approx(18.0), 9)
+    ]
+    waiting = blame.waiting(55.0, 1, 130, 5, 1)
+    assert (waiting.seconds, waiting.missing, waiting.needed) == (25.0, (0, 1, 2, 3, 4), 1)
+
+
+def test_an_asynchronous_rank_is_not_charged_with_its_replacement_or_a_rollback() -> None:
+    blame = AsyncBlame(1, now=0.0)
+    for when in range(1, 5):
+        for rank in range(3):
+            blame.staged(float(when), 0, rank, (1, 0), 1, when)
+            assert blame.updated(float(when), 1, 0, [rank]) is None
+    blame.staged(40.0, 0, 2, (1, 0), 2, 1)
+    blame.staged(41.0, 0, 2, (1, 0), 2, 2)
+    for rank in range(2):
+        blame.updated(5.0, 1, 0, [rank])
+    assert blame.updated(40.0, 1, 0, [2]) is None
+    blame.restarted(50.0)
+    assert blame.updated(90.0, 1, 0, [2]) is None
+    assert blame.worst(90.0) == []
+
+
+def test_a_rank_that_trains_alone_is_never_slow() -> None:
+    blame = AsyncBlame(1, now=0.0)
+    for version in range(5):
+        assert blame.updated(float(version * version), 1, version, [0]) is None

@@ -66,3 +66,20 @@ def test_a_short_wait_is_not_worth_a_message() -> None:
     assert reply.waits == ""
     waits.fill(20.0, reply)
     assert reply.waits == "worker 0 has not joined; worker 1 has not joined"
+
+
+def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits_for_it() -> None:
+    waits = Waits(1, lambda world: 1, Metrics("job", "ParameterServer", 0), lambda: 0.0, sync=False)
+    waits.restarted(0.0, CoordinatorState(term=1, version=0, world=2))
+    for rank, seconds in ((0, 0.5), (1, 1.5)):
+        waits.beat(0.0, beat(rank, parts={"batch_wait": seconds}))
+    for version, (when, rank) in enumerate([(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (5, 0), (6, 0), (6, 1)]):
+        waits.staged(when, 0, staged(rank, version))
+        waits.updated(when, commit(version, range(rank, rank + 1)))
+    assert [one["text"] for one in waits.status(6.0)["blame"]] == [
+        "worker 1, its input batches: 2.0 s of the last 6 s slower than the others"
+    ]
+    reply = ProgressReply()
+    waits.fill(40.0, reply)
+    assert [(one.rank, one.part) for one in reply.waited_for] == [(1, "batch_wait")]
+    assert reply.waits.endswith("(1 of these 4 contributions are needed)")

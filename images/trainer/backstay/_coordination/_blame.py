@@ -4,6 +4,9 @@ An update waits for the contribution that completes its set. The rank of that co
 since the previous contribution: without it, the update would have been decided so much earlier. A contribution may
 reach one shard much later than the others. Then the shard is charged. The part of the step is where the rank
 takes the longest beyond the median of the other ranks, by the times that heartbeats report.
+
+An asynchronous update waits for no other rank. There, a rank is charged with the time that it takes for a contribution
+beyond the median of all ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Final
 
-__all__ = ["SENDING", "Blame", "Blamed", "Charge", "Waiting"]
+__all__ = ["SENDING", "AsyncBlame", "Blame", "Blamed", "Charge", "Waiting"]
 
 SENDING: Final = "push"
 """The part that no heartbeat reports: the rest of a step is the time to send its contribution."""
@@ -197,3 +200,46 @@ class Blame:
     def restarted(self, now: float) -> None:
         """The history went back: earlier reports do not count for later updates."""
         self._at, self._arrivals, self._since = None, {}, now
+
+
+class AsyncBlame(Blame):
+    """Of asynchronous updates; see `Blame`."""
+
+    def __init__(self, shards: int, *, now: float) -> None:
+        super().__init__(shards, now=now)
+        self._incarnations: dict[int, int] = {}
+        self._last: dict[int, float] = {}  # by rank, when its newest contribution was applied
+        self._took: dict[int, float] = {}  # by rank, seconds between its newest two
+        self._typical: float | None = None
+        self._until_typical = 0
+
+    def staged(self, now: float, shard: int, rank: int, at: tuple[int, int], incarnation: int, attempt: int) -> None:
+        """A replacement is not charged with the time since the last contribution of its predecessor."""
+        del now, shard, at, attempt
+        if incarnation != self._incarnations.get(rank, incarnation):
+            self._last.pop(rank, None)
+        self._incarnations[rank] = incarnation
+
+    def updated(self, now: float, term: int, version: int, ranks: Iterable[int]) -> Charge | None:
+        """A contribution was applied. Returns the charge of its rank; None where it is not slower than the others."""
+        del term, version
+        self._since, found = now, None
+        for rank in ranks:
+            before = self._last.get(rank)
+            self._last[rank] = now
+            if before is None:
+                continue
+            self._took[rank] = now - before
+            self._until_typical -= 1
+            if self._until_typical <= 0:  # once in a round of all ranks: a thousand of them cost no more than two
+                self._until_typical = len(self._took)
+                self._typical = median_low(self._took.values()) if len(self._took) > 1 else None
+            if self._typical is not None and now - before > self._typical:
+                found = Charge(rank, None, self._part(rank, self._took), now - before - self._typical)
+                self._add(now, found)
+        return found
+
+    def restarted(self, now: float) -> None:
+        """The history went back: the time until the next contribution is the rollback's."""
+        super().restarted(now)
+        self._last = {}

@@ -119,8 +119,8 @@ def begin_history(
         SystemExit: SIGTERM arrived while the process waited for the folder.
     """
     config = environment.config
-    if config.mode == "Sync":
-        leader.watch_waits(config.shards, lambda ranks: quorum_of(config.backups, ranks))
+    sync = config.mode == "Sync"
+    leader.watch_waits(config.shards, lambda ranks: quorum_of(config.backups, ranks) if sync else 1, sync=sync)
     storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
     leader.reports = storage.reports = _reports(environment, script, store)
     try:

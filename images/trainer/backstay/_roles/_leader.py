@@ -91,11 +91,11 @@ class Leader:
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
         self._workers = WorkerReports()
-        self._waits: Waits | None = None  # Async: no update waits for a rank
+        self._waits: Waits | None = None
 
-    def watch_waits(self, shards: int, quorum: Callable[[int], int]) -> None:
+    def watch_waits(self, shards: int, quorum: Callable[[int], int], *, sync: bool) -> None:
         """Record the waits of updates from now on; call it before `start`. See `Waits`."""
-        self._waits = Waits(shards, quorum, self._metrics)
+        self._waits = Waits(shards, quorum, self._metrics, sync=sync)
 
     # ---- Observer ----
 

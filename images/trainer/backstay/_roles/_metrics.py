@@ -150,7 +150,8 @@ class Metrics:
             of,
             Counter,
             "waited_for_seconds",
-            "Seconds that updates waited for a rank after all others that they needed, by the part of the rank's step.",
+            "Seconds that updates waited for a rank after all others that they needed, by the part of the rank's step. "
+            "Async: seconds that its contributions took beyond the median of all ranks.",
             (*_WHO, "rank", "part"),
         )
         self.checkpoints = self._counter(of, "checkpoints", "Whole checkpoints stored.")

@@ -1,4 +1,7 @@
-"""The waits of updates, on shard 0: blame over the last minutes, and the contributions that are missing now."""
+"""The waits of updates, on shard 0: blame over the last minutes, and the contributions that are missing now.
+
+Async updates wait for no rank: blame says which ranks are slower than the others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from backstay_rpc.control_pb2 import Commit, Doing, HeartbeatRequest, ProgressReply, Staged, WaitedFor
 
 from .. import _instrument
-from .._coordination._blame import Blame, Blamed
+from .._coordination._blame import AsyncBlame, Blame, Blamed
 
 if TYPE_CHECKING:
     from .._coordination import CoordinatorState
@@ -49,14 +52,22 @@ class Waits:
     Args:
         shards: how many servers a contribution goes to.
         quorum: ``quorum(world)`` returns how many contributions an update needs.
+        sync: whether updates are synchronous.
         metrics: of shard 0.
     """
 
     def __init__(
-        self, shards: int, quorum: Callable[[int], int], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        shards: int,
+        quorum: Callable[[int], int],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        sync: bool = True,
     ) -> None:
         self._lock = threading.Lock()
-        self._blame = Blame(shards, now=clock())
+        self._sync = sync
+        self._blame = (Blame if sync else AsyncBlame)(shards, now=clock())
         self._quorum, self._metrics = quorum, metrics
         self._term, self._version, self._world = 0, 0, 0
         self._beats: dict[int, tuple[float, Doing | None]] = {}  # by rank
@@ -83,8 +94,10 @@ class Waits:
         with self._lock:
             charge = self._blame.updated(now, commit.term, commit.version, ranks)
             self._term, self._version, self._world = commit.term, commit.version + 1, commit.world
-        if charge is not None and len(ranks) > 1:
-            self._metrics.waited_for(charge.rank, charge.part).inc(charge.seconds)
+        if charge is None or (self._sync and len(ranks) < 2):  # a rank that trains alone delays no other one
+            return
+        self._metrics.waited_for(charge.rank, charge.part).inc(charge.seconds)
+        if self._sync:
             shard = {} if charge.shard is None else {"shard": charge.shard}
             began = now - charge.seconds
             _instrument.record("blame", began, now, commit.version, rank=charge.rank, part=charge.part, **shard)
@@ -109,7 +122,7 @@ class Waits:
                     "seconds": round(one.seconds, 3),
                     "updates": one.updates,
                     "windowSeconds": round(one.window, 1),
-                    "text": _text(one),
+                    "text": _text(one, sync=self._sync),
                 }
                 for one in worst
                 if one.seconds > 0
@@ -166,9 +179,11 @@ class Waits:
         return f"worker {rank} {point}, for {doing.seconds + now - at:.0f} s"
 
 
-def _text(one: Blamed) -> str:
+def _text(one: Blamed, *, sync: bool) -> str:
     where, part = f"worker {one.rank}", _PARTS.get(one.part, one.part)
     if one.shard is not None:
         where, part = f"server {one.shard}", f"receiving from worker {one.rank}"
     window = f"{one.window / 60:.0f} min" if one.window >= 60 else f"{one.window:.0f} s"
+    if not sync:
+        return f"{where}, {part}: {one.seconds:.1f} s of the last {window} slower than the others"
     return f"{where}, {part}: {one.seconds:.1f} s of the last {window}, in {one.updates} updates"
