@@ -17,7 +17,7 @@ from typing import Any
 from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans, Timeline
 
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
-"""What Perfetto's importer reads of the metadata; it ignores process_labels."""
+"""Perfetto's importer reads these, and ignores process_labels."""
 
 
 def check(trace: dict[str, Any]) -> None:

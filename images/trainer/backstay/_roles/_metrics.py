@@ -438,7 +438,7 @@ class HttpPort:
         self.status: Callable[[], Mapping[str, Any]] = dict
         self.trace: Callable[[], bytes] = bytes
         # It is large, and this port has no authentication.
-        turns = turns or Turns()
+        taking = turns or Turns()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
@@ -462,7 +462,7 @@ class HttpPort:
                     self._answer(404, b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n")
 
             def _trace(self) -> None:
-                with turns.turn() as own:
+                with taking.turn() as own:
                     if own:
                         self._answer(200, shown.trace(), "application/octet-stream")
                     else:
