@@ -373,6 +373,7 @@ class Poller:
             line = poll.lines[server.pod_uid] = _Line(channel, stub)
         async with self._slots:
             began = self._clock()
+            reply: control_pb2.ProgressReply | None = None
             try:
                 reply = await line.stub.Progress(
                     todo.request(server, line.recorded),
@@ -382,7 +383,6 @@ class Poller:
             except grpc.aio.AioRpcError as error:
                 self._metrics.progress_calls.labels(error.code().name).inc()
                 log.debug("server %s at %s: %s: %s", server.shard, server.address, error.code().name, error.details())
-                reply = None
         if reply is not None:
             self._metrics.progress_calls.labels("OK").inc()
         if reply is None or reply.incarnation not in (0, server.incarnation):
@@ -391,8 +391,7 @@ class Poller:
             return None
         poll.calls.answered(server.pod_uid, self._now())
         line.recorded = reply.recorded
-        found: control_pb2.ProgressReply = reply
-        return found
+        return reply
 
     # Workers without heartbeats.
 

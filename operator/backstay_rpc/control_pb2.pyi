@@ -93,26 +93,22 @@ class JoinRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "term", "version", "world", "data_address", "key_step", "done", "failed", "began")
+    __slots__ = ("incarnation", "term", "version", "data_address", "key_step", "failed", "began")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KEY_STEP_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     version: int
-    world: int
     data_address: str
     key_step: int
-    done: bool
     failed: str
     began: int
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans", "hang_report")
@@ -156,7 +152,7 @@ class HangReport(_message.Message):
     def __init__(self, stacks: _Optional[str] = ..., output: _Optional[str] = ..., doing: _Optional[str] = ...) -> None: ...
 
 class Spans(_message.Message):
-    __slots__ = ("peer", "first", "lost", "clock", "unix_seconds", "offsets", "points", "threads", "point", "thread", "began", "lasted", "step", "notes")
+    __slots__ = ("peer", "lost", "clock", "unix_seconds", "offsets", "points", "threads", "point", "thread", "began", "lasted", "step", "notes")
     class NotesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +161,6 @@ class Spans(_message.Message):
         value: str
         def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -179,7 +174,6 @@ class Spans(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
-    first: int
     lost: int
     clock: float
     unix_seconds: float
@@ -192,7 +186,7 @@ class Spans(_message.Message):
     lasted: _containers.RepeatedScalarFieldContainer[int]
     step: _containers.RepeatedScalarFieldContainer[int]
     notes: _containers.ScalarMap[int, str]
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., first: _Optional[int] = ..., lost: _Optional[int] = ..., clock: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., offsets: _Optional[_Iterable[_Union[ClockOffset, _Mapping]]] = ..., points: _Optional[_Iterable[str]] = ..., threads: _Optional[_Iterable[str]] = ..., point: _Optional[_Iterable[int]] = ..., thread: _Optional[_Iterable[int]] = ..., began: _Optional[_Iterable[int]] = ..., lasted: _Optional[_Iterable[int]] = ..., step: _Optional[_Iterable[int]] = ..., notes: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., lost: _Optional[int] = ..., clock: _Optional[float] = ..., unix_seconds: _Optional[float] = ..., offsets: _Optional[_Iterable[_Union[ClockOffset, _Mapping]]] = ..., points: _Optional[_Iterable[str]] = ..., threads: _Optional[_Iterable[str]] = ..., point: _Optional[_Iterable[int]] = ..., thread: _Optional[_Iterable[int]] = ..., began: _Optional[_Iterable[int]] = ..., lasted: _Optional[_Iterable[int]] = ..., step: _Optional[_Iterable[int]] = ..., notes: _Optional[_Mapping[int, str]] = ...) -> None: ...
 
 class ClockOffset(_message.Message):
     __slots__ = ("shard", "incarnation", "seconds", "error")
@@ -255,7 +249,7 @@ class Doing(_message.Message):
     def __init__(self, point: _Optional[str] = ..., step: _Optional[int] = ..., has_step: bool = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "version", "world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation", "clock")
+    __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation", "clock")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -270,8 +264,6 @@ class HeartbeatReply(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    TERM_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -280,8 +272,6 @@ class HeartbeatReply(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    term: int
-    version: int
     world: int
     done: bool
     incarnations: _containers.ScalarMap[str, int]
@@ -290,7 +280,7 @@ class HeartbeatReply(_message.Message):
     checkpoint_step: int
     evaluation: _containers.ScalarMap[str, float]
     clock: float
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ...) -> None: ...
+    def __init__(self, world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
@@ -634,18 +624,16 @@ class Stalled(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class CheckpointReport(_message.Message):
-    __slots__ = ("uri", "step", "term", "unix_seconds", "error")
+    __slots__ = ("uri", "step", "unix_seconds", "error")
     URI_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
     UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     uri: str
     step: int
-    term: int
     unix_seconds: float
     error: str
-    def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., term: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class TermStart(_message.Message):
     __slots__ = ("term", "step", "checkpoint", "redone", "changes")
@@ -662,7 +650,7 @@ class TermStart(_message.Message):
     def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "local_steps", "waits", "worker_seconds", "recorded", "reports")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "local_steps", "waits", "worker_seconds", "recorded", "reports")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -703,7 +691,6 @@ class ProgressReply(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     STEPS_REDONE_FIELD_NUMBER: _ClassVar[int]
@@ -735,7 +722,6 @@ class ProgressReply(_message.Message):
     lost: _containers.RepeatedCompositeFieldContainer[Peer]
     checkpoint: CheckpointReport
     done: bool
-    failed: str
     contributed: _containers.ScalarMap[int, int]
     metrics: _containers.ScalarMap[str, float]
     steps_redone: int
@@ -755,7 +741,7 @@ class ProgressReply(_message.Message):
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
     recorded: str
     reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., local_steps: _Optional[int] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., local_steps: _Optional[int] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("slot", "incarnation", "uri")
@@ -784,7 +770,7 @@ class WaitedFor(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., shard: _Optional[int] = ..., has_shard: bool = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ..., updates: _Optional[int] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
-    __slots__ = ("peer", "term", "step", "metrics", "error")
+    __slots__ = ("peer", "step", "metrics", "error")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -793,32 +779,26 @@ class EvaluatedRequest(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
-    term: int
     step: int
     metrics: _containers.ScalarMap[str, float]
     error: str
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
-    __slots__ = ("done",)
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    done: bool
-    def __init__(self, done: bool = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("peer", "reason", "trained")
+    __slots__ = ("peer", "trained")
     PEER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
-    reason: str
     trained: bool
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., reason: _Optional[str] = ..., trained: bool = ...) -> None: ...
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., trained: bool = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -87,7 +87,7 @@ def beats(address: str) -> None:
 def evaluates(address: str) -> None:
     client = client_of(address)
     try:
-        client.evaluated(1, 1, {})
+        client.evaluated(1, {})
     finally:
         client.close()
 

@@ -200,12 +200,12 @@ class ControlClient:
         spans = self._outbox.take(incarnation)
         return b"" if spans is None else spans.SerializeToString()
 
-    def evaluated(self, term: int, step: int, metrics: Mapping[str, float], error: str = "") -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, float], error: str = "") -> None:
         """Report the result of `evaluate` to shard 0."""
-        request = EvaluatedRequest(peer=self.peer, term=term, step=step, metrics=dict(metrics), error=error)
+        request = EvaluatedRequest(peer=self.peer, step=step, metrics=dict(metrics), error=error)
         self._call(0, "Evaluated", request)
 
-    def leave(self, reason: str, *, trained: bool = False) -> None:
+    def leave(self, *, trained: bool = False) -> None:
         """Report to every shard that this pod leaves. A shard that does not answer notices the silence.
 
         Args:
@@ -213,14 +213,14 @@ class ControlClient:
         """
         for shard in range(self.shards):
             try:
-                request = LeaveRequest(peer=self.peer, reason=reason, trained=trained)
+                request = LeaveRequest(peer=self.peer, trained=trained)
                 self._call(shard, "Leave", request, self.timeouts.leave)
             except (PeerLost, Refused):
                 continue
 
     def confirm(self) -> None:
         """Report to shard 0 that `train` returns here. Raises as `_call` does: then shard 0 may not have counted it."""
-        self._call(0, "Leave", LeaveRequest(peer=self.peer, reason="done", trained=True))
+        self._call(0, "Leave", LeaveRequest(peer=self.peer, trained=True))
 
     def close(self) -> None:
         with self._lock:

@@ -85,7 +85,7 @@ class Host(Protocol):
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         """Another shard's server sends its last spans: a serialized `Spans`."""
 
-    def evaluated(self, request: EvaluatedRequest) -> bool: ...
+    def evaluated(self, request: EvaluatedRequest) -> None: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
     def awaits_operator(self) -> bool:
         """Whether it waits for the operator's report of the active server; older reports must not count then."""
@@ -320,7 +320,8 @@ class _Service(grpc.GenericRpcHandler):
         def report() -> EvaluatedReply:
             self._check(0, 0)
             self._see(request.peer)
-            return EvaluatedReply(done=self.host.evaluated(request))
+            self.host.evaluated(request)
+            return EvaluatedReply()
 
         return await self._do(report)
 

@@ -73,7 +73,6 @@ def columns(spans: Sequence[_instrument.Span], lost: int = 0) -> Spans:
     threads: dict[str, int] = {}
     began = [round(span.began * _NANOSECONDS) for span in spans]
     message = Spans(
-        first=spans[0].number if spans else 0,
         lost=lost,
         point=[points.setdefault(span.point, len(points)) for span in spans],
         thread=[threads.setdefault(span.thread, len(threads)) for span in spans],

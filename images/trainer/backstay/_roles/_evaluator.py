@@ -60,7 +60,7 @@ class Evaluator:
             self._run()
         finally:
             self._heart.close()
-            self._control.leave("done")
+            self._control.leave()
             self._control.close()
             self._http.close()
 
@@ -124,7 +124,7 @@ class Evaluator:
             return
         for _ in range(40):
             try:
-                self._control.evaluated(0, *self._found)
+                self._control.evaluated(*self._found)
                 return
             except (PeerLost, Refused) as failure:
                 _LOG.debug("the evaluation could not be reported: %s", failure)

@@ -19,7 +19,7 @@ __all__ = ["request_save", "wait_until"]
 def request_save(environment: Environment, peer: Peer) -> None:
     """Request a checkpoint from the coordinator, because this server leaves."""
     client = ControlClient(environment.servers[:1], environment.token, peer, environment.timeouts)
-    client.leave("SIGTERM")
+    client.leave()
     client.close()
 
 

@@ -235,13 +235,13 @@ class Leader:
         self._metrics.redone.inc(updates)
         _LOG.warning("the previous coordinator was lost with its newest updates: %d updates are redone", updates)
 
-    def checkpoint_stored(self, now: float, uri: str, version: int, term: int) -> None:
+    def checkpoint_stored(self, now: float, uri: str, version: int) -> None:
         """See `Observer`."""
         del now
         self._metrics.checkpoints.inc()
         _LOG.info("checkpoint of step %d: %s", version, uri)
         with self._lock:
-            self._checkpoint = CheckpointReport(uri=uri, step=version, term=term, unix_seconds=time.time())
+            self._checkpoint = CheckpointReport(uri=uri, step=version, unix_seconds=time.time())
             self._metrics.checkpoint_timestamp.set(self._checkpoint.unix_seconds)
 
     def checkpoint_failed(self, now: float, version: int, error: str) -> None:
@@ -283,9 +283,7 @@ class Leader:
         self._metrics.term.set(state.term)
         if checkpoint:
             with self._lock:
-                self._checkpoint = CheckpointReport(
-                    uri=checkpoint, step=checkpoint_step, term=state.term, unix_seconds=checkpoint_time
-                )
+                self._checkpoint = CheckpointReport(uri=checkpoint, step=checkpoint_step, unix_seconds=checkpoint_time)
             if checkpoint_time:
                 self._metrics.checkpoint_timestamp.set(checkpoint_time)
 

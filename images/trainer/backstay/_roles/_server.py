@@ -473,9 +473,7 @@ class Server:
             incarnation=self.incarnation,
             term=self._runtime.term,
             version=self._runtime.version,
-            world=self._world,
             data_address=f"{self._env.pod_ip}:{self._data.port}",
-            done=self._done is not None and not self._done.failed,
             failed=self._failed(),
         )
         if self._driving is not None and peer.role == contract.ROLE_EVALUATOR:
@@ -494,8 +492,6 @@ class Server:
         if request.HasField("hang_report"):
             self._tracing.black_box.hangs(request.peer, request.hang_report)
         reply = HeartbeatReply(
-            term=self._runtime.term,
-            version=self._runtime.version,
             world=self._world,
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
@@ -526,12 +522,10 @@ class Server:
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         self._tracing.add_spans(peer, spans)
 
-    def evaluated(self, request: EvaluatedRequest) -> bool:
-        if self._leader is None or self._driving is None:
-            return False
-        self._leader.evaluated(request)
-        self._driving.evaluated(request.step)
-        return self._done is not None
+    def evaluated(self, request: EvaluatedRequest) -> None:
+        if self._leader is not None and self._driving is not None:
+            self._leader.evaluated(request)
+            self._driving.evaluated(request.step)
 
     def progress(self, request: ProgressRequest) -> ProgressReply:
         now = time.monotonic()
@@ -546,7 +540,6 @@ class Server:
             step=self._runtime.version,
             world=self._world,
             done=self._done is not None and not self._done.failed,
-            failed=self._failed(),
         )
         self._tracing.replaced(request.incarnations)
         self._tracing.black_box.record(request.record, request.record_id)

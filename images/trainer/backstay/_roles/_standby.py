@@ -180,9 +180,8 @@ class Standby:
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         pass
 
-    def evaluated(self, request: EvaluatedRequest) -> bool:
-        del request
-        return False
+    def evaluated(self, request: EvaluatedRequest) -> None:
+        pass
 
     def progress(self, request: ProgressRequest) -> ProgressReply:
         serving = request.incarnations.get(self._env.name, 0)

@@ -181,7 +181,7 @@ class Worker:
             self._heart.report_hang(found)
         self._silent(0, "this pod received SIGTERM")
         if not self._gone.wait(self._env.timeouts.stop):
-            self._control.leave("SIGTERM")
+            self._control.leave()
             end_process(SIGTERM_EXIT)
 
     def _run(self) -> Result:
@@ -541,7 +541,7 @@ class Worker:
             error = f"{type(failure).__name__}: {failure}"
         for _ in range(40):  # 10 s; then a server is lost, and its successor gets the evaluation
             try:
-                self._control.evaluated(self._term, step, metrics, error)
+                self._control.evaluated(step, metrics, error)
                 break
             except (PeerLost, Refused):
                 if self._stop.requested.wait(0.25):
@@ -557,7 +557,7 @@ class Worker:
         self._disconnect()
         self._heart.close()
         self._batches.close()
-        self._control.leave("SIGTERM" if self._stop.requested.is_set() else "done", trained=self._returns)
+        self._control.leave(trained=self._returns)
         self._control.close()
         if self._returns:
             self._joined = True  # the pod stays ready while the script continues
