@@ -29,6 +29,7 @@ import optax
 
 import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
+from backstay._coordination import MODES
 from backstay._roles._local import train_local
 from backstay._roles._script import Script
 from backstay._update._local_steps import default_outer
@@ -111,7 +112,8 @@ def local_of(row: Row, steps: int) -> backstay.LocalSteps | None:
 
 def outer_of(row: Row) -> tuple[optax.GradientTransformation, bool]:
     """The outer optimizer, and whether contributions are damped."""
-    return row.outer or (default_outer(row.mode), row.mode == "Async")
+    late = MODES[row.mode].uses_older_versions()
+    return row.outer or (default_outer(momentum=not late), late)
 
 
 def bits_of(row: Row, module: Any, steps: int, seed: int) -> float:

@@ -6,9 +6,15 @@ are sent again on the control channel (O8). The environment has only their first
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
+
+GradientCodec: TypeAlias = Literal["Exact", "BFloat16", "Int8", "Int4"]
+ParameterCodec: TypeAlias = Literal["Exact", "BFloat16"]
+UpdateMode: TypeAlias = Literal["Sync", "Async"]
+Weighting: TypeAlias = Literal["Equal", "Examples"]
+ContinueFrom: TypeAlias = Literal["SameJob", "Any"]
 
 
 class CheckpointConfig(BaseModel):
@@ -20,7 +26,7 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(default=None, ge=1)
     every_seconds: float | None = Field(default=None, gt=0)
     keep: int = Field(default=3, ge=1)
-    continue_from: Literal["SameJob", "Any"] = "SameJob"
+    continue_from: ContinueFrom = "SameJob"
 
 
 class WireConfig(BaseModel):
@@ -28,8 +34,8 @@ class WireConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    gradients: Literal["Exact", "BFloat16", "Int8", "Int4"] = "Exact"
-    parameters: Literal["Exact", "BFloat16"] = "Exact"
+    gradients: GradientCodec = "Exact"
+    parameters: ParameterCodec = "Exact"
     error_feedback: bool | None = None  # None: with local steps
 
 
@@ -40,10 +46,10 @@ class RuntimeConfig(BaseModel):
 
     shards: int = Field(ge=1)
     workers: int = Field(ge=1)
-    mode: Literal["Sync", "Async"] = "Sync"
+    mode: UpdateMode = "Sync"
     backups: int | str = 0  # a number, or whole percents such as "5%": see `backstay_spec.quorum.backups_of`
     grace_seconds: float | None = Field(default=0.0, ge=0)  # None: `Auto`
-    weighting: Literal["Equal", "Examples"] = "Equal"
+    weighting: Weighting = "Equal"
     max_non_finite: int = Field(default=3, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
     staleness_damping: bool = False

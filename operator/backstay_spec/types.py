@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from backstay_spec.quorum import quorum_of
+from backstay_spec.runtime import ContinueFrom, GradientCodec, ParameterCodec, UpdateMode, Weighting
 from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
@@ -41,10 +43,6 @@ __all__ = [
 Json: TypeAlias = dict[str, Any]
 """A Kubernetes object that we pass on: a pod template, a volume, an environment variable."""
 
-GradientCodec: TypeAlias = Literal["Exact", "BFloat16", "Int8", "Int4"]
-ParameterCodec: TypeAlias = Literal["Exact", "BFloat16"]
-UpdateMode: TypeAlias = Literal["Sync", "Async"]
-Weighting: TypeAlias = Literal["Equal", "Examples"]
 CleanPods: TypeAlias = Literal["Running", "All", "None"]
 
 
@@ -146,6 +144,10 @@ class Update(SpecModel):
     staleness_damping: bool = False
     """Async only: scale a gradient by 1/(1+staleness)."""
 
+    def quorum(self, world: int) -> int:
+        """How many gradients make one update, with `world` workers."""
+        return quorum_of(self.backups, world) if self.mode == "Sync" else 1
+
 
 class Wire(SpecModel):
     """How tensors are encoded between workers and servers. Small leaves (fewer than 4,096 elements) always travel
@@ -183,7 +185,7 @@ class Checkpoint(SpecModel):
     keep: int = 3
     """How many whole checkpoints of the job are kept. Files of another history are never deleted."""
 
-    continue_from: Literal["SameJob", "Any"] = "SameJob"
+    continue_from: ContinueFrom = "SameJob"
     """Which checkpoints in the folder training may start from. `SameJob`: those of a job with this namespace, name and
     seed; a folder with other checkpoints is refused. `Any`: the newest one of any job."""
 

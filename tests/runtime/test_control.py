@@ -80,7 +80,7 @@ class FakeHost:
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self.beats += 1
         self.requests.append(request)
-        return HeartbeatReply(term=1, clock=time.monotonic())
+        return HeartbeatReply(clock=time.monotonic())
 
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         return True
@@ -88,8 +88,7 @@ class FakeHost:
     def add_spans(self, peer: object, spans: bytes) -> None:
         self.spans.append(Spans.FromString(spans))
 
-    def evaluated(self, request: object) -> bool:
-        return False
+    def evaluated(self, request: object) -> None: ...
 
     def progress(self, request: object) -> ProgressReply:
         self.progressed += 1

@@ -138,7 +138,7 @@ class FakeHost:
         self.driving = driving
 
     def beat(self, _: object) -> HeartbeatReply:
-        return HeartbeatReply(term=1)
+        return HeartbeatReply()
 
     def fence(self, _: object) -> None: ...
 

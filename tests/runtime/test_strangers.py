@@ -206,7 +206,7 @@ class Training:
         self.client = ControlClient([f"127.0.0.1:{self.server.port}"], TOKEN, Peer(role="worker"))
 
     def beat(self, _: object) -> HeartbeatReply:
-        return HeartbeatReply(term=1)
+        return HeartbeatReply()
 
     def fence(self, _: object) -> None: ...
 

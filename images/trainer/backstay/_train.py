@@ -14,6 +14,7 @@ from backstay_spec import contract
 from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults, _instrument
+from ._coordination import MODES
 from ._data._batch_key import BatchKey
 from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
 from ._process._bar import Bar, on_terminal
@@ -125,8 +126,9 @@ def train(
         environment = Environment.read(os.environ)
         if environment is not None:
             _once()
-        mode = "Sync" if environment is None else environment.config.mode
-        outer = default_outer(mode) if optimizer is None and local is not None else optimizer
+        mode = MODES["Sync" if environment is None else environment.config.mode]
+        late = mode.uses_older_versions()
+        outer = default_outer(momentum=not late) if optimizer is None and local is not None else optimizer
         script = Script(
             init=init,
             loss=loss,
@@ -146,7 +148,7 @@ def train(
             evaluate_every=evaluate_every,
             wire=wire,
             local=local,
-            damps=optimizer is None and mode == "Async",
+            damps=optimizer is None and late,
         )
         if environment is None:
             return _alone(script)

@@ -14,7 +14,6 @@ from backstay_spec.planner.effects import Effects, Failure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
 from backstay_spec.planner.record import Record
-from backstay_spec.quorum import quorum_of
 
 __all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
@@ -75,7 +74,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
     missing."""
     seconds = facts.spec.run_policy.pending_deadline_seconds
     limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
-    quorum = quorum_of(facts.spec.update.backups, world) if facts.spec.update.mode == "Sync" else 1
+    quorum = facts.spec.update.quorum(world)
     missing = sum(1 for found in obstructed if found.slot.role == contract.ROLE_WORKER)
     effects = Effects()
     for found in obstructed:

@@ -17,7 +17,6 @@ from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record
-from backstay_spec.quorum import quorum_of
 
 __all__ = ["Order", "judge", "stage"]
 
@@ -59,7 +58,7 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
     if slot.role == contract.ROLE_SERVER:
         return 0 if creation.incarnation == record.current(slot) else 2
     world = facts.spec.workers.replicas
-    quorum = quorum_of(facts.spec.update.backups, world) if facts.spec.update.mode == "Sync" else 1
+    quorum = facts.spec.update.quorum(world)
     return 1 if slot.role == contract.ROLE_WORKER and slot.index < quorum else 2
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 
+from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 
 __all__ = ["Async"]
@@ -72,6 +74,23 @@ class Async:
     ) -> float | None:
         del handed_version, version, version_since
         return joined if handed_in is None else handed_in
+
+    def waits_for_ranks(self) -> bool:
+        return False
+
+    def uses_older_versions(self) -> bool:
+        return True
+
+    def account(self, first: Samples, state: CoordinatorState) -> Samples:
+        first, stored = replace(first, sync=False), state.samples
+        if stored is not None and stored.continues(first):
+            return stored
+        shift = 0 if stored is None else stored.shift
+        return replace(first, shift=shift).at(state.version * state.batches + shift, state.redone)
+
+    def behind(self, versions: Mapping[int, int]) -> Sequence[int]:
+        del versions  # the shards apply the same updates at different times
+        return ()
 
     def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
         del gradient_version, version  # each rank exchanges the fragments in turn by itself

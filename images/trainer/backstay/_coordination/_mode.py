@@ -5,11 +5,12 @@ The coordinator, the shards and their links call this object. No other module co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 
+from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 
 __all__ = ["UpdateMode"]
@@ -79,7 +80,29 @@ class UpdateMode(Protocol):
             version: the newest version, decided at `version_since`.
         """
 
+    # ---- Queries of shard 0's server and of `train` ----
+
+    def waits_for_ranks(self) -> bool:
+        """Whether updates wait for gradients of particular ranks, so that each wait is recorded by rank."""
+
+    def uses_older_versions(self) -> bool:
+        """Whether an update may use contributions that were computed from older versions of the parameters."""
+
+    def account(self, first: Samples, state: CoordinatorState) -> Samples:
+        """The account of samples with which a run continues at `state`.
+
+        Args:
+            first: of the run's first epoch.
+        """
+
     # ---- Queries of a shard, its link and a worker ----
+
+    def behind(self, versions: Mapping[int, int]) -> Sequence[int]:
+        """The shards from which a worker pulls again before it computes with these answers.
+
+        Args:
+            versions: of each shard's newest answer.
+        """
 
     def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
         """The numbers (`GradientId.key_step`) of contributions whose fragments `version`, the answer to a push, brings.

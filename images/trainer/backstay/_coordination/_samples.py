@@ -100,6 +100,10 @@ class Samples:
         """The account where updates take `batches` from `version` on, and took `before` until then."""
         return self if self.sync else replace(self, shift=self.shift + version * (before - batches))
 
+    def continues(self, first: Samples) -> bool:
+        """Whether this account goes on where a run begins with the account `first`: its epochs are the same."""
+        return (self.size, self.batch, self.sync) == (first.size, first.batch, first.sync)
+
     def at(self, number: int, redone: int) -> Samples:
         """A new account that begins with the batch of this number; earlier samples of its epoch count as used."""
         epoch, place = divmod(number * self.batch, self.size)

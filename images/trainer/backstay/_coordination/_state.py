@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit
+from backstay_spec.runtime import UpdateMode, Weighting
 
 from .._timeouts import Timeouts
 from ._samples import EpochEnded, Samples
 
-Mode: TypeAlias = Literal["Sync", "Async"]
-Weighting: TypeAlias = Literal["Equal", "Examples"]
+Mode: TypeAlias = UpdateMode
 
 __all__ = ["CoordinatorState", "Rules", "World", "after", "apply", "count_samples"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 from backstay_spec.quorum import quorum_of
 
+from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 from ._world import effective_world
 
@@ -70,6 +71,22 @@ class Sync:
     ) -> float | None:
         del handed_in
         return None if handed_version >= version else max(joined, version_since)
+
+    def waits_for_ranks(self) -> bool:
+        return True
+
+    def uses_older_versions(self) -> bool:
+        return False
+
+    def account(self, first: Samples, state: CoordinatorState) -> Samples:
+        if state.samples is not None and state.samples.continues(first):
+            return state.samples
+        return first.at(state.offset + state.version * state.batches * state.world, state.redone)
+
+    def behind(self, versions: Mapping[int, int]) -> Sequence[int]:
+        # A worker that was late may get answers from before and after an update; the lower ones follow it.
+        newest = max(versions.values())
+        return [shard for shard, version in versions.items() if version < newest]
 
     def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
         del key_step

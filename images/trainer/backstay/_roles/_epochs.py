@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["epochs_of"]
 
 
-def epochs_of(script: Script, *, sync: bool = True) -> Samples | None:
+def epochs_of(script: Script) -> Samples | None:
     """The account of the first epoch; None where `batches` is a function that does not say how large an epoch is."""
     batches = script.batches
-    return Samples(batches.size, batches.batch_size, sync) if isinstance(batches, Batches) else None
+    return Samples(batches.size, batches.batch_size) if isinstance(batches, Batches) else None

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from backstay_spec.quorum import quorum_of
 
 from .._checkpoint import FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
-from .._coordination import Coordinator, CoordinatorState, Intervals, Rules, Samples
+from .._coordination import MODES, Coordinator, Intervals, Rules
 from .._process._exit import SIGTERM_EXIT
 from ..errors import BackstayError
 from ._epochs import epochs_of
@@ -118,9 +115,10 @@ def begin_history(
         CheckpointError: the newest checkpoint does not fit, or the folder cannot be read.
         SystemExit: SIGTERM arrived while the process waited for the folder.
     """
-    config = environment.config
-    sync = config.mode == "Sync"
-    leader.watch_waits(config.shards, lambda ranks: quorum_of(config.backups, ranks) if sync else 1, sync=sync)
+    config, mode = environment.config, MODES[environment.config.mode]
+    leader.watch_waits(
+        config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks()
+    )
     storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
     leader.reports = storage.reports = _reports(environment, script, store)
     try:
@@ -165,7 +163,8 @@ def _begin(
         )
         return Driving(successor, storage, leader), False
     state, checkpoint = storage.newest(0)
-    state.samples = _samples(environment, script, state)
+    first = epochs_of(script)
+    state.samples = None if first is None else MODES[environment.config.mode].account(first, state)
     if checkpoint:
         _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
     if storage.continued is not None:
@@ -182,21 +181,6 @@ def _reports(environment: Environment, script: Script, store: CheckpointStore | 
     remote = store is not None and not isinstance(store.folder, PosixFolder)
     seconds = FLUSH_REMOTE_SECONDS if remote else FLUSH_SECONDS
     return Reports(script.on_update, files, script.stop_when, flush_seconds=seconds)
-
-
-def _samples(environment: Environment, script: Script, state: CoordinatorState) -> Samples | None:
-    """The account of the epoch in which the job continues; None: see `epochs_of`."""
-    sync = environment.config.mode == "Sync"
-    fresh, stored = epochs_of(script, sync=sync), state.samples
-    if fresh is None:
-        return None
-    if stored is not None and (stored.size, stored.batch, stored.sync) == (fresh.size, fresh.batch, sync):
-        return stored
-    made = state.version * state.batches
-    if sync:
-        return fresh.at(state.offset + made * state.world, state.redone)
-    shift = 0 if stored is None else stored.shift
-    return replace(fresh, shift=shift).at(made + shift, state.redone)
 
 
 def _report(continued: Continued, leader: Leader) -> None:

@@ -109,21 +109,19 @@ class LocalSteps:
         return tree.unflatten(list(fragments_of(tree, self.fragments)))
 
 
-def default_outer(mode: str) -> optax.GradientTransformation:
+def default_outer(*, momentum: bool) -> optax.GradientTransformation:
     """The outer optimizer where the script names none.
 
-    In Sync mode it is that of DiLoCo: SGD with Nesterov momentum. In Async mode it is SGD without momentum, because
-    momentum adds up contributions that are late by several versions (https://arxiv.org/abs/2401.09135). There the
-    weight of each contribution is ``1 / (1 + staleness)`` too.
+    It is that of DiLoCo: SGD with Nesterov momentum. Where contributions may be late by several versions, it is SGD
+    without momentum, which would add them up (https://arxiv.org/abs/2401.09135). There the weight of each contribution
+    is ``1 / (1 + staleness)`` too.
 
     Args:
-        mode: ``"Sync"`` or ``"Async"``.
+        momentum: whether no contribution is late.
     """
     import optax
 
-    if mode == "Async":
-        return optax.sgd(OUTER_RATE)
-    return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True) if momentum else optax.sgd(OUTER_RATE)
 
 
 def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str]:

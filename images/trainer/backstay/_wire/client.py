@@ -22,11 +22,11 @@ import numpy as np
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, PushBegin, RejectReason
 
 from .. import _instrument
-from .._coordination import MODES
+from .._coordination import MODES, Mode
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import Bytes, DataClient, FrameStream, LayoutLike, Mode, PartPush, Pulled, Refusal
+from .seam import Bytes, DataClient, FrameStream, LayoutLike, PartPush, Pulled, Refusal
 
 if TYPE_CHECKING:
     from .._update._codecs import ShardWire
@@ -275,7 +275,7 @@ class ShardedClient:
         if [client.shard for client in clients] != list(range(len(clients))) or not clients:
             raise ValueError("there must be one client for each shard, in order")
         self._clients = tuple(clients)
-        self._mode: Mode = mode
+        self._mode = MODES[mode]
         # The caller serves shard 0. Each other stream has its own thread, so that a slow one does not delay others.
         self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
         self._closed = False
@@ -313,12 +313,9 @@ class ShardedClient:
         next_key_step = max(a.next_key_step for a in answers.values())
         pushed = max(a.push_seconds for a in answers.values())
         waited = max(a.answer_seconds for a in answers.values())
-        if self._mode == "Sync":
-            # A worker that was late may get answers from before and after an update; the lower ones follow it.
-            while len({a.version for a in answers.values()}) > 1:
-                newest = max(a.version for a in answers.values())
-                behind = [s for s, a in answers.items() if a.version < newest]
-                answers.update(self._parallel(behind, None, newest, into, exact))
+        while behind := self._mode.behind({s: a.version for s, a in answers.items()}):
+            newest = max(a.version for a in answers.values())
+            answers.update(self._parallel(behind, None, newest, into, exact))
         terms = {a.term for a in answers.values()}
         if len(terms) > 1:
             self.cancel("the shards are in different terms")

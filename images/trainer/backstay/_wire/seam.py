@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ __all__ = [
     "FrameStream",
     "Incoming",
     "LayoutLike",
-    "Mode",
     "PartPush",
     "Pulled",
     "Refusal",
@@ -37,7 +36,6 @@ __all__ = [
     "flow_of",
 ]
 
-Mode: TypeAlias = Literal["Sync", "Async"]
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
