@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay_cluster.apiserver import ApiServer, quantity, typegen
+from backstay_cluster import quantity
+from backstay_cluster.apiserver import ApiServer, typegen
 from backstay_cluster.apiserver.certs import make_certificate
 from backstay_cluster.apiserver.errors import ApiError
 from backstay_cluster.apiserver.handlers import Call

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay_cluster.kubelet.expand import PathMap, expand, quantity, valid_image
+from backstay_cluster.kubelet.expand import PathMap, expand, valid_image
+from backstay_cluster.quantity import value as quantity
 
 NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,5}", fullmatch=True)
 

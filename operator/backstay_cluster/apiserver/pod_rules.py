@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from backstay_cluster.apiserver import quantity
+from backstay_cluster import quantity
 from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required
 from backstay_cluster.apiserver.metadata import check_labels, label, qualified_name, subdomain
 from backstay_cluster.apiserver.objects import Obj

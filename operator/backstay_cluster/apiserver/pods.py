@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any, Final
 
-from backstay_cluster.apiserver import quantity
+from backstay_cluster import quantity
 from backstay_cluster.apiserver.errors import Cause, bad_request, forbidden, forbidden_field
 from backstay_cluster.apiserver.objects import Obj, dig
 from backstay_cluster.apiserver.pod_rules import check_spec

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backstay_cluster import quantity
 from backstay_cluster.kubelet.api import ApiError
-from backstay_cluster.kubelet.expand import PathMap, clean_path, expand, quantity, valid_image
+from backstay_cluster.kubelet.expand import PathMap, clean_path, expand, valid_image
 from backstay_cluster.kubelet.files import NotReadyError, environment, mount_paths
 from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.memory import resident_bytes
@@ -294,7 +295,7 @@ class Container:
         limit = ((self._spec.get("resources") or {}).get("limits") or {}).get("memory")
         found: list[Any] = []
         if limit is not None:
-            found.append(self._watch_memory(process, int(quantity(limit))))
+            found.append(self._watch_memory(process, int(quantity.value(limit))))
         if any(self._spec.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")):
             found.append(self._probe(process, env, cwd))
         return found

@@ -1,4 +1,4 @@
-"""Pure rules about strings in a pod: `$(VAR)`, quantities, image names, and rewritten paths.
+"""Pure rules about strings in a pod: `$(VAR)`, image names, and rewritten paths.
 
 A pod here has no mount namespace, so a volume is not at its `mountPath` but in a folder of the host. `PathMap` rewrites
 each mention of a mount path in arguments and environment to that folder. A mention must be a whole path: alone, a
@@ -10,29 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
-_SUFFIXES = {
-    "": Decimal(1),
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    "k": Decimal(10**3),
-    "M": Decimal(10**6),
-    "G": Decimal(10**9),
-    "T": Decimal(10**12),
-    "P": Decimal(10**15),
-    "E": Decimal(10**18),
-    "Ki": Decimal(2**10),
-    "Mi": Decimal(2**20),
-    "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
-    "Pi": Decimal(2**50),
-    "Ei": Decimal(2**60),
-}
-_QUANTITY = re.compile(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+|[a-zA-Z]*)")
-
 # https://github.com/distribution/reference: name[:tag][@digest]; the first component may be a domain with a port.
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _DOMAIN = (
@@ -55,24 +34,6 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         return variables.get(match.group(1), match.group(0))
 
     return _REFERENCE.sub(one, text)
-
-
-def quantity(text: str | int | float) -> Decimal:
-    """A Kubernetes quantity (`500m`, `1Gi`, `2e3`, 4) as a number.
-
-    Raises:
-        ValueError: it is not a quantity.
-    """
-    match = _QUANTITY.fullmatch(str(text).strip())
-    try:
-        if match is not None:
-            number, suffix = match.groups()
-            if suffix[:1] in ("e", "E") and len(suffix) > 1:
-                return Decimal(number + suffix)
-            return Decimal(number) * _SUFFIXES[suffix]
-    except (InvalidOperation, KeyError):
-        pass
-    raise ValueError(f"{text!r} is not a quantity: must be a number with an optional suffix, such as 500m, 2 or 1Gi")
 
 
 def valid_image(name: str) -> bool:

@@ -13,7 +13,8 @@ from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
 
-from backstay_cluster.kubelet.expand import clean_path, expand, quantity
+from backstay_cluster import quantity
+from backstay_cluster.kubelet.expand import clean_path, expand
 from backstay_cluster.kubelet.objects import Object
 
 Lookup = Callable[
@@ -77,8 +78,8 @@ def resource_of(container: Mapping[str, Any], ref: Mapping[str, Any], allocatabl
         value = allocatable.get(name)
     if value is None or kind not in ("limits", "requests"):
         raise NotReadyError("CreateContainerConfigError", f"resourceFieldRef {ref['resource']!r} is not supported")
-    divisor = quantity(ref.get("divisor") or "1") or Decimal(1)
-    return str(int((quantity(value) / divisor).to_integral_value(ROUND_CEILING)))
+    divisor = quantity.value(ref.get("divisor") or "1") or Decimal(1)
+    return str(int((quantity.value(value) / divisor).to_integral_value(ROUND_CEILING)))
 
 
 def decoded(kind: str, obj: Mapping[str, Any]) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from backstay_cluster.kubelet.expand import quantity
+from backstay_cluster import quantity
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # namespace, name
@@ -49,7 +49,7 @@ def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
     """The resources that a container requests; a limit without a request counts as a request."""
     resources = container.get("resources") or {}
     merged = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity(value) for name, value in merged.items()}
+    return {name: quantity.value(value) for name, value in merged.items()}
 
 
 def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:

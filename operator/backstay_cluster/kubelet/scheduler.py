@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from backstay_cluster import quantity
 from backstay_cluster.kubelet.api import ApiClient, ApiError
 from backstay_cluster.kubelet.events import EventRecorder
-from backstay_cluster.kubelet.expand import quantity
 from backstay_cluster.kubelet.objects import Key, Object, is_terminal, pod_requests, timestamp
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ def unschedulable_reason(
     spec = pod["spec"]
     reasons = []
     for name, wanted in sorted(pod_requests(pod).items()):
-        if name not in SHARED and wanted > quantity(allocatable.get(name, "0")) - used.get(name, Decimal(0)):
+        if name not in SHARED and wanted > quantity.value(allocatable.get(name, "0")) - used.get(name, Decimal(0)):
             reasons.append(f"1 Insufficient {name}")
-    if used.get("pods", Decimal(0)) >= quantity(allocatable.get("pods", "110")):
+    if used.get("pods", Decimal(0)) >= quantity.value(allocatable.get("pods", "110")):
         reasons.append("1 Too many pods")
     required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
         "requiredDuringSchedulingIgnoredDuringExecution"

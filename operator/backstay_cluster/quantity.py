@@ -1,4 +1,5 @@
-"""Quantities (`500m`, `1Gi`): read, compared and written in Kubernetes' canonical form."""
+"""Quantities (`500m`, `1Gi`): read, compared and written in Kubernetes' canonical form. The API server and the kubelet
+use this module."""
 
 from __future__ import annotations
 
@@ -14,17 +15,23 @@ _BINARY: Final = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 def _split(text: str) -> tuple[Decimal, str]:
     found = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+))(n|u|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?\d+)?", text)
     if found is None:
-        raise ValueError(f"quantities must match the regular expression '{PATTERN}'")
+        raise ValueError(
+            f"{text!r} is not a quantity: must be a number with an optional suffix, such as 500m, 2 or 1Gi; quantities "
+            f"must match the regular expression '{PATTERN}'"
+        )
     return Decimal(found[1]), found[2] or ""
 
 
-def value(text: str) -> Decimal:
+def value(amount: str | int | float) -> Decimal:
     """The number that a quantity represents.
+
+    Args:
+        amount: such as ``500m``, ``1Gi``, ``2e3`` or 4.
 
     Raises:
         ValueError: it is not a quantity.
     """
-    number, suffix = _split(text)
+    number, suffix = _split(str(amount).strip())
     if suffix in _BINARY:
         return number * Decimal(2 ** _BINARY[suffix])
     if suffix in _DECIMAL:
