@@ -308,15 +308,14 @@ class NodeStrategy(Strategy):
         obj.setdefault("status", {})
 
 
-class WorkloadStrategy(Strategy):
-    """Deployments and similar kinds can be stored and read; no controller runs them."""
+class DeploymentStrategy(Strategy):
+    """The chart's Deployment can be stored and read; no controller runs it."""
 
     def default(self, obj: Obj) -> None:
         spec = obj.setdefault("spec", {})
         obj.setdefault("status", {})
         template = spec.get("template")
-        if self.resource.scale:
-            spec.setdefault("replicas", 1)
+        spec.setdefault("replicas", 1)
         if isinstance(template, dict):
             template.setdefault("metadata", {})
             if isinstance(template.get("spec"), dict):
@@ -344,14 +343,6 @@ def install(api: Api, network: str) -> None:
     api.use(("coordination.k8s.io", "leases"), LeaseStrategy)
     for plural in ("roles", "rolebindings", "clusterroles", "clusterrolebindings"):
         api.use(("rbac.authorization.k8s.io", plural), RbacStrategy)
-    for group, plural in (
-        ("apps", "daemonsets"),
-        ("apps", "deployments"),
-        ("apps", "replicasets"),
-        ("apps", "statefulsets"),
-        ("batch", "jobs"),
-        ("", "replicationcontrollers"),
-    ):
-        api.use((group, plural), WorkloadStrategy)
+    api.use(("apps", "deployments"), DeploymentStrategy)
     for namespace in ("default", "kube-system"):
         api.create(api.registry.must("", "namespaces"), "", {"metadata": {"name": namespace}})

@@ -188,10 +188,6 @@ MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
     ("V1NodeSpec", "podCIDRs"): "",
     ("V1NamespaceStatus", "conditions"): "type",
     ("V1DeploymentStatus", "conditions"): "type",
-    ("V1ReplicaSetStatus", "conditions"): "type",
-    ("V1StatefulSetStatus", "conditions"): "type",
-    ("V1DaemonSetStatus", "conditions"): "type",
-    ("V1JobStatus", "conditions"): "type",
     ("V1PersistentVolumeClaimStatus", "conditions"): "type",
 }
 

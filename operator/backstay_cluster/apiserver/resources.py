@@ -90,24 +90,12 @@ _RBAC: Final = "rbac.authorization.k8s.io"
 
 BUILTIN: Final[tuple[Resource, ...]] = (
     _r("", "v1", "configmaps", "ConfigMap", "cm"),
-    _r("", "v1", "endpoints", "Endpoints", "ep"),
     _r("", "v1", "events", "Event", "ev", type_name="CoreV1Event", storage=("", "events")),
     _r("", "v1", "namespaces", "Namespace", "ns", cluster=True, status=True),
     _r("", "v1", "nodes", "Node", "no", cluster=True, status=True),
     _r("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", "pvc", status=True),
     _r("", "v1", "persistentvolumes", "PersistentVolume", "pv", cluster=True, status=True),
     _r("", "v1", "pods", "Pod", "po", cat="all", status=True, subs=_POD_SUBRESOURCES, generation=True),
-    _r(
-        "",
-        "v1",
-        "replicationcontrollers",
-        "ReplicationController",
-        "rc",
-        cat="all",
-        status=True,
-        scale=True,
-        generation=True,
-    ),
     _r("", "v1", "secrets", "Secret"),
     _r("", "v1", "serviceaccounts", "ServiceAccount", "sa"),
     _r("", "v1", "services", "Service", "svc", cat="all", status=True),
@@ -122,10 +110,7 @@ BUILTIN: Final[tuple[Resource, ...]] = (
         status=True,
         generation=True,
     ),
-    _r("apps", "v1", "daemonsets", "DaemonSet", "ds", cat="all", status=True, generation=True),
     _r("apps", "v1", "deployments", "Deployment", "deploy", cat="all", status=True, scale=True, generation=True),
-    _r("apps", "v1", "replicasets", "ReplicaSet", "rs", cat="all", status=True, scale=True, generation=True),
-    _r("apps", "v1", "statefulsets", "StatefulSet", "sts", cat="all", status=True, scale=True, generation=True),
     _r("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview", cluster=True, verbs=("create",)),
     _r(
         "authorization.k8s.io",
@@ -144,11 +129,7 @@ BUILTIN: Final[tuple[Resource, ...]] = (
         verbs=("create",),
     ),
     _r("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", cluster=True, verbs=("create",)),
-    _r("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", "hpa", cat="all", status=True),
-    _r("batch", "v1", "cronjobs", "CronJob", "cj", cat="all", status=True, generation=True),
-    _r("batch", "v1", "jobs", "Job", cat="all", status=True, generation=True),
     _r("coordination.k8s.io", "v1", "leases", "Lease"),
-    _r("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice"),
     _r("events.k8s.io", "v1", "events", "Event", "ev", type_name="EventsV1Event", storage=("", "events")),
     _r("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", "netpol", generation=True),
     _r("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", "pdb", status=True, generation=True),
@@ -157,7 +138,6 @@ BUILTIN: Final[tuple[Resource, ...]] = (
     _r(_RBAC, "v1", "rolebindings", "RoleBinding"),
     _r(_RBAC, "v1", "roles", "Role"),
     _r("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", "pc", cluster=True),
-    _r("storage.k8s.io", "v1", "storageclasses", "StorageClass", "sc", cluster=True),
 )
 
 

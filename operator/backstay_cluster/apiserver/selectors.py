@@ -206,9 +206,6 @@ _FIELDS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("", "namespaces"): ("status.phase",),
     ("", "nodes"): ("spec.unschedulable",),
     ("", "services"): ("spec.clusterIP", "spec.type"),
-    ("", "replicationcontrollers"): ("status.replicas",),
-    ("apps", "replicasets"): ("status.replicas",),
-    ("batch", "jobs"): ("status.successful",),
 }
 
 

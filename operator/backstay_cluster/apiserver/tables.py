@@ -253,18 +253,6 @@ _COLUMNS: Final[dict[tuple[str, str], tuple[Column, ...]]] = {
         Column("Available", _at("status", "availableReplicas", otherwise=0)),
         _AGE,
     ),
-    ("apps", "replicasets"): (
-        _NAME,
-        Column("Desired", _at("spec", "replicas", otherwise=0)),
-        Column("Current", _at("status", "replicas", otherwise=0)),
-        Column("Ready", _at("status", "readyReplicas", otherwise=0)),
-        _AGE,
-    ),
-    ("apps", "statefulsets"): (
-        _NAME,
-        Column("Ready", lambda o: f"{dig(o, 'status', 'readyReplicas') or 0}/{dig(o, 'spec', 'replicas') or 0}"),
-        _AGE,
-    ),
     ("apiextensions.k8s.io", "customresourcedefinitions"): (
         _NAME,
         Column("Created At", lambda o: o["metadata"].get("creationTimestamp"), type="date"),

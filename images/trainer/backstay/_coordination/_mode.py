@@ -83,7 +83,7 @@ class UpdateMode(Protocol):
     # ---- Queries of shard 0's server and of `train` ----
 
     def waits_for_ranks(self) -> bool:
-        """Whether updates wait for gradients of particular ranks, so that each wait is recorded by rank."""
+        """Whether updates wait for gradients of particular ranks, so that a rank can delay them."""
 
     def uses_older_versions(self) -> bool:
         """Whether an update may use contributions that were computed from older versions of the parameters."""

@@ -101,7 +101,7 @@ class Samples:
         return self if self.sync else replace(self, shift=self.shift + version * (before - batches))
 
     def continues(self, first: Samples) -> bool:
-        """Whether this account goes on where a run begins with the account `first`: its epochs are the same."""
+        """Whether a run that begins with the account `first` continues this one: their epochs are the same."""
         return (self.size, self.batch, self.sync) == (first.size, first.batch, first.sync)
 
     def at(self, number: int, redone: int) -> Samples:

@@ -116,9 +116,7 @@ def begin_history(
         SystemExit: SIGTERM arrived while the process waited for the folder.
     """
     config, mode = environment.config, MODES[environment.config.mode]
-    leader.watch_waits(
-        config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks()
-    )
+    leader.watch_waits(config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks())
     storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
     leader.reports = storage.reports = _reports(environment, script, store)
     try:
