@@ -55,7 +55,7 @@ class Box:
             collector.add(spans.peer, spans.SerializeToString())
         collector.add(WORKER, b"\xff no spans")
         self.box = BlackBox(
-            server_environment(), self.records, collector.timeline, clock=lambda: self.now, unix_clock=lambda: 1e9
+            server_environment(), self.records, collector.spans, clock=lambda: self.now, unix_clock=lambda: 1e9
         )
 
     def record(self, number: str, *history: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._roles._alone import AHEAD, train_alone
+from backstay._compute._local_steps import AHEAD
+from backstay._roles._alone import train_alone
 from backstay._roles._local import train_local
 from backstay._roles._script import Script
 from backstay._update._codecs import Wire

@@ -117,14 +117,9 @@ class GradientFn:
         flat, treedef = jax.tree_util.tree_flatten(params)
         if treedef != self._tree.treedef:
             raise ConfigurationError(f"the model has the structure {treedef}: must be {self._tree.treedef}")
-        # A jitted function takes a thousand arrays of the host ten times as fast as `device_put` does.
-        placed = flat if self.on_host else jax.device_put(flat, self.placement.everywhere, may_alias=True)
-        placed_batch = self.placement.batch(batch)
-        loss, metrics, finite, leaves = self._function(placed, placed_batch, np.asarray(at, np.uint32))
-        if len(self.placement.devices) > 1:
-            loss, metrics, finite, leaves = jax.tree_util.tree_map(
-                lambda value: value.addressable_data(0), (loss, metrics, finite, leaves)
-            )
+        placed, placed_batch = self.placement.leaves(flat), self.placement.batch(batch)
+        made = self._function(placed, placed_batch, np.asarray(at, np.uint32))
+        loss, metrics, finite, leaves = self.placement.first(made)
         return Gradient(leaves, loss, metrics, finite, examples_of(batch))
 
     def compile(self, batch: Any) -> float | None:
@@ -136,9 +131,7 @@ class GradientFn:
         Raises:
             ConfigurationError: as a call does.
         """
-        sharding = None if self.on_host else self.placement.everywhere
-        shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-        leaves = [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in self._tree.leaves]
+        leaves = self.placement.shapes(self._tree)
         compiled = self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
         return flops_of(compiled, len(self.placement.devices))
 

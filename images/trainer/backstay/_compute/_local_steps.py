@@ -24,9 +24,9 @@ from ._flops import flops_of
 from ._gradient import Gradient, examples_of
 from ._placement import Placement
 
-__all__ = ["LocalComputation", "LocalProgram", "LocalTraining"]
+__all__ = ["AHEAD", "LocalComputation", "LocalProgram", "LocalTraining"]
 
-_AHEAD: Final = 2
+AHEAD: Final = 2
 """How many steps are dispatched before the host waits for the first of them: each holds a batch."""
 
 
@@ -78,23 +78,16 @@ class LocalProgram:
         self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add))
         self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4))
 
-    def place(self, leaves: Sequence[Any]) -> Any:
-        """Leaves of the model where the functions take them."""
-        if self.placement.on_host:
-            return list(leaves)
-        return jax.device_put(list(leaves), self.placement.everywhere, may_alias=True)
-
     def compile(self, batch: Any) -> float | None:
         """Compile the step for batches like this one, before there are parameters; a call finds the executable then.
 
         Returns:
             As `GradientFn.compile`, of one step.
         """
-        sharding = None if self.placement.on_host else self.placement.everywhere
-        shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-        leaves = [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in self._tree.leaves]
+        leaves = self.placement.shapes(self._tree)
         inner = jax.eval_shape(self._initial_state, leaves)
         carry = jax.eval_shape(self._begin, leaves, inner)
+        shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         carry = jax.tree_util.tree_map(
             lambda leaf: shape(leaf.shape, leaf.dtype, sharding=self.placement.everywhere, weak_type=leaf.weak_type),
             carry,
@@ -225,7 +218,7 @@ class LocalTraining:
             steps, each before its own step, and whether all of it is finite; and the number of examples.
         """
         program = self._program
-        local, base = program.local, program.place(leaves)
+        local, base = program.local, program.placement.leaves(leaves)
         own, inner, carry, sums, examples = base, self._inner, None, None, 0
         first = self.made(key, received)
         continued, self._continued = self._continued, None
@@ -267,7 +260,7 @@ class LocalTraining:
         numbers: range,
         sums: Any,
         examples: int,
-        ahead: int = _AHEAD,
+        ahead: int = AHEAD,
     ) -> tuple[Any, Any, int]:
         """Make steps. `ahead`: how many are dispatched before the host waits for the first of them."""
         program, running = self._program, deque[Any]()
@@ -292,9 +285,7 @@ class LocalTraining:
     ) -> Gradient:
         """The result of `steps` on the first device."""
         result, examples = self.steps(leaves, key, batch_of, received)
-        if len(self._program.placement.devices) > 1:
-            result = jax.tree_util.tree_map(lambda value: value.addressable_data(0), result)
-        made, loss, metrics, finite = result
+        made, loss, metrics, finite = self._program.placement.first(result)
         return Gradient(made, loss, metrics, finite, examples)
 
 

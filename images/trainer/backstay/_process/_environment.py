@@ -68,6 +68,11 @@ class Environment:
         """Such as ``worker-3``."""
         return f"{self.role}-{self.index}"
 
+    @property
+    def short_uid(self) -> str:
+        """The first eight digits of the job's uid, for names of files."""
+        return self.uid.replace("-", "")[:8]
+
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> Environment | None:
         """The environment of this pod; None outside of a job.

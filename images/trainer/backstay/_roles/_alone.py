@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from .._compute._gradient import examples_of
-from .._compute._local_steps import LocalProgram, LocalTraining
+from .._compute._local_steps import AHEAD, LocalProgram, LocalTraining
 from .._compute._placement import Placement
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
@@ -33,14 +33,11 @@ from .._update._untrained import UPDATES, Untrained, ZeroLeaves, warning
 from ..errors import JobFailed
 from ._script import Script, evaluation_of
 
-__all__ = ["AHEAD", "Report", "train_alone"]
+__all__ = ["Report", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
 
 _NO_WORDS: Final = np.zeros(2, np.uint32)
-
-AHEAD: Final = 2
-"""How many steps are dispatched before the host waits for the first of them."""
 
 
 class Report:
@@ -197,13 +194,13 @@ _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[
 def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
     """Each update has one gradient; one function, compiled for each shape of batch."""
     objective = Objective(script.loss, tree, has_rng=script.has_rng, seed=script.seed)
-    update = _update_of(script, tree, placement, rounding)
+    update = _update_of(script, tree, placement, rounding, Turns(script.optimizer, tree, 1))
 
     def step(carry: Any, batch: Any, words: Any) -> Any:
         number = carry["step"]
         at = jnp.stack([number, jnp.zeros_like(number)])
         made = objective(_received(carry, rounding), batch, at)
-        return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words)
+        return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
     options = placement.options(deterministic=script.deterministic)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
@@ -259,13 +256,13 @@ def _words(script: Script, key: BatchKey, rounding: Rounding | None) -> Any:
 
 
 def _update_of(
-    script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None, turns: Turns | None = None
+    script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None, turns: Turns
 ) -> Callable[..., Any]:
     """``(carry, (leaves, loss, metrics, finite), words, fragment) -> (carry, outcome)``; to be traced. `words` seed the
     rounding. `turns`: an update changes one fragment."""
     optimizer, count = script.optimizer, len(tree.parameters.leaves)
 
-    def apply(carry: Any, made: Any, words: Any, fragment: int = 0) -> Any:
+    def apply(carry: Any, made: Any, words: Any, fragment: int) -> Any:
         leaves, loss, metrics, finite = made
         number, computed, state = carry["step"], leaves[:count], leaves[count:]
 
@@ -273,9 +270,8 @@ def _update_of(
             gradients, residual = computed, carry["residual"]
             if rounding is not None:
                 gradients, residual = rounding.contribution(computed, residual, words)
-            if turns is not None:
-                residual = turns.leaves(fragment, residual, carry["residual"])
-                gradients = turns.leaves(fragment, gradients, [jnp.zeros_like(leaf) for leaf in gradients])
+            residual = turns.leaves(fragment, residual, carry["residual"])
+            gradients = turns.gradients(fragment, gradients)
             clipped = gradients if script.clip_norm is None else _clipped(gradients, script.clip_norm)
             params = tree.parameters.unflatten(carry["params"])
 
@@ -284,10 +280,8 @@ def _update_of(
                 return optax.apply_updates(params, updates), held
 
             new, held = called("update", optimizer, update)
-            changed = jax.tree_util.tree_leaves(new)
-            if turns is not None:
-                changed = turns.leaves(fragment, changed, carry["params"])
-                held = turns.state(fragment, held, carry["optimizer"])
+            changed = turns.leaves(fragment, jax.tree_util.tree_leaves(new), carry["params"])
+            held = turns.state(fragment, held, carry["optimizer"])
             return {"params": changed, "state": state, "optimizer": held, "residual": residual}
 
         before = {name: carry[name] for name in ("params", "state", "optimizer", "residual")}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import DecodeError
 
-from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply, Spans, StoredReport, Timeline
+from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply, Spans, StoredReport
 from backstay_rpc.spans import spans_in
 from backstay_spec.goodput import PARTS, goodput
 from backstay_spec.records import merged
@@ -54,21 +54,21 @@ class BlackBox:
     Args:
         environment: of shard 0's server.
         records: writes the files.
-        timeline: returns a serialized `Timeline` of the pods of a slot, such as ``worker-3``.
+        spans: returns the serialized `Spans` of the pods of a slot, such as ``worker-3``.
     """
 
     def __init__(
         self,
         environment: Environment,
         records: Records,
-        timeline: Callable[[str], bytes],
+        spans: Callable[[str], Sequence[bytes]],
         *,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._job = {"job": environment.job, "namespace": environment.namespace, "uid": environment.uid}
-        self._records, self._timeline, self._clock, self._unix_clock = records, timeline, clock, unix_clock
-        self._uid = environment.uid.replace("-", "")[:8]
+        self._records, self._spans, self._clock, self._unix_clock = records, spans, clock, unix_clock
+        self._uid = environment.short_uid
         self._lock = threading.Lock()
         self._hung: dict[tuple[str, int], HangReport] = {}
         self._due: dict[tuple[str, int], tuple[float, Mapping[str, Any]]] = {}  # deaths whose report is not made yet
@@ -174,7 +174,7 @@ class BlackBox:
                 "output": None if hung is None else hung.output,
                 "doing": None if hung is None else hung.doing,
             }
-            spans = [json.dumps(span) for span in _last_spans(self._timeline(slot), incarnation)]
+            spans = [json.dumps(span) for span in _last_spans(self._spans(slot), incarnation)]
             head = json.dumps(report, indent=1, default=str).removesuffix("\n}")
             lines = ",\n  ".join(spans)
             return f'{head},\n "spans": [\n  {lines}\n ]\n}}\n'.encode()
@@ -224,11 +224,11 @@ def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str,
     return json.dumps({**about, "status": {**status, "history": history}}, indent=1).encode()
 
 
-def _last_spans(timeline: bytes, incarnation: int) -> Sequence[dict[str, Any]]:
+def _last_spans(messages: Sequence[bytes], incarnation: int) -> Sequence[dict[str, Any]]:
     """The newest spans of a pod, oldest first; their times are those of its wall clock."""
     found: list[dict[str, Any]] = []
     try:
-        for data in Timeline.FromString(timeline).spans:
+        for data in messages:
             message = Spans.FromString(data)
             if message.peer.incarnation != incarnation:
                 continue

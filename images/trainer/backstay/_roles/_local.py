@@ -167,7 +167,7 @@ def train_local(
                 wide = np.dtype(np.float64)
                 leaves = averaged(contributions, count, how.form, how.scalars(wide), how.state_scalars(wide))
             leaves, new_state = leaves[:count], leaves[count:]
-            leaves = turns.leaves(step, leaves, [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
+            leaves = turns.gradients(step, leaves)
             factor = 1.0
             if clip_norm is not None:
                 with enable_x64():

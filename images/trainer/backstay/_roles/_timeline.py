@@ -77,15 +77,15 @@ class Collector:
                 self._size -= len(oldest)
                 self._dropped += len(oldest)
 
-    def timeline(self, slot: str | None = None) -> bytes:
-        """A serialized `Timeline`.
-
-        Args:
-            slot: of the pods of this slot alone, such as ``worker-3``; None: of all.
-        """
+    def spans(self, slot: str) -> list[bytes]:
+        """The messages of the pods of a slot, such as ``worker-3``."""
         with self._lock:
-            kept = [spans for name, spans in self._kept if slot is None or name == slot]
-            dropped = self._dropped
+            return [spans for name, spans in self._kept if name == slot]
+
+    def timeline(self) -> bytes:
+        """A serialized `Timeline`."""
+        with self._lock:
+            kept, dropped = [spans for _, spans in self._kept], self._dropped
         return Timeline(
             job=self._job,
             namespace=self._namespace,
@@ -121,7 +121,7 @@ class Tracing:
         """
         self._outbox, self._peer, self._link = Outbox(peer, clock=clock, unix_clock=unix_clock), peer, link
         self._clock, self._unix_clock = clock, unix_clock
-        self._uid = environment.uid.replace("-", "")[:8]
+        self._uid = environment.short_uid
         self._collector = Collector(
             peer,
             environment.config.trace_megabytes << 20,
@@ -136,9 +136,7 @@ class Tracing:
             folders.append(PosixFolder(environment.keep))
         self._keeps = link is None and environment.config.trace_megabytes > 0
         self.records = Records(folders)
-        self.black_box = BlackBox(
-            environment, self.records, self._collector.timeline, clock=clock, unix_clock=unix_clock
-        )
+        self.black_box = BlackBox(environment, self.records, self._collector.spans, clock=clock, unix_clock=unix_clock)
         self._lock = threading.Lock()
         self._incarnations: dict[str, int] = {f"{peer.role}-{peer.index}": 1}
         self._due: float | None = None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from ..errors import ConfigurationError
 from ._rules import analyse
@@ -98,6 +99,18 @@ class Turns:
         own = step % self.count
         of_each = self._leaves[: len(new)]
         return [a if fragment == own else b for fragment, a, b in zip(of_each, new, old, strict=True)]
+
+    def gradients(self, step: int, leaves: Sequence[Any]) -> list[Any]:
+        """The gradients of the leaves that update number `step` changes, and zeros for the others.
+
+        Args:
+            leaves: one for each leaf of the tree's parameters.
+        """
+        own = step % self.count
+        of_each = self._leaves[: len(leaves)]
+        return [
+            leaf if fragment == own else jnp.zeros_like(leaf) for fragment, leaf in zip(of_each, leaves, strict=True)
+        ]
 
     def state(self, step: int, new: Any, old: Any) -> Any:
         """The state of the optimizer after update number `step`."""
