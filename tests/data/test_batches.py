@@ -118,6 +118,24 @@ def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() ->
         from_iterator(range(3))  # type: ignore[arg-type]
 
 
+def test_t4_a_stream_that_raised_is_made_again_and_keeps_its_place() -> None:
+    broken = True
+
+    def make() -> Iterator[int]:
+        yield 0
+        if broken:
+            raise OSError("no such host")
+        yield 1
+
+    stream = from_iterator(make, shared=True)
+    assert stream(BatchKey(0, 0, 1)) == 0
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such host"):
+            stream(BatchKey(1, 0, 1))
+    broken = False
+    assert [stream(BatchKey(step, 0, 1)) for step in (1, 2)] == [1, 0]
+
+
 def test_t9_a_stream_states_that_it_loses_its_place_and_a_shared_one_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
     keys = [BatchKey(step, rank, 3) for step in range(2) for rank in range(3)]
     keys += [BatchKey(step, rank, 2, offset=2) for step in range(2, 5) for rank in range(2)]

@@ -110,11 +110,31 @@ def test_a_data_frame_is_a_dict_of_its_columns() -> None:
         ([{"x": 1}, {"y": 1}], r"two samples of a batch are PyTreeDef\(\{'x': \*\}\) and PyTreeDef\(\{'y': \*\}\)"),
         ([("a", 1), ("b", 2)], r"\[0\] is of dtype <U1 in a batch: must be numbers"),
         (np.asarray(["2026-11-22", "2026-11-23"], "datetime64[D]"), "it is of dtype datetime64"),
+        (
+            np.zeros(2, [("x", np.float32), ("y", np.int32)]),
+            r"it is of dtype \[\('x', '<f4'\), \('y', '<i4'\)\] in a batch",
+        ),
+        ([{"x": None}, {"x": None}], r"a sample is \{'x': None\}: must have arrays or numbers"),
     ],
 )
 def test_samples_that_make_no_batch_are_refused_with_the_place(samples: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         from_dataset(samples, batch_size=2)(BatchKey(0, 0, 1))
+
+
+def test_a_transform_that_changes_its_sample_in_place_does_not_change_the_data() -> None:
+    def halve(sample: Any) -> Any:
+        sample["x"] /= 2
+        return sample
+
+    x = X.copy()
+    batches = from_dataset({"x": x, "y": Y}, batch_size=SIZE, transform=halve)
+    for step in range(3):
+        batch = batches(BatchKey(step, 0, 1))
+        np.testing.assert_array_equal(batch["x"], X[batch["y"]] / 2)
+    np.testing.assert_array_equal(x, X)
+    names = from_dataset(np.asarray(["a", "bc"], object), batch_size=2, transform=len, shuffle=False)
+    assert names(BatchKey(0, 0, 1)).tolist() == [1, 2]
 
 
 def test_nested_columns_and_pairs() -> None:
@@ -146,6 +166,16 @@ def test_sources_that_cannot_be_used_state_what_to_do() -> None:
         from_dataset(X, batch_size=1, has_rng=True)
     with pytest.raises(ConfigurationError, match="workers is 0"):
         from_dataset(X, batch_size=1, workers=0)
+    with pytest.raises(ConfigurationError, match="seed is -1, must be a whole number of 0 or more"):
+        from_dataset(X, batch_size=1, seed=-1)
+    with pytest.raises(ConfigurationError, match="transform is int, must be a function"):
+        from_dataset(X, batch_size=1, transform=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"the column \['x'\] is not an array: .*inhomogeneous"):
+        from_dataset({"x": [[1], [1, 2]]}, batch_size=1)
+    with pytest.raises(ConfigurationError, match="set has no items by number"):
+        from_dataset({1, 2}, batch_size=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"the source is 'x.npy': must be the data"):
+        from_dataset("x.npy", batch_size=1)
 
     def fail(sample: Any) -> Any:
         raise KeyError("label")
@@ -193,6 +223,23 @@ def test_token_files_that_cannot_be_used(tmp_path: Path) -> None:
     np.save(tmp_path / "floats.npy", np.zeros(9))
     with pytest.raises(ConfigurationError, match="must be one row of integers"):
         TokenFile(tmp_path / "floats.npy", 4)
+    for window in (2.5, "4", True, 0):
+        with pytest.raises(ConfigurationError, match=f"window is {window!r}, must be a whole number"):
+            TokenFile(odd, window, dtype=np.uint8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "outside"), [(np.uint32, 2**31), (np.int64, -(2**31) - 1)])
+def test_a_token_outside_int32_is_refused_with_its_place(tmp_path: Path, dtype: Any, outside: int) -> None:
+    path = tmp_path / "tokens.bin"
+    tokens = np.asarray([0, 1, 2**31 - 1, 3], dtype)
+    tokens.tofile(path)
+    np.testing.assert_array_equal(
+        from_dataset(TokenFile(path, 4, dtype=dtype), batch_size=1)(BatchKey(0, 0, 1)), [tokens]
+    )
+    tokens[2] = outside
+    tokens.tofile(path)
+    with pytest.raises(ConfigurationError, match=r"tokens.bin has a token outside int32 at one of the places 0 to 3"):
+        from_dataset(TokenFile(path, 4, dtype=dtype), batch_size=1)(BatchKey(0, 0, 1))
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 9))

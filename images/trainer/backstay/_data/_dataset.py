@@ -145,6 +145,10 @@ def from_dataset(
     for name, value in (("batch_size", batch_size), ("workers", workers), ("ahead", 1 if ahead is None else ahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"from_dataset: {name} is {value!r}, must be a whole number of 1 or more")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ConfigurationError(f"from_dataset: seed is {seed!r}, must be a whole number of 0 or more, or None")
+    if transform is not None and not callable(transform):
+        raise ConfigurationError(f"from_dataset: transform is {type(transform).__name__}, must be a function or None")
     if has_rng and transform is None:
         raise ConfigurationError("from_dataset: has_rng is True without a transform: give one, or leave has_rng out")
     found = source_of(source)

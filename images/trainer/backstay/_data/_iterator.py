@@ -48,7 +48,11 @@ class Streamed:
             if self._of != of or place < self._next:
                 self._iterator, self._of, self._next = iter(self._make(*of)), of, 0
             while self._next <= place:
-                self._last = self._following(of)
+                try:
+                    self._last = self._following(of)
+                except BaseException:
+                    self._of = None  # the iterator may have ended; another call makes it again
+                    raise
                 self._next += 1
             return self._last
 
@@ -60,7 +64,6 @@ class Streamed:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._of = None
             arguments = f"rank={of[0]}, world={of[1]}" if of else ""
             raise ConfigurationError(f"from_iterator: make({arguments}) gave an empty iterator") from None
 

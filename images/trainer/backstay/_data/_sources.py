@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -45,7 +46,7 @@ class _Columns:
     def __init__(self, tree: Any) -> None:
         import jax
 
-        self._tree = jax.tree.map(_column, tree, is_leaf=lambda node: isinstance(node, list))
+        self._tree = jax.tree_util.tree_map_with_path(_column, tree, is_leaf=lambda node: isinstance(node, list))
         paths = jax.tree_util.tree_leaves_with_path(self._tree)
         lengths = {jax.tree_util.keystr(path) or "it": len(array) if array.shape else None for path, array in paths}
         if not lengths or None in lengths.values() or len(set(lengths.values())) != 1:
@@ -62,13 +63,28 @@ class _Columns:
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
         import jax
 
-        return [jax.tree.map(lambda column, row=row: column[row], self._tree) for row in numbers]
+        return [jax.tree.map(lambda column, row=row: _row(column, row), self._tree) for row in numbers]
 
 
-def _column(column: Any) -> Any:
+def _column(path: Any, column: Any) -> Any:
     """As a NumPy array, unless it may be larger than the memory: an array of h5py or zarr is read row by row."""
-    on_disk = hasattr(column, "shape") and hasattr(column, "chunks")
-    return column if on_disk else np.asarray(column)
+    if hasattr(column, "shape") and hasattr(column, "chunks"):
+        return column
+    try:
+        return np.asarray(column)
+    except ValueError as error:
+        import jax
+
+        raise ConfigurationError(
+            f"from_dataset: the column {jax.tree_util.keystr(path)} is not an array: {error}. Its rows must have one "
+            "shape: pad or cut them, or give a list of samples and a transform that does"
+        ) from None
+
+
+def _row(column: Any, number: int) -> Any:
+    """Not a view, because a transform may change its sample in place."""
+    row = column[number]
+    return row.copy() if isinstance(row, np.ndarray) else row
 
 
 def _rows(column: Any, numbers: _Numbers) -> NDArray[Any]:
@@ -89,6 +105,11 @@ class _Items:
                 f"from_dataset: {type(source).__name__} has no length: must be samples that can be reached by number; "
                 "for a stream that can only be read on use from_iterator"
             ) from None
+        if not hasattr(source, "__getitem__"):
+            raise ConfigurationError(
+                f"from_dataset: {type(source).__name__} has no items by number: must be samples that can be reached by "
+                "number, such as a list"
+            )
         if self.size >= _ENDLESS:
             raise ConfigurationError(
                 "from_dataset: the source repeats itself without end: leave out repeat(), epochs are made here"
@@ -152,11 +173,12 @@ class TokenFile:
         Raises:
             ConfigurationError: a file cannot be mapped, has no whole tokens, or is shorter than a window.
         """
-        if window < 1:
-            raise ConfigurationError(f"TokenFile: window is {window}, must be 1 or more")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ConfigurationError(f"TokenFile: window is {window!r}, must be a whole number of 1 or more")
         self._window = window
         listed = [paths] if isinstance(paths, str | Path) else list(paths)
-        self._files = [_mapped(Path(path), np.dtype(dtype), window) for path in listed]
+        self._paths = [Path(path) for path in listed]
+        self._files = [_mapped(path, np.dtype(dtype), window) for path in self._paths]
         if not self._files:
             raise ConfigurationError("TokenFile: paths is empty, must name one file or more")
         counts = [max(1, len(tokens) // window - 1) for tokens in self._files]
@@ -168,7 +190,11 @@ class TokenFile:
         return self.size
 
     def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> NDArray[np.int32]:
-        """Windows: int32, of shape ``(len(numbers), window)``."""
+        """Windows: int32, of shape ``(len(numbers), window)``.
+
+        Raises:
+            ConfigurationError: a token is not an int32.
+        """
         return np.stack(self.samples(numbers, epochs, seed))
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> list[NDArray[np.int32]]:
@@ -182,7 +208,14 @@ class TokenFile:
                 shifts[file, epoch] = int(random.integers(0, self._spare[file], endpoint=True))
             first = number - (int(self._ends[file - 1]) if file else 0)
             start = shifts[file, epoch] + first * self._window
-            found.append(np.asarray(self._files[file][start : start + self._window], np.int32))
+            tokens = self._files[file][start : start + self._window]
+            window = np.asarray(tokens, np.int32)
+            if not np.can_cast(tokens.dtype, np.int32) and (window != tokens).any():
+                raise ConfigurationError(
+                    f"TokenFile: {self._paths[file]} has a token outside int32 at one of the places {start} to "
+                    f"{start + self._window - 1}: is {tokens.dtype.name} the dtype of the file?"
+                )
+            found.append(window)
         return found
 
 
@@ -215,6 +248,11 @@ def source_of(data: Any) -> Source:
     """
     if isinstance(data, TokenFile | _Items | _Columns):
         return data
+    if isinstance(data, str | bytes | PathLike):
+        raise ConfigurationError(
+            f"from_dataset: the source is {data!r}: must be the data, not its name: load it, for example with np.load, "
+            "or use TokenFile for a file of tokens"
+        )
     if hasattr(data, "with_format") and hasattr(data, "column_names"):
         if isinstance(data, Mapping):
             raise ConfigurationError(
@@ -239,6 +277,8 @@ def stacked(samples: Sequence[Any]) -> Any:
     import jax
 
     structures: list[Any] = [jax.tree.structure(sample) for sample in samples]
+    if not structures[0].num_leaves:
+        raise ConfigurationError(f"from_dataset: a sample is {samples[0]!r}: must have arrays or numbers")
     for other in structures:
         if other != structures[0]:
             raise ConfigurationError(
@@ -262,12 +302,12 @@ def check_numbers(batch: Any) -> Any:
     """`batch`, if its arrays are numbers.
 
     Raises:
-        ConfigurationError: an array has text, dates or objects.
+        ConfigurationError: an array has text, dates, objects or records.
     """
     import jax
 
     for path, array in jax.tree_util.tree_leaves_with_path(batch):
-        if array.dtype.kind in "OSUMm":
+        if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
             raise ConfigurationError(
                 f"from_dataset: {jax.tree_util.keystr(path) or 'it'} is of dtype {array.dtype} in a batch: must be "
                 "numbers: leave it out, or make numbers of it with a transform"
