@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import signal
@@ -28,19 +27,16 @@ from backstay_cli.clusters import Cluster, Where, open_cluster
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
+from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
 
 __all__ = [
-    "BAD_INPUT",
-    "FAILED",
     "Output",
-    "accept_any_character",
     "add_commands",
     "choose",
     "with_cluster",
     "write_object",
 ]
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _TOP_SECONDS = 2.0
 _LIVE_SECONDS = 0.5
 _GONE_SECONDS = 90.0
@@ -96,24 +92,16 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        raise  # of the output, such as `| head`
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(BAD_INPUT) from None
+        refuse(str(error))
     except ApiError as error:
         print(f"error: {_refusal(error)}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        if is_of_output(error) and not isinstance(error, aiohttp.ClientError):
+            raise
         print(f"error: the API server does not answer: {str(error) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
-
-
-def accept_any_character() -> None:
-    """A character that the terminal's encoding does not have is printed as ``?``; without this it is an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _refusal(error: ApiError) -> str:
@@ -251,16 +239,12 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         chosen = _Role.WORKER if role is None and rank is not None else role
         wanted = Wanted(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
         if previous and follow:
-            print(
-                "error: --previous and --follow cannot be used together: a replaced pod writes no more", file=sys.stderr
-            )
-            raise typer.Exit(BAD_INPUT)
+            refuse("--previous and --follow cannot be used together: a replaced pod writes no more")
 
         async def show(cluster: Cluster) -> None:
             await show_logs(cluster, await choose(cluster, job), wanted, lambda line: print(line, flush=follow))
 
-        with _quiet_pipe():
-            with_cluster(where(kubeconfig, context, namespace), show)
+        with_cluster(where(kubeconfig, context, namespace), show)
 
     @app.command()
     def trace(
@@ -297,8 +281,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             try:
                 written = trace_of_file(stored, out or Path("trace.json"), last)
             except BadInput as error:
-                print(f"error: {error}", file=sys.stderr)
-                raise typer.Exit(BAD_INPUT) from None
+                refuse(str(error))
         else:
             written = with_cluster(where(kubeconfig, context, namespace), write)
         print(written.summary())
@@ -328,16 +311,14 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             try:
                 found = history_of_place(stored, job)
             except BadInput as error:
-                print(f"error: {error}", file=sys.stderr)
-                raise typer.Exit(BAD_INPUT) from None
+                refuse(str(error))
         else:
             found = with_cluster(where(kubeconfig, context, namespace), find)
         if output is not Output.TEXT:
             write_object(as_object(found), output)
             return
-        with _quiet_pipe():
-            for line in lines(found, time.time()):
-                print(line)
+        for line in lines(found, time.time()):
+            print(line)
 
     @app.command()
     def delete(
@@ -363,17 +344,6 @@ def _console() -> Console:
     """The console. If the output is not a terminal, lines are not wrapped."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
-
-
-@contextlib.contextmanager
-def _quiet_pipe() -> Any:
-    """``backstay logs digits | head`` ends without a traceback."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILED) from None
 
 
 async def _top_jobs(cluster: Cluster, console: Console, *, everywhere: bool) -> None:

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from backstay_cli import interrupts
-from backstay_cli.cluster_commands import accept_any_character, add_commands
+from backstay_cli.cluster_commands import add_commands
 from backstay_cli.jobfile import (
     BadInput,
     ScriptOptions,
@@ -29,12 +28,12 @@ from backstay_cli.jobfile import (
     variables_of,
     with_variables,
 )
+from backstay_cli.program import BAD_INPUT, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.words import shortened
 from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.validation import parse_job
 
-BAD_INPUT = 2
 _NAME = "Script only: the job's name. [default: the script's name, or its folder's for train.py and main.py]"
 
 app = typer.Typer(
@@ -143,7 +142,7 @@ def run(
     from backstay_cli.run import as_yaml, new_folder, run_job
 
     if output not in {"text", "json"}:
-        _refuse(f"--output is {output!r}: must be text or json")
+        refuse(f"--output is {output!r}: must be text or json")
     options = ScriptOptions(
         servers=servers,
         standbys=standbys,
@@ -177,7 +176,7 @@ def run(
         job = localise(job, folder_of(file))
         check(job, str(file))
     except BadInput as error:
-        _refuse(str(error))
+        refuse(str(error))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
     volumes_in = folder if claims_of(job) and data_dir is None else None
     again = _command_again(sys.argv, volumes_in)
@@ -232,7 +231,7 @@ def export(
     from backstay_cli.export import export_checkpoint
 
     if format not in {"safetensors", "orbax"}:
-        _refuse(f"--format is {format!r}: must be safetensors or orbax")
+        refuse(f"--format is {format!r}: must be safetensors or orbax")
     raise typer.Exit(export_checkpoint(checkpoint, out, format))
 
 
@@ -276,16 +275,9 @@ def _command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
     return shlex.join(words)
 
 
-def _refuse(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(BAD_INPUT)
-
-
 def main() -> None:
     """The entry point of the `backstay` command."""
-    interrupts.restore()
-    accept_any_character()
-    app()
+    run_app(app)
 
 
 if __name__ == "__main__":

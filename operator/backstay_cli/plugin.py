@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import typer
 
-from backstay_cli import interrupts
-from backstay_cli.cluster_commands import accept_any_character, add_commands
+from backstay_cli.cluster_commands import add_commands
+from backstay_cli.program import run_app
 
 __all__ = ["app", "main"]
 
@@ -25,9 +25,7 @@ add_commands(app, embedded=False)
 
 def main() -> None:
     """The entry point of `kubectl-backstay`."""
-    interrupts.restore()
-    accept_any_character()
-    app(prog_name="kubectl backstay")
+    run_app(app, "kubectl backstay")
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from backstay_cli.jobfile import BadInput, claims_of
 from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.pods import has_ended, slot_of
 from backstay_cli.preload import preload
+from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
 from backstay_cli.words import shortened
 from backstay_spec import contract
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 _LAST_SECONDS = 2.0
 _POLL_SECONDS = 0.25
 _LOGS = "pods"

@@ -6,12 +6,12 @@ arguments, options of Backstay may follow.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
+
+from backstay_cli.program import refuse
 
 __all__ = ["ScriptCommand"]
 
@@ -59,13 +59,11 @@ class ScriptCommand(TyperCommand):
                 return
             option = argument.partition("=")[0]
             if option in own:
-                print(
-                    f"error: {option} follows the script {script}: options of backstay go before the script, as in "
+                refuse(
+                    f"{option} follows the script {script}: options of backstay go before the script, as in "
                     f"`backstay run {option} ... {script}`. For an option of the script, put -- after the script, as "
-                    f"in `backstay run {script} -- {option} ...`.",
-                    file=sys.stderr,
+                    f"in `backstay run {script} -- {option} ...`."
                 )
-                raise typer.Exit(2)
 
 
 def _options(command: TyperCommand, ctx: Any) -> Iterator[Any]:

@@ -471,6 +471,26 @@ def test_a_job_that_does_not_exist_and_a_cluster_that_does_not_answer(
     assert RUNNER.invoke(app, ["list"]).exit_code == 2
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", [["status"], ["list", "-o", "json"], ["logs"]])
+def test_an_output_that_is_full_is_an_error_of_one_line(cluster: FakeApi, command: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "backstay_cli.main", *command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_an_output_that_nobody_reads_ends_the_command_quietly(cluster: FakeApi) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "backstay_cli.main", "logs"]
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_the_timeline_is_read_from_the_server_else_beside_the_checkpoints(cluster: FakeApi, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     result = RUNNER.invoke(app, ["trace", "digits", "-o", str(out)])
