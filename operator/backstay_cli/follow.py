@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from backstay_cli.kube import Api
+from backstay_cli.words import number
 from backstay_spec import contract
 
 TERMINAL = {"Succeeded", "Failed"}
@@ -331,3 +332,25 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         updates_per_second=None if stands else page.get("updatesPerSecond") or view.updates_per_second,
         train_metrics=page.get("trainMetrics") or view.train_metrics,
     )
+
+
+def ready_of(view: JobView, role: RoleView) -> str:
+    """How many pods are ready; at the end all pods leave, which is not a problem."""
+    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
+
+
+def spent(view: JobView) -> str:
+    """Such as ``goodput 81 % of 90 worker seconds: wait 12 %, starting 5 %, other 2 %``; empty without seconds."""
+    total = sum(view.worker_seconds.values())
+    if view.goodput is None or total <= 0:
+        return ""
+    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
+    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
+    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
+        named["other"] = other
+    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
+    of = f"goodput {100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
+    return f"{of}: {', '.join(parts)}" if parts else of
+
+
+_LEAST_SHARE = 0.005

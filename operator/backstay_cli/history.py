@@ -11,12 +11,11 @@ from typing import Any
 
 from backstay_cli.clusters import Cluster
 from backstay_cli.explain import deaths, job_events, who
-from backstay_cli.follow import JobView, view_of
+from backstay_cli.follow import JobView, spent, view_of
 from backstay_cli.jobfile import BadInput
 from backstay_cli.kube import ApiError
 from backstay_cli.records import all_of, places_of, read_file
-from backstay_cli.view import number, spent
-from backstay_cli.words import count, duration, printable
+from backstay_cli.words import count, duration, number, printable
 from backstay_spec import contract
 from backstay_spec.records import merged
 

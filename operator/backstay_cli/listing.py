@@ -12,8 +12,7 @@ from rich.text import Text
 from backstay_cli import explain
 from backstay_cli.curve import bar
 from backstay_cli.follow import JobView, view_of
-from backstay_cli.view import number
-from backstay_cli.words import clock, duration
+from backstay_cli.words import clock, duration, number
 
 __all__ = ["as_rows", "table", "top_table", "views"]
 

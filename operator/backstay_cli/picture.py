@@ -12,11 +12,10 @@ from rich.text import Text
 
 from backstay_cli import explain
 from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import LONG_WAIT, JobView
+from backstay_cli.follow import LONG_WAIT, JobView, ready_of, spent
 from backstay_cli.pods import PodRow, rows, summary
-from backstay_cli.view import number, ready_of, shown, spent
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import clock, count, duration, on_one_line
+from backstay_cli.words import clock, count, duration, number, on_one_line, shown
 
 __all__ = ["Losses", "Picture", "page"]
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backstay_cli.follow import JobView
-from backstay_cli.view import number, shown, spent
-from backstay_cli.words import count, on_one_line, plain, printable, shortened
+from backstay_cli.follow import JobView, spent
+from backstay_cli.words import count, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
 _TRACEBACK = "Traceback (most recent call last):"

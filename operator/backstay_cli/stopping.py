@@ -13,8 +13,7 @@ import aiohttp
 
 from backstay_cli.follow import JobView
 from backstay_cli.kube import Api, ApiError
-from backstay_cli.view import number
-from backstay_cli.words import shortened
+from backstay_cli.words import number, shortened
 from backstay_spec import contract
 
 __all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored", "stored_step", "stores", "with_stored"]

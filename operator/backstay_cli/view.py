@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -12,9 +11,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from backstay_cli.follow import JobView, RoleView
+from backstay_cli.follow import JobView
+from backstay_cli.picture import Losses, Picture
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import duration, plain, printable
+from backstay_cli.words import duration, number, plain, shown
 
 SCRIPT = "worker 0"
 """Prefix of the script's output."""
@@ -23,39 +23,6 @@ SCRIPT = "worker 0"
 def shown_events(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The events to show: the results of evaluations are shown as numbers."""
     return [event for event in events if event[1] != "Evaluated"]
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number for people: a dash for None, few digits, and an exponent only if necessary."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
-
-
-def shown(metrics: Mapping[str, float]) -> str:
-    """Such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
-    return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))
-
-
-def spent(view: JobView) -> str:
-    """Such as ``goodput 81 % of 90 worker seconds: wait 12 %, starting 5 %, other 2 %``; empty without seconds."""
-    total = sum(view.worker_seconds.values())
-    if view.goodput is None or total <= 0:
-        return ""
-    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
-    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
-    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
-        named["other"] = other
-    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
-    of = f"goodput {100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
-    return f"{of}: {', '.join(parts)}" if parts else of
-
-
-_LEAST_SHARE = 0.005
 
 
 class Display(Protocol):
@@ -76,8 +43,6 @@ class LiveDisplay:
     """The job's picture, redrawn in place: progress, a curve of the loss, one row for each pod, and the last events."""
 
     def __init__(self, console: Console, hint: str, clock: Callable[[], float] = time.monotonic) -> None:
-        from backstay_cli.picture import Losses
-
         self._clock = clock
         self._hint = hint
         self._started = clock()
@@ -105,15 +70,8 @@ class LiveDisplay:
 
     def render(self, view: JobView) -> RenderableType:
         """The picture of `view`."""
-        from backstay_cli.picture import Picture
-
         self._losses.add(view)
         return Picture(view, self._clock() - self._started, self._losses, hint=self._hint)
-
-
-def ready_of(view: JobView, role: RoleView) -> str:
-    """How many pods are ready; at the end all pods leave, which is not a problem."""
-    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
 
 
 class LineDisplay:

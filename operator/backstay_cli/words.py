@@ -1,9 +1,11 @@
-"""Makes texts from pods safe to show: a pod may print control characters, which a terminal would execute."""
+"""Texts for people. Those of pods are made safe: a pod may print control characters, which a terminal would execute."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 # The part of a traceback before the line with the exception; the rest is in the pod's log.
@@ -60,3 +62,19 @@ def clock(seconds: float) -> str:
     whole = max(0, int(seconds))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for people: a dash for None, few digits, and an exponent only if necessary."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """Such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
+    return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))

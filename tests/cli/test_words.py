@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from backstay_cli import report
 from backstay_cli.follow import JobView, RoleView, view_of
-from backstay_cli.view import LineDisplay, number
+from backstay_cli.view import LineDisplay
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import on_one_line, plain, printable
+from backstay_cli.words import number, on_one_line, plain, printable
 from backstay_spec import contract
 
 TRACEBACK = """Traceback (most recent call last):

@@ -127,8 +127,8 @@ class CustomStrategy(Strategy):
     unconditional_update = False
     status_keeps_metadata = True
 
-    def __init__(self, api: Any, resource: Resource, custom: CustomType) -> None:
-        super().__init__(api, resource)
+    def __init__(self, resource: Resource, custom: CustomType) -> None:
+        super().__init__(resource)
         self.custom = custom
 
     def default(self, obj: Obj) -> None:

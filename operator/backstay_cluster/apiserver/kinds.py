@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import ipaddress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from backstay_cluster.apiserver import metadata
@@ -25,6 +26,10 @@ class NamespaceStrategy(Strategy):
     returns_deleted = True
     plain_mark = True
 
+    def __init__(self, api: Api, resource: Resource) -> None:
+        super().__init__(resource)
+        self._api = api
+
     def default(self, obj: Obj) -> None:
         data = obj["metadata"]
         if data.get("name"):
@@ -41,8 +46,8 @@ class NamespaceStrategy(Strategy):
         return {**obj, "status": {**obj.get("status", {}), "phase": "Terminating"}}
 
     def created(self, obj: Obj) -> None:
-        accounts = self.api.registry.must("", "serviceaccounts")
-        self.api.create(accounts, obj["metadata"]["name"], {"metadata": {"name": "default"}})
+        accounts = self._api.registry.must("", "serviceaccounts")
+        self._api.create(accounts, obj["metadata"]["name"], {"metadata": {"name": "default"}})
 
     def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
         return []
@@ -115,8 +120,8 @@ class ServiceStrategy(Strategy):
     name_rule = staticmethod(metadata.label_1035)
     returns_deleted = True
 
-    def __init__(self, api: Api, resource: Resource, network: str) -> None:
-        super().__init__(api, resource)
+    def __init__(self, resource: Resource, network: str) -> None:
+        super().__init__(resource)
         self.network = ipaddress.ip_network(network)
         self.taken: dict[str, str] = {}  # address -> uid
         self._next = 0
@@ -239,6 +244,10 @@ class EventStrategy(Strategy):
 
     create_on_update = True
 
+    def __init__(self, api: Api, resource: Resource) -> None:
+        super().__init__(resource)
+        self._api = api
+
     def default(self, obj: Obj) -> None:
         for name in ("eventTime", "firstTimestamp", "lastTimestamp"):
             obj.setdefault(name, None)
@@ -256,13 +265,13 @@ class EventStrategy(Strategy):
         return []
 
     def created(self, obj: Obj) -> None:
-        storage = self.api.store.storage(self.resource.storage)
+        storage = self._api.store.storage(self.resource.storage)
         if storage.count <= _EVENT_LIMIT:
             return
         every = [s for space in storage.spaces.values() for s in space.values()]
         every.sort(key=lambda s: s.version)
         for stored in every[: _EVENT_LIMIT // 8]:  # many at once, so that sorting is rare
-            self.api.remove(self.resource, stored.key)
+            self._api.remove(self.resource, stored.key)
 
 
 class RbacStrategy(Strategy):
@@ -330,12 +339,12 @@ class DeploymentStrategy(Strategy):
 
 def install(api: Api, network: str) -> None:
     """Add the rules of the built-in kinds to `api`; Services get addresses of `network`."""
-    api.use(("", "namespaces"), NamespaceStrategy)
-    api.use(("", "pods"), PodStrategy)
+    api.use(("", "namespaces"), partial(NamespaceStrategy, api))
+    api.use(("", "pods"), partial(PodStrategy, api))
     api.use(("", "secrets"), SecretStrategy)
     api.use(("", "configmaps"), ConfigMapStrategy)
-    api.use(("", "services"), lambda a, r: ServiceStrategy(a, r, network))
-    api.use(("", "events"), EventStrategy)
+    api.use(("", "services"), partial(ServiceStrategy, network=network))
+    api.use(("", "events"), partial(EventStrategy, api))
     api.use(("", "nodes"), NodeStrategy)
     api.use(("", "serviceaccounts"), ReturnedStrategy)
     api.use(("", "persistentvolumeclaims"), ClaimStrategy)

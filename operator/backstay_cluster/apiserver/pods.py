@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster import quantity
 from backstay_cluster.apiserver.errors import Cause, bad_request, forbidden, forbidden_field
 from backstay_cluster.apiserver.objects import Obj, dig
 from backstay_cluster.apiserver.pod_rules import check_spec
 from backstay_cluster.apiserver.strategy import Strategy
+
+if TYPE_CHECKING:
+    from backstay_cluster.apiserver.resources import Resource
+    from backstay_cluster.apiserver.rest import Api
 
 _MUTABLE: Final = (
     "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,"
@@ -26,6 +30,10 @@ class PodStrategy(Strategy):
     """The rules of pods."""
 
     returns_deleted = True
+
+    def __init__(self, api: Api, resource: Resource) -> None:
+        super().__init__(resource)
+        self._api = api
 
     def default(self, obj: Obj) -> None:
         spec = obj.get("spec")
@@ -57,7 +65,7 @@ class PodStrategy(Strategy):
         name = spec.get("serviceAccountName") or spec.get("serviceAccount") or "default"
         spec["serviceAccountName"] = spec["serviceAccount"] = name
         data = obj["metadata"]
-        account = self.api.find(self.api.registry.must("", "serviceaccounts"), (data["namespace"], name))
+        account = self._api.find(self._api.registry.must("", "serviceaccounts"), (data["namespace"], name))
         if account is None:
             text = f'error looking up service account {data["namespace"]}/{name}: serviceaccount "{name}" not found'
             raise forbidden("", "pods", data["name"], text)
@@ -87,7 +95,7 @@ class PodStrategy(Strategy):
         spec.setdefault("preemptionPolicy", "PreemptLowerPriority")
         if not name:
             spec["priority"] = 0
-            for stored in self.api.select(self.api.registry.must("scheduling.k8s.io", "priorityclasses"), None).items:
+            for stored in self._api.select(self._api.registry.must("scheduling.k8s.io", "priorityclasses"), None).items:
                 if stored.obj.get("globalDefault"):
                     spec["priority"] = stored.obj.get("value", 0)
                     spec["priorityClassName"] = stored.obj["metadata"]["name"]
@@ -95,7 +103,7 @@ class PodStrategy(Strategy):
         if name in _SYSTEM_PRIORITIES:
             spec["priority"] = _SYSTEM_PRIORITIES[name]
             return
-        found = self.api.find(self.api.registry.must("scheduling.k8s.io", "priorityclasses"), ("", name))
+        found = self._api.find(self._api.registry.must("scheduling.k8s.io", "priorityclasses"), ("", name))
         if found is None:
             text = f"no PriorityClass with name {name} was found"
             raise forbidden("", "pods", obj["metadata"]["name"], text)

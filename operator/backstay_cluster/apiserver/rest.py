@@ -63,13 +63,13 @@ class Api:
         self.store = Store(history=history)
         self.registry = Registry()
         self._strategies: dict[tuple[str, str], Strategy] = {}
-        self._factories: dict[tuple[str, str], Callable[[Api, Resource], Strategy]] = {}
+        self._factories: dict[tuple[str, str], Callable[[Resource], Strategy]] = {}
         self._pages: OrderedDict[str, tuple[int, list[Stored]]] = OrderedDict()
         self._page_count = 0
 
     # Strategies
 
-    def use(self, storage: tuple[str, str], factory: Callable[[Api, Resource], Strategy]) -> None:
+    def use(self, storage: tuple[str, str], factory: Callable[[Resource], Strategy]) -> None:
         """Set the rules of a kind, by its storage."""
         self._factories[storage] = factory
         self._strategies.pop(storage, None)
@@ -78,7 +78,7 @@ class Api:
         """The rules of the resource's kind."""
         found = self._strategies.get(resource.storage)
         if found is None:
-            found = self._factories.get(resource.storage, Strategy)(self, resource)
+            found = self._factories.get(resource.storage, Strategy)(resource)
             self._strategies[resource.storage] = found
         return found
 

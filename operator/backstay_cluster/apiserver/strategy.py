@@ -13,7 +13,6 @@ from backstay_cluster.apiserver.objects import Obj
 
 if TYPE_CHECKING:
     from backstay_cluster.apiserver.resources import Resource
-    from backstay_cluster.apiserver.rest import Api
 
 
 class Strategy:
@@ -26,8 +25,7 @@ class Strategy:
     plain_mark = False  # whether an object that is being deleted has only the deletionTimestamp as its mark
     status_keeps_metadata = False  # whether a write to /status leaves labels and annotations unchanged
 
-    def __init__(self, api: Api, resource: Resource) -> None:
-        self.api = api
+    def __init__(self, resource: Resource) -> None:
         self.resource = resource
 
     def default(self, obj: Obj) -> None:

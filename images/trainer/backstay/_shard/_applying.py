@@ -16,11 +16,11 @@ from .._coordination.seam import Coordination
 from .._wire.memory import Staging
 from .._wire.seam import CheckpointHook, Engine, Refusal
 from ._orders import Order
-from ._prepared import Operand
+from ._prepared import Hold, Operand
 from ._published import Published, Publisher
 from ._replication import Replica
 from ._staging import Gradient, Gradients, describe
-from ._standbys import Hold, Standbys
+from ._standbys import Standbys
 
 if TYPE_CHECKING:
     from .._update._codecs import ShardWire

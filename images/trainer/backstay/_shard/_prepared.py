@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 from .._wire import frames
 from .._wire.seam import Engine
 
-__all__ = ["WHOLE", "Gathered", "Operand", "Prepared"]
+__all__ = ["WHOLE", "Gathered", "Hold", "Operand", "Prepared"]
 
 WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
+
+Hold: TypeAlias = Callable[[], None]
+"""Returns when the standby holds what was sent, or is certain not to be promoted. Raises `Superseded` if it was."""
 
 
 class Operand(Protocol):

@@ -31,8 +31,7 @@ from .._wire import frames
 from .._wire.frames import CHUNK_BYTES, kind_of
 from .._wire.seam import Engine, FrameStream, Refusal
 from ..errors import PeerLost
-from ._prepared import WHOLE, Operand, Prepared
-from ._standbys import Hold
+from ._prepared import WHOLE, Hold, Operand, Prepared
 
 __all__ = ["Replica", "Replication"]
 

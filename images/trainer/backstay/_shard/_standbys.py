@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, ReplicaState
 
 from .._wire.seam import Engine
-from ._prepared import Gathered, Operand
+from ._prepared import Gathered, Hold, Operand
 
 if TYPE_CHECKING:
     from ._replication import Replica
 
-__all__ = ["Hold", "NoStandbys", "Standbys"]
-
-Hold: TypeAlias = Callable[[], None]
-"""Returns when the standby holds what was sent, or is certain not to be promoted. Raises `Superseded` if it was."""
+__all__ = ["NoStandbys", "Standbys"]
 
 
 class Standbys(Protocol):
