@@ -260,6 +260,13 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         last: Annotated[
             float | None, typer.Option(min=0.0, help="Only the last so many seconds. [default: all that is kept]")
         ] = None,
+        jax_profile: Annotated[
+            Path | None,
+            typer.Option(
+                help="A trace of one worker by jax.profiler, or the folder with it, to join on the same clock."
+            ),
+        ] = None,
+        rank: Annotated[int, typer.Option(min=0, help="The worker of --jax-profile.")] = 0,
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
@@ -271,15 +278,17 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
         or there is no timeline.
         """
-        from backstay_cli.trace import Written, trace_of_file, trace_of_job
+        from backstay_cli.trace import Wanted, Written, trace_of_file, trace_of_job
+
+        wanted = Wanted(last, jax_profile, rank)
 
         async def write(cluster: Cluster) -> Written:
             name = await choose(cluster, job)
-            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), last)
+            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), wanted)
 
         if stored is not None:
             try:
-                written = trace_of_file(stored, out or Path("trace.json"), last)
+                written = trace_of_file(stored, out or Path("trace.json"), wanted)
             except BadInput as error:
                 refuse(str(error))
         else:

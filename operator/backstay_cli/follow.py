@@ -63,6 +63,7 @@ class Entry:
         at: Unix time; None: not known.
         slot: the slot whose pod died, such as ``worker-3``; empty for anything else.
         recovered: Unix time at which the slot took part in training again; None: it has not, or it is not known.
+        incarnation: of the pod that died; None: it is not known.
     """
 
     at: float | None
@@ -71,6 +72,7 @@ class Entry:
     message: str
     slot: str = ""
     recovered: float | None = None
+    incarnation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,7 @@ def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[Entr
                 e.get("message", ""),
                 e.get("slot") or "",
                 unix_time(e.get("recovered")),
+                e.get("incarnation"),
             )
             for e in entries
         )

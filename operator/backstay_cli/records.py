@@ -15,7 +15,7 @@ from backstay_cli.pods import slot_of
 from backstay_spec import contract
 from backstay_spec.records import RECORD_NAME
 
-__all__ = ["all_of", "newest", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
+__all__ = ["all_of", "newest", "newest_of_each_server", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
 
 
 def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
@@ -50,6 +50,23 @@ def newest(places: list[str], kind: str, uid: str = "") -> tuple[str, bytes] | N
         return None
     name, place = max(found.items())
     return f"{place}/{name}", read_file(f"{place}/{name}")
+
+
+def newest_of_each_server(places: list[str], kind: str, uid: str) -> Iterator[tuple[str, bytes]]:
+    """The newest record of a kind that each server of shard 0 has left, those of the newest server first; those that
+    cannot be read are left out.
+
+    Args:
+        kind: whose names end in the incarnation of the server.
+        uid: as in `newest`.
+    """
+    of_server = {
+        name.partition(".")[0].rpartition("-")[2]: (name, place)
+        for name, place in sorted(_found(places, kind, uid).items())
+    }
+    for name, place in sorted(of_server.values(), reverse=True):
+        with contextlib.suppress(BadInput):  # deleted meanwhile
+            yield f"{place}/{name}", read_file(f"{place}/{name}")
 
 
 def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, bytes]]:

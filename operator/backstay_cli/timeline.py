@@ -19,7 +19,7 @@ from backstay_rpc.control_pb2 import Spans, Timeline
 from backstay_rpc.spans import Span, spans_in
 from backstay_spec import contract
 
-__all__ = ["BadTimeline", "Clock", "Job", "Pod", "chrome_trace", "read"]
+__all__ = ["BadTimeline", "Clock", "Job", "Pod", "chrome_trace", "merged", "read"]
 
 _TRACKS: Final = {"quorum_wait": "coordinator: quorum", "blame": "coordinator: blame", "apply": "apply updates"}
 """Points whose spans begin in one thread and end in another: each has its own track."""
@@ -59,6 +59,11 @@ class Clock:
     offset: float
     error: float | None
 
+    def after(self, other: Clock) -> Clock:
+        """This clock, where `other` relates the timeline's clock to that of another timeline."""
+        known = self.error is not None and other.error is not None
+        return Clock(self.offset + other.offset, (self.error or 0.0) + (other.error or 0.0) if known else None)
+
 
 @dataclass
 class Pod:
@@ -71,6 +76,7 @@ class Pod:
     spans: list[Span] = field(default_factory=list)
     lost: int = 0
     clock: Clock = Clock(0.0, 0.0)
+    title: str = ""  # of what is not a pod
 
     def at(self, nanoseconds: int) -> float:
         """A time of the pod's clock, as seconds of the timeline's clock."""
@@ -79,6 +85,8 @@ class Pod:
     @property
     def shown(self) -> str:
         """For people, such as ``worker 3`` or ``worker 3 #2``."""
+        if self.title:
+            return self.title
         return slot_words(f"{self.role}-{self.index}") + (f" #{self.incarnation}" if self.incarnation > 1 else "")
 
 
@@ -138,9 +146,9 @@ def read(data: bytes) -> Job:
     links = _server_clocks(messages, timeline)
     for key, pod in pods.items():
         pod.clock = _clock(pod, by_pod[key], timeline, links)
-        pod.spans.sort(key=lambda span: (span.began, -span.ended))
+        pod.spans.sort(key=_place)
     _narrow_clocks(list(pods.values()), timeline)
-    order = sorted(pods.values(), key=lambda pod: (_ROLES.get(pod.role, 1), pod.index, pod.incarnation))
+    order = sorted(pods.values(), key=_order)
     return Job(
         timeline.job,
         timeline.namespace,
@@ -150,6 +158,41 @@ def read(data: bytes) -> Job:
         tuple(order),
         timeline.dropped,
     )
+
+
+def merged(job: Job, older: Job) -> Job:
+    """`job` with the spans that only another timeline of the same job has, on its clock.
+
+    Args:
+        older: the timeline of a previous server of shard 0, whose clock may be another one.
+    """
+    known = {(pod.role, pod.index, pod.incarnation, pod.name): pod for pod in job.pods}
+    shift = Clock((older.unix_seconds - older.clock) - (job.unix_seconds - job.clock), None)
+    for pod in older.pods:
+        same = known.get((pod.role, pod.index, pod.incarnation, pod.name))
+        if same is None or same.clock.error is None or pod.clock.error is None:
+            continue
+        error = same.clock.error + pod.clock.error
+        if shift.error is None or error < shift.error:  # both servers' clocks were compared with that of this pod
+            shift = Clock(same.clock.offset - pod.clock.offset, error)
+    pods = dict(known)
+    for pod in older.pods:
+        key = pod.role, pod.index, pod.incarnation, pod.name
+        if (same := known.get(key)) is None:
+            pods[key] = replace(pod, clock=pod.clock.after(shift))
+        else:
+            has = {span[:4] for span in same.spans}
+            spans = [*same.spans, *(span for span in pod.spans if span[:4] not in has)]
+            pods[key] = replace(same, spans=sorted(spans, key=_place))
+    return replace(job, pods=tuple(sorted(pods.values(), key=_order)), dropped=job.dropped + older.dropped)
+
+
+def _place(span: Span) -> tuple[int, int]:
+    return span.began, -span.ended
+
+
+def _order(pod: Pod) -> tuple[int, int, int]:
+    return _ROLES.get(pod.role, 1), pod.index, pod.incarnation
 
 
 def _server_clocks(messages: Iterable[Spans], timeline: Timeline) -> dict[tuple[int, int], Clock]:
@@ -427,7 +470,10 @@ def _history(
         if not entry.slot:
             continue
         own = [p for p in placed if f"{p.pod.role}-{p.pod.index}" == entry.slot and p.pod.spans]
-        dead = [p for p in own if p.pod.at(p.pod.spans[0].began) <= at]
+        # A standby began before the death of the server that it replaces.
+        dead = [p for p in own if p.pod.incarnation == entry.incarnation] or [
+            p for p in own if p.pod.at(p.pod.spans[0].began) <= at and entry.incarnation is None
+        ]
         if dead:
             events.append({**instant, "pid": dead[-1].pid, "tid": dead[-1].pid, "s": "p"})
         if entry.recovered is not None and entry.at is not None and entry.recovered >= entry.at:

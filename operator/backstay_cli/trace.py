@@ -6,20 +6,39 @@ import contextlib
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from backstay_cli.clusters import Cluster
 from backstay_cli.follow import Entry, view_of
+from backstay_cli.history import history_of_place
+from backstay_cli.jax_profile import joined, read_profile
 from backstay_cli.jobfile import BadInput
-from backstay_cli.records import newest, places_of, read_file, servers_of_shard_0, unpacked
-from backstay_cli.timeline import BadTimeline, Job, chrome_trace, read
+from backstay_cli.records import newest, newest_of_each_server, places_of, read_file, servers_of_shard_0, unpacked
+from backstay_cli.timeline import BadTimeline, Job, chrome_trace, merged, read
 from backstay_cli.words import count, duration, shortened
 
-__all__ = ["Written", "stored_trace", "trace_of_file", "trace_of_job", "write_trace"]
+__all__ = ["Wanted", "Written", "stored_trace", "trace_of_file", "trace_of_job", "write_trace"]
 
 _SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The content of a trace.
+
+    Attributes:
+        last: only this many seconds before the end; None: all.
+        profile: a trace that `jax.profiler` made of the worker `rank`, or the folder with it; None: none is joined.
+    """
+
+    last: float | None = None
+    profile: Path | None = None
+    rank: int = 0
+
+
+_ALL = Wanted()
 
 
 @dataclass(frozen=True)
@@ -28,11 +47,14 @@ class Written:
 
     Attributes:
         source: where the timeline came from.
+        profile_error: the largest error, in seconds, of the clock of the JAX profile beside that of its worker; None:
+            no profile was joined.
     """
 
     out: Path
     job: Job
     source: str
+    profile_error: float | None = None
 
     def summary(self) -> str:
         """A text for people about the file."""
@@ -40,6 +62,8 @@ class Written:
         number = sum(len(pod.spans) for pod in pods)
         known = [pod.clock.error for pod in pods if pod.clock.error is not None]
         exact = f"; their clocks agree within {max(known) * 1e3:.2g} ms" if known else ""
+        if self.profile_error is not None:
+            exact += f"; the clock of the JAX profile is that of its worker within {self.profile_error * 1e6:.2g} µs"
         first = min((pod.at(pod.spans[0].began) for pod in pods), default=0.0)
         last = max((pod.at(span.ended) for pod in pods for span in pod.spans), default=0.0)
         return (
@@ -48,11 +72,8 @@ class Written:
         )
 
 
-async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | None = None) -> Written:
+async def trace_of_job(cluster: Cluster, name: str, out: Path, wanted: Wanted = _ALL) -> Written:
     """Write the timeline of a job: as shard 0's server holds it now, else as it was stored last.
-
-    Args:
-        last: as in `write_trace`.
 
     Raises:
         BadInput: there is no timeline, or `out` cannot be written.
@@ -65,8 +86,9 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | Non
     for pod in servers_of_shard_0(pods):
         page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
         if page:
-            return write_trace(page, history, out, f"pod {pod['metadata']['name']}", last)
-    written = stored_trace(places_of(cluster, job), history, out, last, job["metadata"]["uid"])
+            older = _of_each_server(places_of(cluster, job), job["metadata"]["uid"])
+            return write_trace(page, history, out, f"pod {pod['metadata']['name']}", wanted, older)
+    written = stored_trace(places_of(cluster, job), history, out, wanted, job["metadata"]["uid"])
     if written is not None:
         return written
     if (job.get("spec") or {}).get("trace", {}).get("megabytes") == 0:
@@ -77,53 +99,78 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path, last: float | Non
     )
 
 
-def trace_of_file(place: str, out: Path, last: float | None = None) -> Written:
+def trace_of_file(place: str, out: Path, wanted: Wanted = _ALL) -> Written:
     """Write a timeline that was stored: a file, or the newest in a folder or URI.
-
-    Args:
-        last: as in `write_trace`.
 
     Raises:
         BadInput: there is none, or `out` cannot be written.
     """
-    if not place.endswith(".pb.gz") and (written := stored_trace([place.rstrip("/")], (), out, last)) is not None:
-        return written
-    return write_trace(unpacked(read_file(place)), (), out, shortened(place), last)
+    if not place.endswith(".pb.gz"):
+        place = place.rstrip("/")
+        history: Sequence[Entry] = ()
+        with contextlib.suppress(BadInput):  # there is none
+            history = history_of_place(place, None).view.history
+        if (written := stored_trace([place], history, out, wanted)) is not None:
+            return written
+    return write_trace(unpacked(read_file(place)), (), out, shortened(place), wanted)
 
 
 def stored_trace(
-    places: list[str], history: Sequence[Entry], out: Path, last: float | None = None, uid: str = ""
+    places: list[str], history: Sequence[Entry], out: Path, wanted: Wanted = _ALL, uid: str = ""
 ) -> Written | None:
     """Write the newest timeline that is stored in some folders; None: there is none.
 
     Args:
-        last: as in `write_trace`.
         uid: of the job, whose timelines count; empty: those of all jobs.
 
     Raises:
         BadInput: it cannot be read, or `out` cannot be written.
     """
     found = newest(places, "trace", uid)
-    return None if found is None else write_trace(unpacked(found[1]), history, out, shortened(found[0]), last)
+    if found is None:
+        return None
+    of_job = found[0].rpartition("/")[2].split("-")[2]
+    older = _of_each_server(places, of_job)
+    return write_trace(unpacked(found[1]), history, out, shortened(found[0]), wanted, older)
+
+
+def _of_each_server(places: list[str], uid: str) -> Iterator[bytes]:
+    """The timelines that the servers of shard 0 have stored: a server that is killed takes its own spans with it."""
+    for _, data in newest_of_each_server(places, "trace", uid):
+        with contextlib.suppress(BadInput):  # it was torn while it was written
+            yield unpacked(data)
 
 
 def write_trace(
-    timeline: bytes, history: Sequence[Entry], out: Path, source: str, last: float | None = None
+    timeline: bytes,
+    history: Sequence[Entry],
+    out: Path,
+    source: str,
+    wanted: Wanted = _ALL,
+    older: Iterable[bytes] = (),
 ) -> Written:
     """Write a serialized `Timeline` as a Chrome trace; a name that ends in ``.gz`` is compressed.
 
     Args:
-        last: only this many seconds before the end; None: all.
+        older: timelines of the same job, of which it gets the spans that only they have. Those that cannot be read are
+            left out.
 
     Raises:
-        BadInput: `timeline` is not one, has no spans, or `out` cannot be written.
+        BadInput: `timeline` is not one, has no spans, the profile does not fit, or `out` cannot be written.
     """
     try:
         job = read(timeline)
-    except BadTimeline as error:
-        raise BadInput(f"{source}: {error}") from None
-    if last is not None:
-        job = job.newest(last)
+    except BadTimeline as wrong:
+        raise BadInput(f"{source}: {wrong}") from None
+    for data in older:
+        with contextlib.suppress(BadTimeline):
+            other = read(data)
+            job = merged(job, other) if other.uid == job.uid else job
+    error = None
+    if wanted.profile is not None:
+        job, error = joined(job, read_profile(wanted.profile), wanted.rank)
+    if wanted.last is not None:
+        job = job.newest(wanted.last)
     if not any(pod.spans for pod in job.pods):
         raise BadInput(f"{source}: the timeline has no spans")
     text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()
@@ -133,8 +180,8 @@ def write_trace(
     try:
         temporary.write_bytes(gzip.compress(text) if out.suffix == ".gz" else text)
         temporary.replace(out)
-    except OSError as error:
+    except OSError as failed:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise BadInput(f"--out: {out} cannot be written: {error.strerror or error}") from None
-    return Written(out, job, source)
+        raise BadInput(f"--out: {out} cannot be written: {failed.strerror or failed}") from None
+    return Written(out, job, source, error)

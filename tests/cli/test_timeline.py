@@ -203,3 +203,49 @@ def test_a_file_that_cannot_be_written_is_named_and_none_is_left(tmp_path: Path)
     content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
     with pytest.raises(BadInput, match=r"--out: .*no/out\.json cannot be written"):
         write_trace(content, (), tmp_path / "no" / "out.json", "here")
+
+
+def test_what_a_server_has_stored_before_it_was_killed_is_in_the_trace_of_its_successor(tmp_path: Path) -> None:
+    """The clock of the successor is 300 s ahead; a worker that lives on has compared its clock with both."""
+    lost = [("apply", 10.07, 10.08, 1), receive(10.052, "f")]
+    before = timeline(
+        spans(SERVER, 0, lost),
+        spans(WORKER, 0, step(10.0, "f"), ahead=5.0, offsets=[(0, 1, -5.0, 0.001)]),
+        spans(WORKER, 1, [("compute", 9.0, 9.5, 1)], ahead=-2.0, offsets=[(0, 1, 2.0, 0.002)]),
+    )
+    after = timeline(
+        spans(SERVER, 0, [("apply", 20.0, 20.1, 2)], incarnation=2, ahead=300.0),
+        spans(WORKER, 0, [*step(10.0, "f"), ("compute", 19.0, 19.1, 2)], ahead=5.0, offsets=[(0, 2, 295.001, 0.003)]),
+        incarnation=2,
+        ahead=300.0,
+    )
+    for number, (incarnation, data) in enumerate([(1, before), (2, after)]):
+        (tmp_path / f"trace-00000000000{number}-u-{incarnation}.pb.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "trace-000000000000-u-3.pb.gz").write_bytes(b"torn")
+    written = trace_of_file(str(tmp_path), tmp_path / "out.json")
+    shown = {pod.shown: pod for pod in written.job.pods}
+    assert list(shown) == ["server 0", "server 0 #2", "worker 0", "worker 1"]
+    assert [len(pod.spans) for pod in shown.values()] == [2, 1, 6, 1], "spans that both have are there once"
+    assert shown["server 0"].clock.offset == pytest.approx(300.0, abs=0.004)
+    assert shown["server 0"].clock.error == pytest.approx(0.004, abs=1e-9)
+    true = {"server 0": 300.0, "server 0 #2": 0.0, "worker 0": 295.0, "worker 1": 302.0}
+    for name, pod in shown.items():
+        assert pod.clock.error is not None
+        assert abs(pod.clock.offset - true[name]) <= pod.clock.error + 1e-9
+    trace = json.loads((tmp_path / "out.json").read_text())
+    check(trace)
+    assert sum(event["ph"] == "f" for event in trace["traceEvents"]) == 1
+
+
+def test_the_death_of_a_server_is_marked_in_its_process_and_not_in_that_of_its_standby() -> None:
+    job = read(
+        timeline(
+            spans(SERVER, 0, [("apply", 10.0, 11.0, 1)], incarnation=2),
+            spans(SERVER, 0, [("apply", 5.0, 6.0, 1)]),
+        )
+    )
+    died = Entry(1_000_012.0, "Warning", "Crashed", "exit code 137", "parameter-server-0", None, 1)
+    events = chrome_trace(job, [died])["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    marked = [names[e["pid"]] for e in events if e["ph"] == "i" and e["s"] == "p"]
+    assert marked == ["server 0 (clock ± 0 ms)"]

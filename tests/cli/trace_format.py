@@ -118,13 +118,14 @@ def spans(
     return message
 
 
-def timeline(*messages: Spans) -> bytes:
+def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0) -> bytes:
+    """A timeline of the server of shard 0 with this incarnation, whose clock is so many seconds ahead."""
     return Timeline(
         job="digits",
         namespace="default",
         uid="u",
-        server=Peer(role="parameter-server", index=0, incarnation=1),
-        clock=100.0,
+        server=Peer(role="parameter-server", index=0, incarnation=incarnation),
+        clock=100.0 + ahead,
         unix_seconds=1_000_100.0,
         spans=[message.SerializeToString() for message in messages],
     ).SerializeToString()

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.profiler import StepTraceAnnotation
 
 from backstay_rpc.control_pb2 import (
     COMPILING,
@@ -213,7 +214,9 @@ class Worker:
         start = Start(params, key, self._fragments)
         if (first := self._computation.first_batch(start)) is not None:
             self._prepared = first, self._batch(first)
-        with _instrument.span("compute" if self._compiled else "compile", step):  # the first one is mostly compiling
+        point = "compute" if self._compiled else "compile"  # the first one is mostly compiling
+        # `backstay trace --jax-profile` finds the steps of a profile by the annotation.
+        with _instrument.span(point, step), StepTraceAnnotation("train", step_num=step):
             if not self._compiled:
                 _instrument.reach("compute", step)
             contribution = self._computation.start(start)

@@ -1,0 +1,120 @@
+"""Joins a timeline with the trace that `jax.profiler` made of one worker.
+
+A worker annotates each computation for the profiler (`jax.profiler.StepTraceAnnotation`), inside its own span of the
+same step. Each step that both have therefore bounds the offset of the two clocks from both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from backstay_cli.jobfile import BadInput
+from backstay_cli.timeline import Clock, Job, Pod
+from backstay_rpc.spans import Span
+from backstay_spec import contract
+
+__all__ = ["joined", "read_profile"]
+
+_ANNOTATION: Final = "train"
+_TOLERATED: Final = 0.001
+"""Seconds by which the bounds of two steps may contradict each other: the profiler's clock may drift."""
+
+
+def read_profile(place: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace that `jax.profiler` has written.
+
+    Args:
+        place: the file, such as ``host.trace.json.gz``, or the folder that was given to the profiler: the newest file
+            in it is read.
+
+    Raises:
+        BadInput: there is none, or it cannot be read.
+    """
+    found = [place]
+    if place.is_dir():
+        found = sorted(place.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise BadInput(f"--jax-profile: {place} has no *.trace.json.gz, which jax.profiler.stop_trace writes")
+    try:
+        data = found[-1].read_bytes()
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        return [event for event in json.loads(text)["traceEvents"] if isinstance(event, dict)]
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+        raise BadInput(f"--jax-profile: {found[-1]} is not a trace of jax.profiler: {error!r}") from None
+
+
+def joined(job: Job, events: Sequence[Mapping[str, Any]], rank: int) -> tuple[Job, float]:
+    """The job with the profile of the worker `rank`, on its clock; and the largest error of that, in seconds.
+
+    Raises:
+        BadInput: the two have no step in common.
+    """
+    steps = dict(_annotated(events))
+    pods = [pod for pod in job.pods if (pod.role, pod.index) == (contract.ROLE_WORKER, rank)]
+    fits = [(clock, pod) for pod in pods if (clock := _aligned(pod, steps)) is not None]
+    if not fits:
+        ranks = sorted({pod.index for pod in job.pods if pod.role == contract.ROLE_WORKER})
+        span = f"the steps {min(steps)} to {max(steps)}" if steps else "no step"
+        raise BadInput(
+            f"--jax-profile: the profile has {span}, and the timeline has none of them for worker {rank}. "
+            f"--rank is one of {', '.join(map(str, ranks)) or 'no worker'}"
+        )
+    own, worker = max(fits, key=lambda fit: fit[1].incarnation)
+    clock = own.after(worker.clock)
+    added = [
+        Pod("jax", rank, worker.incarnation, "", spans, clock=clock, title=f"{worker.shown}: JAX {name}")
+        for name, spans in _processes(events)
+    ]
+    at = job.pods.index(worker) + 1
+    return replace(job, pods=(*job.pods[:at], *added, *job.pods[at:])), own.error or 0.0
+
+
+def _annotated(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple[float, float]]]:
+    """When each annotated step began and ended, in seconds of the profile."""
+    for event in events:
+        step = (event.get("args") or {}).get("step_num")
+        if event.get("name") == _ANNOTATION and event.get("ph") == "X" and str(step).isdigit():
+            began = float(event["ts"]) / 1e6
+            yield int(str(step)), (began, began + float(event["dur"]) / 1e6)
+
+
+def _aligned(worker: Pod, steps: Mapping[int, tuple[float, float]]) -> Clock | None:
+    """How the profile's clock relates to the worker's; None: no step fits."""
+    own = {span.step: span for span in worker.spans if span.point in ("compute", "compile") and span.step in steps}
+    if not own:
+        return None
+    low = max(span.began / 1e9 - steps[step][0] for step, span in own.items() if step is not None)
+    high = min(span.ended / 1e9 - steps[step][1] for step, span in own.items() if step is not None)
+    return Clock((low + high) / 2, abs(high - low) / 2) if high - low > -_TOLERATED else None
+
+
+def _processes(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Span]]]:
+    """The spans of each process of a profile, with its name."""
+    names: dict[Any, str] = {}
+    threads: dict[tuple[Any, Any], str] = {}
+    found: dict[Any, list[Span]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            names[event.get("pid")] = str(event["args"]["name"])
+        elif event.get("ph") == "M" and event.get("name") == "thread_name":
+            threads[event.get("pid"), event.get("tid")] = str(event["args"]["name"])
+    for event in events:
+        began, lasted = event.get("ts"), event.get("dur")
+        if event.get("ph") != "X" or not isinstance(began, (int, float)) or not isinstance(lasted, (int, float)):
+            continue
+        if not (math.isfinite(began) and math.isfinite(lasted) and lasted >= 0):
+            continue
+        thread = threads.get((event.get("pid"), event.get("tid")), f"thread {event.get('tid')}")
+        at = round(began * 1000)
+        span = Span(str(event.get("name")), thread, at, at + round(lasted * 1000), None, event.get("args") or {})
+        found[event.get("pid")].append(span)
+    for process, spans in sorted(found.items(), key=lambda item: str(item[0])):
+        yield names.get(process, f"process {process}"), sorted(spans, key=lambda span: (span.began, -span.ended))

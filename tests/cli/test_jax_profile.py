@@ -1,0 +1,131 @@
+"""A trace of jax.profiler is joined with the timeline of its worker, on the same clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_format import check, spans, timeline
+
+from backstay import _instrument
+from backstay._control._spans import columns
+from backstay_cli.jax_profile import joined, read_profile
+from backstay_cli.jobfile import BadInput
+from backstay_cli.timeline import chrome_trace, read
+from backstay_cli.trace import Wanted, write_trace
+from backstay_rpc.control_pb2 import Peer, Spans
+
+WORKER = "worker"
+
+
+@pytest.fixture
+def ring() -> Iterator[None]:
+    _instrument.keep(_instrument.CAPACITY)
+    yield
+    _instrument.keep(_instrument.CAPACITY)
+
+
+@pytest.mark.usefixtures("ring")
+def test_a_profile_of_a_few_steps_is_on_the_clock_of_its_worker(tmp_path: Path) -> None:
+    """`jax.profiler` itself writes the trace; the spans and the annotations are those of a worker's step."""
+    import jax
+    from jax.profiler import StepTraceAnnotation
+
+    @jax.jit
+    def gradient(x: Any) -> Any:
+        return (x @ x).sum()
+
+    x = jax.numpy.ones((200, 200))
+    gradient(x).block_until_ready()
+    with jax.profiler.trace(str(tmp_path / "profile")):
+        for step in range(4):
+            with _instrument.span("compute", step), StepTraceAnnotation("train", step_num=step):
+                gradient(x).block_until_ready()
+    message = columns([span for span in _instrument.spans() if span.point == "compute"])
+    message.peer.CopyFrom(Peer(role=WORKER, index=1, incarnation=1, pod="w"))
+    data = timeline(spans("parameter-server", 0, [("apply", 1.0, 2.0, 1)]), message)
+
+    written = write_trace(data, (), tmp_path / "out.json", "here", Wanted(None, tmp_path / "profile", 1))
+    trace = json.loads((tmp_path / "out.json").read_text())
+    check(trace)
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    (profile,) = [pid for pid, name in names.items() if name.startswith("worker 1: JAX /host:CPU")]
+    (worker,) = [pid for pid, name in names.items() if name.startswith("worker 1 (")]
+    assert profile == worker + 1000, "its tracks are below those of the worker"
+    own = {e["args"]["step"]: e for e in trace["traceEvents"] if e["name"] == "compute"}
+    steps = {int(e["args"]["step_num"]): e for e in trace["traceEvents"] if e["name"] == "train"}
+    assert own.keys() == steps.keys() == {0, 1, 2, 3}
+    assert written.profile_error is not None
+    error = written.profile_error * 1e6 + 0.002
+    for step, span in steps.items():
+        assert own[step]["ts"] - error <= span["ts"]
+        assert span["ts"] + span["dur"] <= own[step]["ts"] + own[step]["dur"] + error
+    assert "the clock of the JAX profile" in written.summary()
+
+
+def computed(steps: dict[int, tuple[float, float]], incarnation: int = 1) -> Spans:
+    items = [("compute", began, ended, step) for step, (began, ended) in steps.items()]
+    return spans(WORKER, 0, items, incarnation=incarnation, offsets=[(0, 1, 0.0, 0.001)])
+
+
+def annotated(steps: dict[int, tuple[float, float]]) -> list[dict[str, Any]]:
+    return [
+        {"ph": "X", "pid": 7, "tid": 1, "name": "train", "ts": 1e6 * began, "dur": 1e6 * (ended - began)}
+        | {"args": {"step_num": str(step)}}
+        for step, (began, ended) in steps.items()
+    ]
+
+
+@given(
+    ahead=st.floats(-1e4, 1e4),
+    slacks=st.lists(st.tuples(st.floats(0, 0.01), st.floats(0, 0.01)), min_size=1, max_size=6),
+)
+def test_the_true_offset_of_a_profile_is_within_the_stated_error(
+    ahead: float, slacks: list[tuple[float, float]]
+) -> None:
+    """A worker's span of a step begins before the annotation and ends after it."""
+    own = {step: (10.0 + step, 10.5 + step) for step in range(len(slacks))}
+    inside = {
+        step: (own[step][0] + before - ahead, own[step][1] - after - ahead)
+        for step, (before, after) in enumerate(slacks)
+    }
+    job, error = joined(read(timeline(computed(own))), annotated(inside), 0)
+    (profile,) = [pod for pod in job.pods if pod.role == "jax"]
+    assert abs(profile.clock.offset - ahead) <= error + 1e-6
+    assert profile.clock.error == pytest.approx(error + 0.001)
+    check(chrome_trace(job))
+
+
+def test_of_two_pods_of_a_rank_the_one_whose_steps_fit_is_joined() -> None:
+    first = {1: (10.0, 10.1), 2: (10.2, 10.3)}
+    second = {1: (20.0, 20.1), 2: (20.9, 21.0)}  # it computed both again, after a rollback
+    job, _ = joined(read(timeline(computed(first), computed(second, 2))), annotated({1: (0.0, 0.1), 2: (0.2, 0.3)}), 0)
+    assert [pod.shown for pod in job.pods] == ["worker 0", "worker 0: JAX process 7", "worker 0 #2"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "rank", "why"),
+    [
+        (annotated({50: (0.0, 0.1)}), 0, "the steps 50 to 50, and the timeline has none of them for worker 0"),
+        ([], 0, "the profile has no step"),
+        (annotated({1: (0.0, 0.1)}), 3, "--rank is one of 0"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused(profile: list[dict[str, Any]], rank: int, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        joined(read(timeline(computed({1: (10.0, 10.2)}))), profile, rank)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\x1f\x8b torn", gzip.compress(b'{"traceEvents": 3}')])
+def test_a_file_that_is_no_profile_is_named(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"has no \*.trace.json.gz"):
+        read_profile(tmp_path)
+    (tmp_path / "host.trace.json.gz").write_bytes(content)
+    with pytest.raises(BadInput, match=r"host.trace.json.gz is not a trace"):
+        read_profile(tmp_path)
