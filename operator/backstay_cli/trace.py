@@ -67,7 +67,7 @@ class Written:
         first = min((pod.at(pod.spans[0].began) for pod in pods), default=0.0)
         last = max((pod.at(span.ended) for pod in pods for span in pod.spans), default=0.0)
         return (
-            f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(len(pods), 'pod')} over "
+            f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(sum(not pod.title for pod in pods), 'pod')} over "
             f"{duration(last - first)}, from {self.source}{exact}\nopen the file at https://ui.perfetto.dev"
         )
 
