@@ -59,7 +59,7 @@ class Written:
     def summary(self) -> str:
         """A text for people about the file."""
         pods = [pod for pod in self.job.pods if pod.spans]
-        number = sum(len(pod.spans) for pod in pods)
+        number, own = sum(len(pod.spans) for pod in pods), sum(not pod.title for pod in pods)
         known = [pod.clock.error for pod in pods if pod.clock.error is not None]
         exact = f"; their clocks agree within {max(known) * 1e3:.2g} ms" if known else ""
         if self.profile_error is not None:
@@ -67,7 +67,7 @@ class Written:
         first = min((pod.at(pod.spans[0].began) for pod in pods), default=0.0)
         last = max((pod.at(span.ended) for pod in pods for span in pod.spans), default=0.0)
         return (
-            f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(sum(not pod.title for pod in pods), 'pod')} over "
+            f"wrote {shortened(str(self.out))}: {count(number, 'span')} of {count(own, 'pod')} over "
             f"{duration(last - first)}, from {self.source}{exact}\nopen the file at https://ui.perfetto.dev"
         )
 
