@@ -283,6 +283,9 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(
         if block.title:
             names |= runpy.run_path(block.title, run_name="__main__")
             names["__name__"] = "__page__"
+            if block.title.startswith("test_"):
+                for test in [value for name, value in names.items() if name.startswith("test_")]:
+                    test()
         else:
             # The name of the page and its line are in the traceback of a failure.
             exec(compile("\n" * block.line + block.text, block.page, "exec"), names)

@@ -18,8 +18,7 @@ from backstay._process._failure import describe, printed
 from backstay._roles._farewell import Farewell
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, StorageError
-
-from .forked import KILLED, TERMINATED
+from backstay.testing import KILLED, TERMINATED
 
 CHECKPOINTS = "checkpoints"
 TIMES = Timeouts()
@@ -43,12 +42,12 @@ def test_the_last_messages_state_who_has_the_result(job, tmp_path: Path) -> None
     tiny = stored(job, tmp_path, 2)
     server, leads, follows = tiny.server(0, 1), tiny.worker(0, 3), tiny.worker(1, 1)
     assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
-    assert server.words()["result"] == "Succeeded"
-    assert server.words()["returned"] == 3
+    assert server.final_message()["result"] == "Succeeded"
+    assert server.final_message()["returned"] == 3
     for rank, worker in enumerate((leads, follows)):
-        words = worker.words()
+        words = worker.final_message()
         assert (words["result"], words["step"]) == ("Trained", 4)
-        assert words["checkpoint"] == server.words()["checkpoint"]
+        assert words["checkpoint"] == server.final_message()["checkpoint"]
         result = tiny.params(worker)
         assert (result["rank"], result["leads"]) == (rank, rank == 0)
 
@@ -59,7 +58,7 @@ def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) ->
     tiny.server(0)
     worker = tiny.worker(0)
     assert worker.wait() == 1
-    words = worker.words()
+    words = worker.final_message()
     assert (words["result"], words["reason"]) == ("AfterTrainingFailed", "KeyError")
     assert words["message"] == "'no model of step 4'"
     assert str(words["at"]).startswith("tests/runtime/tiny.py:")
@@ -77,11 +76,11 @@ def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: P
     says = tiny.worker(2, AFTER="says")
     assert exits.wait() == 3
     assert says.wait() == 1
-    assert str(says.words()["stderr"]).endswith("no place to export to"), "no hook is called for SystemExit"
+    assert str(says.final_message()["stderr"]).endswith("no place to export to"), "no hook is called for SystemExit"
     tiny.wait_for(waits, "exporting")
     waits.process.send_signal(signal.SIGTERM)
     assert waits.wait() == TERMINATED
-    assert {pod.words()["result"] for pod in (waits, exits, says)} == {"Trained"}
+    assert {pod.final_message()["result"] for pod in (waits, exits, says)} == {"Trained"}
 
 
 def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path) -> None:
@@ -89,8 +88,8 @@ def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path)
     tiny.server(0)
     worker = tiny.worker(0)
     assert worker.wait() == 1
-    assert worker.words()["result"] == "AfterTrainingFailed"
-    assert "train was called a second time in one pod" in str(worker.words()["message"])
+    assert worker.final_message()["result"] == "AfterTrainingFailed"
+    assert "train was called a second time in one pod" in str(worker.final_message()["message"])
 
 
 def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_checkpoint(job, tmp_path: Path) -> None:
@@ -98,13 +97,13 @@ def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_chec
     tiny = stored(job, tmp_path, 1, **{ENV_FAULTS: "kill worker/0 @0 done"})
     server, dies = tiny.server(0, 1), tiny.worker(0, 1)
     assert [dies.wait(), server.wait()] == [KILLED, 0]
-    words = server.words()
+    words = server.final_message()
     assert (words["result"], words["returned"]) == ("Succeeded", 0)
     assert not dies.termination.exists()
     said = {name: words[name] for name in ("step", "checkpoint", "metrics")}
     comes = tiny.worker(0, 2, BACKSTAY_TRAINED=json.dumps(said))
     assert comes.wait() == 0
-    assert comes.words()["result"] == "Trained"
+    assert comes.final_message()["result"] == "Trained"
     same(tiny.params(comes), tiny.reference())
     assert tiny.params(comes)["leads"]
 
@@ -117,7 +116,7 @@ def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_agai
     assert tiny.worker(0, 1).wait() == KILLED
     comes = tiny.worker(0, 2)
     assert [comes.wait(), *(server.wait() for server in servers)] == [0, 0, 0]
-    assert servers[0].words()["returned"] == 2
+    assert servers[0].final_message()["returned"] == 2
     same(tiny.params(comes), tiny.reference())
 
 
@@ -229,7 +228,7 @@ def test_t8_a_sigterm_that_comes_while_train_returns_is_not_lost(monkeypatch: py
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         stop = Stop()
-        monkeypatch.setattr(stop, "ask", lambda: None)  # the thread is late
+        monkeypatch.setattr(stop, "request", lambda: None)  # the thread is late
         stop.install()
         signal.raise_signal(signal.SIGTERM)
         assert not came

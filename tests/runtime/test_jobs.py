@@ -41,7 +41,7 @@ def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
     expected = tiny.reference()
     assert_same(tiny.params(stays), expected)
     assert_same(tiny.params(comes), expected)
-    words = tiny.pods[0].words()
+    words = tiny.pods[0].final_message()
     assert words["result"] == "Succeeded"
     assert words["step"] == 12
     assert words["metrics"]["squares"] == pytest.approx(float(expected["squares"]), rel=1e-9)
@@ -131,8 +131,8 @@ def test_a_server_restarts_from_the_newest_checkpoint(job, tmp_path: Path, shard
     assert [pod.wait() for pod in living] == [0, 0, 0]
     assert_same(tiny.params(worker), tiny.reference())
     leader = tiny.pods[3] if shard == 0 else tiny.pods[0]
-    assert leader.words()["result"] == "Succeeded"
-    assert "step-000000000012-term-00000002" in str(leader.words()["checkpoint"])
+    assert leader.final_message()["result"] == "Succeeded"
+    assert "step-000000000012-term-00000002" in str(leader.final_message()["checkpoint"])
 
 
 def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
@@ -165,7 +165,7 @@ def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path:
     tiny.start_all()
     tiny.start("evaluator", 0)
     assert [pod.wait() for pod in tiny.pods] == [0] * 5
-    words = tiny.pods[0].words()
+    words = tiny.pods[0].final_message()
     assert words["result"] == "Succeeded"
     assert words["metrics"]["squares"] > 0
     assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 2
@@ -174,8 +174,8 @@ def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path:
     assert np.abs(state["mean"]).min() > 0
     again = tiny.server(0, 1)
     assert again.wait() == 0
-    assert again.words()["result"] == "AlreadyComplete"
-    assert again.words()["checkpoint"] == words["checkpoint"]
+    assert again.final_message()["result"] == "AlreadyComplete"
+    assert again.final_message()["checkpoint"] == words["checkpoint"]
 
 
 def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
@@ -186,11 +186,11 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     other = tiny.worker(0, WIDTH="17")
     forged = tiny.worker(1, BACKSTAY_TOKEN="fedcba9876543210")
     assert other.wait() == 1
-    said = str(other.words()["message"])
+    said = str(other.final_message()["message"])
     assert "dense.bias is float32[16] here and float32[17] at the caller" in said
-    assert other.words()["result"] == "Refused"  # a replacement would be, too
+    assert other.final_message()["result"] == "Refused"  # a replacement would be, too
     assert forged.wait() == 1
-    assert "UNAUTHENTICATED" in str(forged.words()["message"])
+    assert "UNAUTHENTICATED" in str(forged.final_message()["message"])
     old = tiny.worker(2, 0)
     assert old.wait() == 1
     assert "incarnation 1" in old.output()
@@ -229,10 +229,10 @@ def test_gradients_that_are_not_finite_fail_the_job(job) -> None:
     tiny.environment = {"NAN_FROM": "3"}
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [1, 1]
-    words = tiny.pods[0].words()
+    words = tiny.pods[0].final_message()
     assert (words["result"], words["reason"]) == ("Failed", "NonFiniteGradients")
     assert "rank 0 at step 4" in str(words["message"])
-    assert tiny.pods[1].words()["reason"] == "NonFiniteGradients"
+    assert tiny.pods[1].final_message()["reason"] == "NonFiniteGradients"
 
 
 def test_a_script_that_raises_leaves_its_last_words(job) -> None:
@@ -242,7 +242,7 @@ def test_a_script_that_raises_leaves_its_last_words(job) -> None:
     tiny.start_all()
     assert tiny.pods[1].wait() == 1
     assert "Traceback" in tiny.pods[1].output()
-    words = tiny.pods[1].words()
+    words = tiny.pods[1].final_message()
     assert (words["reason"], words["message"]) == ("RuntimeError", "the data is\ngone")
     assert str(words["at"]).startswith("tests/runtime/tiny.py:")
     assert "result" not in words

@@ -8,8 +8,7 @@ from typing import Any
 
 from backstay import load
 from backstay._checkpoint import CheckpointStore
-
-from .forked import KILLED
+from backstay.testing import KILLED
 
 
 def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> None:
@@ -22,8 +21,8 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2", "SEED": "7", "STEPS": "3"}
     second = other.server(0)
     assert second.wait() == 1
-    assert (second.words()["result"], second.words()["reason"]) == ("Failed", "CheckpointInUse")
-    assert "job default/a (uid 1, pod parameter-server-0)" in str(second.words()["message"])
+    assert (second.final_message()["result"], second.final_message()["reason"]) == ("Failed", "CheckpointInUse")
+    assert "job default/a (uid 1, pod parameter-server-0)" in str(second.final_message()["message"])
     server.process.send_signal(signal.SIGKILL)
     assert server.wait() == KILLED
     # Its next incarnation continues its history at once, although another job requests the folder.
@@ -33,13 +32,13 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     assert "waiting up to" not in server.output()
     tiny.let()
     assert [server.wait(), worker.wait()] == [0, 0]
-    assert server.words()["result"] == "Succeeded"
+    assert server.final_message()["result"] == "Succeeded"
     assert third.wait() == 1
-    assert third.words()["reason"] in ("CheckpointInUse", "CheckpointOfAnotherJob")
+    assert third.final_message()["reason"] in ("CheckpointInUse", "CheckpointOfAnotherJob")
     fourth = other.server(0, 2)
     assert fourth.wait() == 1
-    assert fourth.words()["reason"] == "CheckpointOfAnotherJob"
-    said = str(fourth.words()["message"])
+    assert fourth.final_message()["reason"] == "CheckpointOfAnotherJob"
+    said = str(fourth.final_message()["message"])
     assert "belong to job default/a with seed 0 (step 12), this is job default/b with seed 7" in said
     assert load(str(tmp_path / "folder")).step == 12
 
@@ -74,8 +73,8 @@ def test_t6_a_writer_that_was_stopped_stores_nothing_more(job, tmp_path: Path) -
     stopped.process.send_signal(signal.SIGCONT)
     first.let()
     assert stopped.wait() == 1
-    assert stopped.words()["reason"] == "CheckpointInUse"
-    assert "job default/a (uid 2" in str(stopped.words()["message"])
+    assert stopped.final_message()["reason"] == "CheckpointInUse"
+    assert "job default/a (uid 2" in str(stopped.final_message()["message"])
     assert {name: (folder / name).read_bytes() for name in before} == before
     newest = CheckpointStore(str(folder)).newest().manifest
     assert newest is not None
@@ -94,22 +93,22 @@ def test_t7_another_seed_is_refused_and_any_history_may_be_asked_for(job, tmp_pa
     theirs = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
     seed = first.server(0, 1, SEED="7")
     assert seed.wait() == 1
-    assert seed.words()["reason"] == "CheckpointOfAnotherJob"
-    assert "with seed 0 (step 4), this is job default/a with seed 7" in str(seed.words()["message"])
+    assert seed.final_message()["reason"] == "CheckpointOfAnotherJob"
+    assert "with seed 0 (step 4), this is job default/a with seed 7" in str(seed.final_message()["message"])
     again = first.server(0, 1, BACKSTAY_JOB_UID="9")
     assert again.wait() == 0
-    assert again.words()["result"] == "AlreadyComplete"
+    assert again.final_message()["result"] == "AlreadyComplete"
     other = job(1, 1, checkpoint={**checkpoint, "continue_from": "Any"})
     other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2"}
     short = other.server(0, STEPS="4")
     assert short.wait() == 1
-    assert short.words()["reason"] == "CheckpointOfAnotherJob"
-    assert "set steps to more than 4" in str(short.words()["message"])
+    assert short.final_message()["reason"] == "CheckpointOfAnotherJob"
+    assert "set steps to more than 4" in str(short.final_message()["message"])
     server, worker = other.server(0, 1), other.worker(0)
     assert [server.wait(), worker.wait()] == [0, 0]
     assert "continuing from the checkpoint of step 4: " in server.output()
     assert "belongs to job default/a with seed 0: a new history begins" in server.output()
-    assert server.words()["result"] == "Succeeded"
+    assert server.final_message()["result"] == "Succeeded"
     left = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
     assert theirs < left
     assert len(left) == len(theirs) + 2
@@ -123,6 +122,9 @@ def test_t8_a_folder_that_cannot_be_written_is_found_before_the_first_update(job
     servers = [tiny.server(shard) for shard in range(2)]
     assert [server.wait() for server in servers] == [1, 1]
     for server in servers:
-        assert (server.words()["result"], server.words()["reason"]) == ("Failed", "CheckpointFolderUnusable")
-        assert f"cannot write {tmp_path}/file/folder/" in str(server.words()["message"])
-        assert "this process has uid " in str(server.words()["message"])
+        assert (server.final_message()["result"], server.final_message()["reason"]) == (
+            "Failed",
+            "CheckpointFolderUnusable",
+        )
+        assert f"cannot write {tmp_path}/file/folder/" in str(server.final_message()["message"])
+        assert "this process has uid " in str(server.final_message()["message"])

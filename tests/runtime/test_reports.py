@@ -182,13 +182,13 @@ def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> 
     evaluator = tiny.start("evaluator", 0)
     assert [pod.wait() for pod in (*tiny.pods,)] == [0] * 4
     server, worker = tiny.pods[0], tiny.pods[2]
-    words = server.words()
+    words = server.final_message()
     assert (words["result"], words["reason"]) == ("Succeeded", "StoppedEarly")
     step = words["step"]
     assert isinstance(step, int)
     assert 2 < step < 100000
     assert backstay.load(str(folder)).step == step
-    assert (worker.words()["step"], worker.words()["reason"]) == (step, "StoppedEarly")
+    assert (worker.final_message()["step"], worker.final_message()["reason"]) == (step, "StoppedEarly")
     assert f"on_update {step} ['error']" in server.output()
     assert not any("on_update" in pod.output() for pod in [*tiny.pods[1:3], evaluator])
     shown = scalars(folder)
@@ -199,4 +199,4 @@ def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> 
     again.environment = {"STEPS": "100000", "STOPS": "1", "BACKSTAY_JOB_UID": "2"}
     server = again.server(0)
     assert server.wait() == 0
-    assert (server.words()["result"], server.words()["step"]) == ("AlreadyComplete", step)
+    assert (server.final_message()["result"], server.final_message()["step"]) == ("AlreadyComplete", step)

@@ -50,7 +50,7 @@ def test_t8_a_start_that_does_not_fit_fails_the_job_with_the_list(job, tmp_path:
     tiny.environment = {"START_FROM": str(place)}
     server = tiny.server(0)
     assert server.wait() == 1
-    said = server.words()
+    said = server.final_message()
     assert (said["result"], said["reason"]) == ("Failed", "CheckpointError")
     assert "missing (2): dense.kernel, out.0" in str(said["message"])
     assert "unexpected (1): head" in str(said["message"])

@@ -55,8 +55,8 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     assert float(stored.split()[-1]) == told.checkpoint.unix_seconds > 0
     put(real)
     assert [server.wait(), worker.wait()] == [0, 0]
-    assert server.words()["result"] == "Succeeded"
-    assert "step-000000000010" in str(server.words()["checkpoint"])
+    assert server.final_message()["result"] == "Succeeded"
+    assert "step-000000000010" in str(server.final_message()["checkpoint"])
     output = server.output()
     manifest = next(file for file in folder.iterdir() if "000000000010" in file.name and file.suffix == ".json")
     # The test damages the manifest. The next start names it and continues from the previous checkpoint.
@@ -73,7 +73,7 @@ def test_t8_a_scheme_that_no_file_system_has_fails_the_job_before_anything_is_co
     tiny = job(1, 1, checkpoint={"uri": "s4://bucket/folder", "every_steps": 2})
     server = tiny.server(0)
     assert server.wait() == 1
-    words = server.words()
+    words = server.final_message()
     assert (words["result"], words["reason"]) == ("Failed", "CheckpointError")
     assert "s4://bucket/folder cannot be opened: Protocol not known: s4" in str(words["message"])
     assert "a scheme that fsspec supports" in str(words["message"])

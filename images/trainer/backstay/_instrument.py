@@ -33,6 +33,8 @@ __all__ = [
     "observe",
     "reach",
     "record",
+    "report",
+    "report_to",
     "span",
     "spans",
 ]
@@ -132,6 +134,7 @@ class _Clocks:
 clocks: Final = _Clocks()
 
 _injector: FaultInjector | None = None
+_reporter: Callable[[str, dict[str, Any]], None] | None = None
 _ring: deque[tuple[int, str, float, float, int | None, int, Mapping[str, Any] | None]] | None = deque(maxlen=CAPACITY)
 _numbers = itertools.count()
 _observers: dict[str, Callable[[float], None]] = {}
@@ -223,6 +226,17 @@ def record(point: str, began: float, ended: float, step: int | None = None, **no
         _ring.append((next(_numbers), point, began, ended, step, _thread_id(), notes or None))
 
 
+def report(point: str, **notes: Any) -> None:
+    """Send a fact about the job to the function that `report_to` set; no span is kept.
+
+    Args:
+        point: what happened, such as ``update``.
+        notes: more about it: strings, numbers and lists of them.
+    """
+    if _reporter is not None:
+        _reporter(point, notes)
+
+
 def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
     """The newest spans, in the order in which they ended.
 
@@ -287,3 +301,9 @@ def inject_with(injector: FaultInjector | None) -> None:
     """Inject the faults of a script from now on; None: no longer."""
     global _injector  # noqa: PLW0603
     _injector = injector
+
+
+def report_to(reporter: Callable[[str, dict[str, Any]], None] | None) -> None:
+    """Call ``reporter(point, notes)`` at each `report` from now on, in any thread; None: no longer."""
+    global _reporter  # noqa: PLW0603
+    _reporter = reporter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Timeouts"]
+__all__ = ["Timeouts", "current", "use"]
 
 
 @dataclass(frozen=True)
@@ -92,3 +92,17 @@ class Timeouts:
     def end(self) -> float:
         """How long a worker that has the last version waits for the job to be done."""
         return self.evaluation + self.storing + 60.0
+
+
+_current = Timeouts()
+
+
+def current() -> Timeouts:
+    """The value of a pod that this process becomes."""
+    return _current
+
+
+def use(timeouts: Timeouts) -> None:
+    """Replace the value of `current`: `backstay.testing` shortens waits."""
+    global _current  # noqa: PLW0603  # one process, one pod
+    _current = timeouts

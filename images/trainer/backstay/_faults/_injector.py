@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .. import _instrument
 from ..errors import ConfigurationError
@@ -42,6 +43,7 @@ class Injector:
         self._step = -1
         self._full_until = 0.0
         self._corrupt = 0
+        self._nan = False
 
     def reach(self, point: str, step: int | None) -> None:
         """The process is at `point` of `step`; without a step, of the highest one so far.
@@ -61,11 +63,18 @@ class Injector:
             print(f"fault injected at step {at}: {fault}", file=sys.stderr, flush=True)
             self._inject(fault)
 
-    def alter(self, point: str, value: Frame) -> Frame:
-        """The frame to send, at the point ``frame``: a fault that is due flips one bit of its announced size."""
-        frame = value
-        if point != "frame":
-            return frame
+    def alter(self, point: str, value: Any) -> Any:
+        """Return `value`, or a replacement if a fault is due.
+
+        At the point ``frame``, `value` is the frame to send: one bit of its announced size is flipped. At the point
+        ``params``, `value` is the parameters that a contribution is computed from: all of them become NaN.
+        """
+        if point == "params" and self._nan:
+            self._nan = False
+            return [_not_finite(leaf) for leaf in value]
+        return self._corrupted(value) if point == "frame" else value
+
+    def _corrupted(self, frame: Frame) -> Frame:
         kind = frame.WhichOneof("kind")
         if not self._corrupt or kind not in ("push_begin", "params_begin"):
             return frame
@@ -95,10 +104,18 @@ class Injector:
             case "corrupt":
                 with self._lock:
                     self._corrupt += 1
+            case "nan":
+                self._nan = True
             case "fill":
                 self._full_until = time.monotonic() + (fault.seconds or 0.0)
             case "exit":
                 os._exit(fault.code or 0)
+
+
+def _not_finite(leaf: Any) -> Any:
+    import jax.numpy as jnp
+
+    return leaf * leaf.dtype.type(math.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
 
 
 def _stop(seconds: float | None) -> None:

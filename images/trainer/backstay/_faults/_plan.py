@@ -39,6 +39,7 @@ _DURATION: Final = {
     "hang": "no",
     "cut": "no",
     "corrupt": "no",
+    "nan": "no",
     "fill": "must",
     "exit": "no",
 }
@@ -114,6 +115,8 @@ def _one(clause: str) -> Fault:
     point, seconds, code = _rest(clause, action, role, words)
     if action == "fill" and role != contract.ROLE_SERVER:
         raise _wrong(clause, "only servers write checkpoints: must be such as fill server/0 @25 10s")
+    if action == "nan" and (role != contract.ROLE_WORKER or point not in ("", "compute")):
+        raise _wrong(clause, "only workers compute: must be such as nan worker/1 @12")
     if action == "corrupt" and role == contract.ROLE_EVALUATOR:
         raise _wrong(clause, "an evaluator sends no tensors: must be a worker or a server")
     return Fault(action, role, index, incarnation, at, point or POINTS[role][0], seconds, code)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig, Trained
 
-from .._timeouts import Timeouts
+from .._timeouts import Timeouts, current
 from ..errors import ConfigurationError
 
 __all__ = ["Environment"]
@@ -53,7 +53,7 @@ class Environment:
     termination_log: Path | None
     active: int = 0
     trained: Trained | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts = field(default_factory=current)
     namespace: str = "default"
     uid: str = ""
     keep: Path | None = None

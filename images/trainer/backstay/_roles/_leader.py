@@ -116,6 +116,16 @@ class Leader:
         """See `Observer`."""
         del now
         self._metrics.contributions(counted.outcome.value).inc()
+        _instrument.report(
+            "contribution",
+            term=counted.id.term,
+            rank=counted.id.rank,
+            incarnation=counted.id.incarnation,
+            step=counted.id.key_step,
+            attempt=counted.id.attempt,
+            outcome=counted.outcome.value,
+            staleness=counted.staleness,
+        )
         if counted.outcome is Outcome.APPLIED:
             self._metrics.staleness.observe(counted.staleness)
 
@@ -155,6 +165,15 @@ class Leader:
             train_metrics = self._train_metrics
             self._compare_examples({info.examples for info in infos})
         self._metrics.loss.set(loss)
+        _instrument.report(
+            "update",
+            term=commit.term,
+            step=commit.version,
+            ranks=[contribution.id.rank for contribution in commit.contributions],
+            skipped=commit.skip,
+            world=commit.world,
+            loss=loss,
+        )
         self._metrics.examples_per_second.set(rate or 0.0)
         for name, value in train_metrics.items():
             self._metrics.train(name).set(value)
@@ -222,6 +241,7 @@ class Leader:
         self.reports.begin(state.version)
         self._metrics.redone.inc(lost)
         self._metrics.term.set(state.term)
+        _instrument.report("rollback", term=state.term, step=state.version, redone=lost)
         _LOG.warning(
             "a shard was lost: back to step %d in term %d: %d updates are redone", state.version, state.term, lost
         )

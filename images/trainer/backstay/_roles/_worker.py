@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -219,6 +220,7 @@ class Worker:
         with _instrument.span(point, step), StepTraceAnnotation("train", step_num=step):
             if not self._compiled:
                 _instrument.reach("compute", step)
+            start = replace(start, params=_instrument.alter("params", params))
             contribution = self._computation.start(start)
             contribution.wait()
         if self._compiled:

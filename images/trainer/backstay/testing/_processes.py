@@ -1,7 +1,7 @@
 """Processes that are forked from one that has imported JAX, as the embedded cluster starts its pods.
 
-Importing JAX and its companions takes two seconds of processor time in each of about 200 processes otherwise. A test
-has the interface of `subprocess.Popen`, with the exit codes of a container: 128+n when a signal n ended the process.
+Importing JAX and its companions takes two seconds of processor time in each process otherwise. The processes have the
+interface of `subprocess.Popen`, with the exit codes of a container: 128+n when signal n ended the process.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backstay_cli.preload import preload
+from backstay_cli.preload import PREFIXES, preload
+from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
 
@@ -25,7 +28,7 @@ KILLED, TERMINATED = 137, 143
 """Exit codes of SIGKILL and SIGTERM."""
 
 
-class Forked:
+class PodProcess:
     """One process."""
 
     def __init__(self, process: Process) -> None:
@@ -61,7 +64,7 @@ class Forked:
         self.send_signal(9)
 
 
-class ForkingParent:
+class Forker:
     """Starts processes; `close` ends those that still run.
 
     Attributes:
@@ -78,14 +81,25 @@ class ForkingParent:
         self._thread = threading.Thread(target=self._loop.run_forever, name="forked", daemon=True)
         self._thread.start()
         modules = Preload.of_json(preload(environ=environ))
+        modules = replace(modules, modules=(*modules.modules, "backstay.testing._program"))
         self.environ = {**environ, **modules.started_with}
         self._runtime = ProcessRuntime(preload=modules, base_env=environ)
 
-    def start(self, argv: Sequence[str], environ: Mapping[str, str], output: Path) -> Forked:
+    def command(self, program: Path, script: Path) -> list[str]:
+        """The command line that starts `program` for a script.
+
+        A script that acts on later imports, such as one that sets ``XLA_FLAGS``, gets a process that imports them
+        itself.
+        """
+        of_script = Program(sys.executable, (), str(script.parent), file=str(script))
+        options = ["-u"] if unsafe_reason(of_script, Sensitive((), PREFIXES)) is not None else []
+        return [sys.executable, *options, str(program)]
+
+    def start(self, argv: Sequence[str], environ: Mapping[str, str], output: Path) -> PodProcess:
         """Start a command in this folder; its standard output and errors go to a file."""
         with output.open("wb") as file:
             process = self._run(self._runtime.start(uuid.uuid4().hex, argv, environ, str(Path.cwd()), file.fileno()))
-        return Forked(process)
+        return PodProcess(process)
 
     def close(self) -> None:
         """End every process, and the thread."""

@@ -1,0 +1,34 @@
+"""Test training scripts with whole jobs: real pods as processes, faults at chosen steps, no Kubernetes.
+
+    from backstay import testing
+
+    def test_training_survives_a_lost_worker():
+        result = testing.run("train.py", workers=3, backups=1, faults="kill worker/1 @5")
+        assert result.result.step == 100
+
+`run` is enough for most tests. A test that acts in the middle of training starts the pods of a `Job` one by one.
+"""
+
+from ._pods import Job, Pod, Ports
+from ._processes import KILLED, TERMINATED, Forker, PodProcess
+from ._recording import Contribution, Death, JobResult, Rollback, Update
+from ._run import run
+from ._supervisor import Service, Supervisor
+
+__all__ = [
+    "KILLED",
+    "TERMINATED",
+    "Contribution",
+    "Death",
+    "Forker",
+    "Job",
+    "JobResult",
+    "Pod",
+    "PodProcess",
+    "Ports",
+    "Rollback",
+    "Service",
+    "Supervisor",
+    "Update",
+    "run",
+]

@@ -1,0 +1,233 @@
+"""A job of processes on its own loopback address, whose pods a test starts one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from backstay_cluster.net import claim_block
+from backstay_spec import contract
+
+from ._processes import Forker, PodProcess
+
+__all__ = ["SECONDS", "Job", "Pod", "Ports"]
+
+SECONDS: Final = 90.0
+"""No wait takes longer; it is a limit, not an expectation."""
+_TOKEN: Final = "0123456789abcdef"  # noqa: S105  # of a job that ends with its test
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of one pod."""
+
+    control: int
+    data: int
+    metrics: int
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One process of a job.
+
+    Attributes:
+        name: such as ``worker-1-2-4``: role, index, incarnation, and a number that differs for each pod.
+        role: a value of `BACKSTAY_ROLE`: ``parameter-server``, ``worker`` or ``evaluator``.
+        index: shard or rank.
+        incarnation: of the pod in its slot.
+        process: has `pid`, `poll`, `wait`, `send_signal` and `kill`.
+        log: the file with its output and errors.
+        termination: the file with its termination message.
+        metrics: ``host:port`` of its metrics.
+        ports: of the pod.
+    """
+
+    name: str
+    role: str
+    index: int
+    incarnation: int
+    process: PodProcess
+    log: Path
+    termination: Path
+    metrics: str
+    ports: Ports
+
+    def output(self) -> str:
+        """The output until now."""
+        return self.log.read_text(errors="replace")
+
+    def final_message(self) -> dict[str, Any]:
+        """Its termination message; empty where it wrote none."""
+        try:
+            found: dict[str, Any] = json.loads(self.termination.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def wait(self) -> int:
+        """Wait until it ends; returns its exit code.
+
+        Raises:
+            AssertionError: it did not end; the message has its output.
+        """
+        try:
+            return self.process.wait(SECONDS)
+        except TimeoutError:
+            self.process.kill()
+            raise AssertionError(f"{self.name} did not end:\n{self.output()}") from None
+
+
+class Job:
+    """A job; pods are started one by one. As a context manager it ends all of them.
+
+    Attributes:
+        shards, workers: how many of each the job has.
+        config: the job's settings, as in `BACKSTAY_CONFIG`.
+        environment: variables of every pod; change them before a pod starts.
+        pods: all pods that were started, in that order.
+        forker: starts the pods.
+        address: what all pods listen on. No other process uses this address, so its ports stay free while a pod is
+            replaced.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], folder: Path, forker: Forker, *, shards: int = 1, workers: int = 1, **config: Any
+    ) -> None:
+        """
+        Args:
+            argv: the command line of every pod.
+            folder: for logs and termination messages; it exists.
+            forker: starts the pods.
+            shards: the number of parameter servers without standbys.
+            workers: the number of workers.
+            config: more fields of `backstay_spec.runtime.RuntimeConfig`.
+        """
+        self.folder = folder
+        self.shards, self.workers = shards, workers
+        self.config = {"shards": shards, "workers": workers, **config}
+        self.environment: dict[str, str] = {}
+        self.pods: list[Pod] = []
+        self._argv, self.forker = tuple(argv), forker
+        self._block = claim_block()
+        self.address = self._block.node_ip
+        self._numbers = itertools.count(20000)
+        self._ports = {shard: self.new_ports() for shard in range(shards)}
+
+    def new_ports(self) -> Ports:
+        """Ports that no pod of this job has had."""
+        return Ports(*itertools.islice(self._numbers, 3))
+
+    def start(
+        self,
+        role: str,
+        index: int,
+        incarnation: int = 0,
+        *,
+        ports: Ports | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Pod:
+        """Start a pod.
+
+        Args:
+            role: a value of `BACKSTAY_ROLE`.
+            index: shard or rank.
+            incarnation: 1 for the first pod of a slot; 0 where no operator counts them.
+            ports: of the pod; None: those of the shard, or new ones.
+            environment: more variables.
+        """
+        known = self._ports.get(index) if role == contract.ROLE_SERVER else None
+        ports = ports or known or self.new_ports()
+        name = f"{role}-{index}-{incarnation}-{len(self.pods)}"
+        log, termination = self.folder / f"{name}.log", self.folder / f"{name}.termination"
+        variables = {
+            **self.forker.environ,
+            contract.ENV_JOB: "tested",
+            contract.ENV_ROLE: role,
+            contract.ENV_INDEX: str(index),
+            contract.ENV_INCARNATION: str(incarnation),
+            contract.ENV_SERVERS: ",".join(self.control(shard) for shard in range(self.shards)),
+            contract.ENV_PORT: str(ports.control),
+            contract.ENV_DATA_PORT: str(ports.data),
+            contract.ENV_METRICS_PORT: str(ports.metrics),
+            contract.ENV_BIND: self.address,
+            contract.ENV_POD_IP: self.address,
+            contract.ENV_TOKEN: _TOKEN,
+            contract.ENV_CONFIG: json.dumps(self.config),
+            contract.ENV_TERMINATION_LOG: str(termination),
+            **self.variables(name),
+            **self.environment,
+            **(environment or {}),
+        }
+        process = self.forker.start(self._argv, variables, log)
+        metrics = f"{self.address}:{ports.metrics}"
+        pod = Pod(name, role, index, incarnation, process, log, termination, metrics, ports)
+        self.pods.append(pod)
+        return pod
+
+    def variables(self, name: str) -> dict[str, str]:
+        """More variables of the pod of that name."""
+        del name
+        return {}
+
+    @property
+    def token(self) -> str:
+        """The token of the job, which every call to a server carries."""
+        return _TOKEN
+
+    def control(self, shard: int) -> str:
+        """The address of a shard's control service."""
+        return f"{self.address}:{self._ports[shard].control}"
+
+    def server(self, shard: int, incarnation: int = 0, **environment: str) -> Pod:
+        """Start a parameter server."""
+        return self.start(contract.ROLE_SERVER, shard, incarnation, environment=environment)
+
+    def worker(self, rank: int, incarnation: int = 0, **environment: str) -> Pod:
+        """Start a worker."""
+        return self.start(contract.ROLE_WORKER, rank, incarnation, environment=environment)
+
+    def start_all(self) -> None:
+        """Start a server for each shard, and all workers."""
+        for shard in range(self.shards):
+            self.server(shard)
+        for rank in range(self.workers):
+            self.worker(rank)
+
+    def wait_for(self, pod: Pod, text: str, after: int = 0) -> None:
+        """Wait until the pod has printed a text, after so many characters.
+
+        Raises:
+            AssertionError: it ended, or did not print the text; the message has its output.
+        """
+        deadline = time.monotonic() + SECONDS
+        while text not in pod.output()[after:]:
+            if pod.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{pod.name} did not print {text!r}:\n{pod.output()}")
+            time.sleep(0.02)
+
+    def logs(self) -> str:
+        """The output of all pods."""
+        return "\n".join(f"==== {pod.name}\n{pod.output()}" for pod in self.pods)
+
+    def end(self) -> None:
+        """Kill the pods that still run, and release the address."""
+        for pod in self.pods:
+            pod.process.send_signal(signal.SIGKILL)
+        for pod in self.pods:
+            pod.process.wait()
+        self._block.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

@@ -1,0 +1,82 @@
+"""The program of each pod of a tested job: runs the training script, and records what the job's test reads.
+
+Its first argument, the target, is a script, or ``FILE::FUNCTION``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import pickle
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import backstay
+
+from .. import _instrument, _timeouts
+from .._result import Result
+from .._train import train
+from ._recording import ENV_RECORD, ENV_SILENT, EVENTS, RESULT
+
+__all__ = ["main"]
+
+
+def _record_events(file: Path) -> None:
+    """Write each event at once: SIGKILL must not lose one."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(point: str, notes: dict[str, Any]) -> None:
+        os.write(descriptor, (json.dumps({"point": point, **notes}) + "\n").encode())
+
+    _instrument.report_to(write)
+
+
+def _record_result(file: Path) -> Callable[..., Result]:
+    """`train`, which also writes what it returns."""
+
+    @functools.wraps(train)
+    def recorded(**arguments: Any) -> Result:
+        import jax
+
+        result = train(**arguments)
+        params, state = jax.device_get((result.params, result.state))
+        part = file.with_suffix(".part")
+        part.write_bytes(pickle.dumps(replace(result, params=params, state=state)))
+        part.replace(file)
+        return result
+
+    return recorded
+
+
+def _run(target: str, arguments: list[str]) -> None:
+    """Run the script or the function, as ``python TARGET`` would."""
+    file, _, function = target.partition("::")
+    path = Path(file).resolve()
+    sys.path[0] = str(path.parent)
+    sys.argv = [str(path), *arguments]
+    if not function:
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    getattr(module, function)()
+
+
+def main() -> None:
+    """Become the pod that the environment describes."""
+    files = Path(os.environ.pop(ENV_RECORD))
+    _record_events(files.with_suffix(f".{EVENTS}"))
+    silent = float(os.environ.pop(ENV_SILENT))
+    _timeouts.use(replace(_timeouts.Timeouts(), silent=silent, heartbeat=silent / 5, farewell=1.5 * silent))
+    backstay.train = _record_result(files.with_suffix(f".{RESULT}"))
+    _run(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,71 @@
+"""`backstay.testing.run`: whole jobs, with the promises of training that a user's test can observe."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from backstay import testing
+from backstay.errors import ConfigurationError, JobFailed
+
+SCRIPT = Path(__file__).with_name("script.py")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_t4_a_worker_that_dies_after_it_computed_changes_no_result(script: ModuleType) -> None:
+    """T3, T4: as a function and as a script, with a worker killed before it sends; the same parameters."""
+    first = testing.run(script.main, workers=2)
+    second = testing.run(SCRIPT, workers=2, faults=["kill worker/1 @5 push", "nan worker/0 @100"])
+    assert [(death.slot, death.incarnation, death.exit_code) for death in second.deaths] == [
+        ("worker/1", 1, testing.KILLED)
+    ]
+    np.testing.assert_array_equal(first.params["w"], second.params["w"])
+    for job in (first, second):
+        assert sorted(job.results) == [0, 1]
+        assert [update.step for update in job.updates] == list(range(script.STEPS))
+        assert {update.ranks for update in job.updates} == {(0, 1)}
+        assert job.outcomes() == {"applied": 2 * script.STEPS}
+    assert {one.incarnation for one in second.of_rank(1) if one.step >= 5} == {2}
+
+
+def test_t3_a_standby_continues_without_a_rollback() -> None:
+    """T3: the coordinator dies, and each contribution still counts once."""
+    job = testing.run(SCRIPT, workers=2, standbys=1, faults="kill server/0 @4; nan worker/1 @8")
+    assert job.rollbacks == ()
+    assert [update.step for update in job.updates if update.skipped] == [8]
+    assert len(job.updates) == len(job.of_rank(0)) == 12
+    assert [death.slot for death in job.deaths] == ["server/0"]
+
+
+def test_an_exception_of_the_script_fails_the_job_with_its_traceback() -> None:
+    with pytest.raises(JobFailed, match="the data ends here") as caught:
+        testing.run(SCRIPT, ["--fail"])
+    assert "script.py" in caught.value.message
+    found = testing.run(SCRIPT, faults="exit worker/0#* @2 1", max_restarts=1, check=False)
+    assert (found.succeeded, found.reason, len(found.deaths)) == (False, "RestartsExhausted", 2)
+
+
+def test_invalid_arguments_are_refused_before_a_pod_starts(tmp_path: Path) -> None:
+    for arguments, message in (
+        ({"script": tmp_path / "none.py"}, "none.py"),
+        ({"script": lambda: None}, "top level of a file"),
+        ({"faults": "kil worker/1 @2"}, "'kil' is not an action"),
+        ({"max_stale": 3}, "max_stale is not a setting of a job: must be one of .*max_staleness"),
+        ({"evaluator": True}, "evaluator needs checkpoint_every"),
+        ({"wire": {"gradients": "Int2"}}, "wire.gradients"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            testing.run(**{"script": SCRIPT, **arguments})
