@@ -110,6 +110,9 @@ def test_rfc_6902_examples(target, operations, result):
         {"op": "add", "path": "/a"},
         {"op": "move", "from": "/o", "path": "/o/p"},
         {"op": "frobnicate", "path": "/a"},
+        {"op": [], "path": "/a"},
+        {"op": "copy", "from": None, "path": "/a"},
+        {"op": "remove", "path": ""},
         "no operation",
     ],
 )

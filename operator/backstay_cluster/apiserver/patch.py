@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from jsonpatch import JsonPatch, JsonPatchException
+from jsonpointer import JsonPointerException, resolve_pointer
+
 from backstay_cluster.apiserver.errors import ApiError, bad_request, rejected_patch
 from backstay_cluster.apiserver.objects import copy, encode
 from backstay_cluster.apiserver.types import table
@@ -25,58 +28,6 @@ def merge(target: Any, patch: Any) -> Any:
         else:
             result[key] = merge(result.get(key), value)
     return result
-
-
-def _tokens(pointer: Any) -> list[str]:
-    if not isinstance(pointer, str) or (pointer and not pointer.startswith("/")):
-        raise rejected_patch()
-    return [t.replace("~1", "/").replace("~0", "~") for t in pointer.split("/")[1:]]
-
-
-def _index(token: str, length: int) -> int:
-    # RFC 6901: digits only, no leading zero.
-    if not (token.isascii() and token.isdigit()) or (len(token) > 1 and token[0] == "0") or int(token) > length:
-        raise rejected_patch()
-    return int(token)
-
-
-def _get(doc: Any, tokens: list[str]) -> Any:
-    for token in tokens:
-        if isinstance(doc, dict) and token in doc:
-            doc = doc[token]
-        elif isinstance(doc, list):
-            at = _index(token, len(doc))
-            if at >= len(doc):
-                raise rejected_patch()
-            doc = doc[at]
-        else:
-            raise rejected_patch()
-    return doc
-
-
-def _add(doc: Any, tokens: list[str], value: Any) -> Any:
-    if not tokens:
-        return value
-    parent, last = _get(doc, tokens[:-1]), tokens[-1]
-    if isinstance(parent, dict):
-        parent[last] = value
-    elif isinstance(parent, list):
-        parent.insert(len(parent) if last == "-" else _index(last, len(parent)), value)
-    else:
-        raise rejected_patch()
-    return doc
-
-
-def _remove(doc: Any, tokens: list[str]) -> Any:
-    _get(doc, tokens)
-    if not tokens:
-        return None
-    parent = _get(doc, tokens[:-1])
-    if isinstance(parent, dict):
-        del parent[tokens[-1]]
-    else:
-        del parent[_index(tokens[-1], len(parent) - 1)]
-    return doc
 
 
 def same(one: Any, other: Any) -> bool:
@@ -108,54 +59,22 @@ def json_patch(target: Any, operations: Any) -> Any:
             "RequestEntityTooLarge",
             f"The allowed maximum operations in a JSON patch is 10000, got {len(operations)}",
         )
-    doc = copy(target)
-    copied = 0
-    for operation in operations:
-        if not isinstance(operation, dict):
-            raise rejected_patch()
-        op, tokens = operation.get("op"), _tokens(operation.get("path"))
-        if op in {"add", "replace", "test"} and "value" not in operation:
-            raise rejected_patch()
-        value = copy(operation.get("value"))
-        if op == "add":
-            doc = _add(doc, tokens, value)
-        elif op == "remove":
-            doc = _remove(doc, tokens)
-        elif op == "replace":
-            _get(doc, tokens)
-            doc = value if not tokens else _replace(doc, tokens, value)
-        elif op == "test":
-            if not same(_get(doc, tokens), value):
-                raise rejected_patch()
-        elif op in {"move", "copy"}:
-            source = _tokens(operation.get("from"))
-            moved = _get(doc, source)
-            if op == "copy":
+    doc, copied = copy(target), 0
+    try:
+        for operation in operations:
+            patch = JsonPatch([copy(operation)])
+            if operation["op"] == "copy" and isinstance(operation.get("from"), str):
                 # Copies of copies double the document with each operation.
-                copied += len(encode(moved))
+                copied += len(encode(resolve_pointer(doc, operation["from"])))
                 if copied > COPY_LIMIT:
                     raise ApiError(
                         413,
                         "RequestEntityTooLarge",
                         f"The copy operations of a JSON patch may copy {COPY_LIMIT} bytes in total; these copy more",
                     )
-            moved = copy(moved)
-            if op == "move":
-                if tokens[: len(source)] == source and tokens != source:
-                    raise rejected_patch()  # a value cannot be moved into itself
-                doc = _remove(doc, source)
-            doc = _add(doc, tokens, moved)
-        else:
-            raise rejected_patch()
-    return doc
-
-
-def _replace(doc: Any, tokens: list[str], value: Any) -> Any:
-    parent = _get(doc, tokens[:-1])
-    if isinstance(parent, dict):
-        parent[tokens[-1]] = value
-    else:
-        parent[_index(tokens[-1], len(parent) - 1)] = value
+            doc = patch.apply(doc, in_place=True)
+    except (JsonPatchException, JsonPointerException):
+        raise rejected_patch() from None
     return doc
 
 
