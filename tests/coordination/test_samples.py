@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey, from_dataset
 from backstay._checkpoint._manifest import StateRecord
-from backstay._coordination import Coordinator, CoordinatorState, EpochEnded, Rules, Samples, Updated, after
+from backstay._coordination import MODES, Coordinator, CoordinatorState, EpochEnded, Rules, Samples, Updated, after
 from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Staged
 
 
@@ -208,6 +208,34 @@ def test_t9_an_async_account_continues_with_another_number_of_local_steps(first:
             assert (account.epoch, account.used) == divmod(made, 10)
         state = CoordinatorState.from_json(job.state.to_json())
     assert ended == [EpochEnded(epoch, 10, 10, 0, 0) for epoch in range(made // 10)]
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (3, 3), (3, 2), (2, 5)])
+@pytest.mark.parametrize("world", [1, 3])
+def test_t9_an_async_account_continues_after_updates_in_sync_mode(counts: tuple[int, int], world: int) -> None:
+    """Also where a run in Sync mode took another number of local steps before."""
+    state = CoordinatorState(1, 0, world, samples=Samples(size=10, batch=1))
+    used, ended = 0, list[EpochEnded]()
+
+    def update(mode: str, batches: int, ranks: int, updates: int) -> CoordinatorState:
+        nonlocal used
+        begun = state.copy()
+        begun.samples = MODES[mode].account(Samples(10, 1), begun)
+        job = Coordinator(Rules(mode=mode, shards=1, steps=100, batches=batches), begun)
+        for version in range(job.state.version, job.state.version + updates):
+            for rank in range(ranks):
+                step = job.state.key_steps.get(rank, 0)
+                for decision in job.staged(0.0, 0, staged(rank, version, job.state.term, key_step=step)):
+                    ended.extend(decision.ended if isinstance(decision, Updated) else ())
+            used += batches * ranks
+        assert job.state.samples is not None
+        assert (job.state.samples.epoch, job.state.samples.used) == divmod(used, 10)
+        return CoordinatorState.from_json(job.state.to_json())
+
+    for batches in counts:
+        state = update("Sync", batches, world, 4)
+    state = update("Async", counts[0], 1, 5)
+    assert [one.epoch for one in ended] == list(range(used // 10)), "no epoch is counted twice or left out"
 
 
 def test_t9_an_async_account_counts_updates_and_batches_that_a_change_of_the_world_leaves_out() -> None:

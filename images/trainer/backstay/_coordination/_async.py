@@ -85,8 +85,11 @@ class Async:
         first, stored = replace(first, sync=False), state.samples
         if stored is not None and stored.continues(first):
             return stored
-        shift = 0 if stored is None else stored.shift
-        return replace(first, shift=shift).at(state.version * state.batches + shift, state.redone)
+        made, shift = state.version * state.batches, 0
+        if stored is not None:
+            # Each update of a run in Sync mode took batches of every rank, as its numbers of batches show.
+            shift = state.offset + made * (state.world - 1) if stored.sync else stored.shift
+        return replace(first, shift=shift).at(made + shift, state.redone)
 
     def behind(self, versions: Mapping[int, int]) -> Sequence[int]:
         del versions  # the shards apply the same updates at different times
