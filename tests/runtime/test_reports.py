@@ -54,6 +54,20 @@ def test_tensorboard_reads_the_files_and_drops_what_was_lost(tmp_path: Path) -> 
     assert len(events_in(tmp_path)) == 2
 
 
+def test_an_evaluation_that_is_reported_again_is_stored_once(tmp_path: Path) -> None:
+    """An evaluator whose connection was lost reports again. After a rollback, a step has another evaluation."""
+    reports = Reports(None, EventFiles(PosixFolder(tmp_path), "job.uid.1", clock=lambda: 1000.0))
+    reports.begin(0)
+    for step in (2, 2, 4):
+        reports.evaluated(step, {"accuracy": step / 8})
+    reports.begin(2)
+    reports.evaluated(2, {"accuracy": 0.25})
+    reports.evaluated(4, {"accuracy": 0.5})
+    reports.evaluated(4, {"accuracy": 0.75})
+    reports.close()
+    assert scalars(tmp_path)["evaluation/accuracy"] == [(2, 0.25), (4, 0.5), (4, 0.75)]
+
+
 @pytest.mark.parametrize("kind", ["posix", "object store"])
 def test_files_end_before_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(_event_files, "MAX_BYTES", 500)

@@ -82,6 +82,7 @@ class Reports:
         self._queue: list[_Report] = []
         self._closed = False
         self._raised = self._stopped = False
+        self._evaluated: dict[int, Mapping[str, float]] = {}  # by step: the scalars that `files` has
         self._thread: threading.Thread | None = None
         if on_update is not None or files is not None or stop_when is not None:
             self._thread = threading.Thread(target=self._run, name="backstay-reports", daemon=True)
@@ -161,9 +162,14 @@ class Reports:
         try:
             if report.begins:
                 self._files.begin(report.step)
-            else:
-                finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
-                self._files.add(report.step, finite)
+                self._evaluated = {step: found for step, found in self._evaluated.items() if step < report.step}
+                return
+            finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
+            if report.loss is None:  # after a lost connection, an evaluator reports its newest evaluation again
+                if self._evaluated.get(report.step) == finite:
+                    return
+                self._evaluated[report.step] = finite
+            self._files.add(report.step, finite)
         except ImportError as error:
             _LOG.warning("no scalars for TensorBoard are written: %s: pip install tensorboardX", error)
             self._files = None
