@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from backstay import StartFrom
 from backstay._checkpoint import CheckpointStore, Manifest, fix, read_start
 from backstay._checkpoint import _export as exporting
 from backstay._update._tree import describe
-from backstay.errors import CheckpointError, ConfigurationError
+from backstay.errors import CheckpointError, ConfigurationError, StorageError
 from backstay_cli.main import app
 
 Write = Callable[..., Manifest]
@@ -35,6 +36,18 @@ TREE = {
 }
 NAMED = {"dense.bias": TREE["dense"]["bias"], "dense.kernel": TREE["dense"]["kernel"], "out.0": TREE["out"][0]}
 NAMED |= {"out.1.0": TREE["out"][1][0]}
+
+
+class Refuses(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A file system whose listing fails."""
+
+    error: Exception = ValueError("Repository id must be 'namespace/name'")
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        raise self.error
+
+
+fsspec.register_implementation("refuses", Refuses, clobber=True)
 
 
 def init(key: Any) -> Any:
@@ -228,6 +241,29 @@ def test_errors_about_places_and_options_name_what_would_be_valid(tmp_path: Path
         safetensors.numpy.save_file({"t": np.zeros(1)}, twice / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"the tensor 't' is in .*a.safetensors and in .*b.safetensors"):
         started(str(twice))
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("refuses://x", "Repository id must be 'namespace/name'"),
+        ("data://x", "NotImplementedError"),
+        ("reference://x", "missing 1 required"),
+        ("nope://a", "Protocol not known"),
+    ],
+)
+def test_t8_a_uri_that_can_never_be_read_is_refused_at_once(uri: str, why: str) -> None:
+    """`StorageError` is tried again for a minute."""
+    with pytest.raises(CheckpointError, match=why) as refused:
+        fix(uri)
+    assert not isinstance(refused.value, StorageError)
+
+
+@pytest.mark.parametrize("error", [OSError("away"), json.JSONDecodeError("not JSON", "<html>", 0)])
+def test_t8_a_storage_that_fails_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Refuses, "error", error)
+    with pytest.raises(StorageError):
+        fix("refuses://x")
 
 
 def test_t8_only_files_are_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,9 +79,22 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
             considered then.
 
     Raises:
-        CheckpointError: `uri` names none of these.
+        CheckpointError: `uri` names none of these, or the file system of its scheme refuses it.
         StorageError: it cannot be read now.
     """
+    try:
+        return _fixed(uri, skip)
+    except StorageError as error:
+        cause = error.__cause__
+        # A storage may answer a text that cannot be decoded, and another one later. The URI stays the same.
+        if not isinstance(cause, NotImplementedError | ValueError) or isinstance(cause, JSONDecodeError | UnicodeError):
+            raise
+        raise CheckpointError(
+            f"{error} ({type(cause).__name__}). It must be a path, or a URI whose scheme can list and read files"
+        ) from error
+
+
+def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
     if uri.endswith(MANIFEST_SUFFIX):
         return uri
     if _is_ours(uri):
@@ -199,7 +213,7 @@ def _fingerprint(uri: str) -> str:
 
     try:
         files, path = fsspec.core.url_to_fs(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(f"{uri} cannot be opened: {error}") from error
     digest = hashlib.sha256()
     try:

@@ -241,7 +241,7 @@ def open_folder(uri: str) -> Folder:
     """The folder at `uri`: a path, a file: URI, or any URI that fsspec supports.
 
     Raises:
-        CheckpointError: `uri` names a file system that is not installed or does not exist.
+        CheckpointError: `uri` names a file system that is not installed, does not exist, or needs more than a URI.
     """
     if "://" not in uri:
         return PosixFolder(Path(uri).expanduser())
@@ -251,7 +251,7 @@ def open_folder(uri: str) -> Folder:
 
     try:
         filesystem, path = fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint folder {uri} cannot be opened: {error}. It must be a path, or a URI with a scheme that "
             "fsspec supports, such as s3 or gs. The scheme's package must be installed (in a pod: in its image)"
