@@ -47,6 +47,14 @@ def test_what_differs_is_named(changed: dict[str, str], said: list[str]) -> None
     assert mine.digest != Agreement(LEAVES, SETTINGS | changed).digest
 
 
+@pytest.mark.parametrize("more", [{}, {"layout": "ab"}, {"steps": "11"}])
+def test_another_codec_is_not_blamed_on_the_script(more: dict[str, str]) -> None:
+    mine = Agreement(LEAVES, SETTINGS)
+    text = mine.difference(LEAVES, SETTINGS | more | {"wire.gradients": "Int8"}, "worker 3", "shard 0")
+    assert "spec.wire of the TrainingJob (of `backstay run`: --gradients and --parameters) must be the same" in text
+    assert ("The script must be" in text) == ("steps" in more)
+
+
 def test_another_jax_explains_a_difference_and_is_none_itself() -> None:
     """A changed version of JAX, or the x64 flag of one pod, shows as another program or another dtype."""
     mine = Agreement(LEAVES, SETTINGS | {"software": "jax 0.10.2 with x64 off"})

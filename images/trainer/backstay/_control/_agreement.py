@@ -63,10 +63,13 @@ class Agreement:
             found = [f"the number of shards, or the version of Backstay, is not the same ({', '.join(names)})"]
         if not found:
             return ""
-        return (
-            f"{peer} does not agree with {here}: {'; '.join(found)}. The script must be the same in every pod"
-            f"{self._software(settings, peer, here) or '.'}"
-        )
+        text = f"{peer} does not agree with {here}: {'; '.join(found)}."
+        of_wire = {name for name in names if name.startswith("wire.")}
+        if of_wire:
+            text += f" {_WIRE}"
+            if not set(names) - of_wire - {LAYOUT}:  # codecs change the layout too
+                return text
+        return f"{text} The script must be the same in every pod{self._software(settings, peer, here) or '.'}"
 
     def _software(self, settings: Mapping[str, str], peer: str, here: str) -> str:
         """Another version of JAX, or another width of floats, computes another program from the same script."""
@@ -88,6 +91,10 @@ class Agreement:
             return f"{what} in {peer} than in {here}, with the same constants"
         return f"{what} in {peer}: its constants have {_some(only_theirs)} where {here} has {_some(only_mine)}"
 
+
+_WIRE: Final = (
+    "spec.wire of the TrainingJob (of `backstay run`: --gradients and --parameters) must be the same in every pod."
+)
 
 _ARGUMENTS: Final = frozenset(
     {

@@ -157,8 +157,8 @@ class Script:
         wire = (wire or Wire()).resolved(local=self.local is not None)
         if self.wire is not None and self.wire.resolved(local=self.local is not None) != wire:
             raise ConfigurationError(
-                f"wire is {self.wire} in the script, and {wire} in the job: spec.wire of the TrainingJob must be the "
-                "same, or train must leave `wire` out"
+                f"wire is {self.wire} in the script, and {wire} in the job. spec.wire of the TrainingJob (of "
+                "`backstay run`: --gradients and --parameters) must be the same, or train must leave `wire` out"
             )
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
         rule = analyse(self.optimizer, tree)
