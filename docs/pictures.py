@@ -183,8 +183,6 @@ class Picture:
     def _stat(self, panel: dict[str, Any], x: float, y: float, w: float, h: float) -> None:
         defaults = panel["fieldConfig"]["defaults"]
         found = [(s, last) for s in self._series(panel) if (last := last_of(s.values)) is not None]
-        if panel["title"] == "Jobs by phase":
-            found = [(s, last) for s, last in found if last] or found
         if not found:
             self._text(x, y + h / 2 + 8, str(defaults.get("noValue", "-")), font_size="20", fill=FAINT)
             return

@@ -16,6 +16,7 @@ from parts import (
     fixed,
     graph,
     named,
+    now,
     panel,
     query,
     row,
@@ -30,7 +31,7 @@ from backstay_spec.goodput import PARTS
 
 NS = 'namespace=~"$namespace"'
 PHASES = {name: COLOURS[name] for name in ("Pending", "Starting", "Running", "Suspended", "Succeeded", "Failed")}
-JOB_LINK = "/d/backstay-job/backstay-job?var-datasource=${datasource}&var-namespace=${__data.fields.Namespace}&var-training_job=${__data.fields.Job}&from=${__from}&to=${__to}"
+JOB_LINK = "/d/backstay-job/backstay-job?var-prometheus_datasource=${prometheus_datasource}&var-namespace=${__data.fields.Namespace}&var-training_job=${__data.fields.Job}&from=${__from}&to=${__to}"
 
 
 def last(metric: str, more: str = "", by: str = BY_JOB, how: str = "max") -> str:
@@ -97,8 +98,9 @@ def jobs() -> Json:
         [table(expr) for expr in columns.values()],
         width=24,
         height=8,
-        defaults={"custom": {"align": "auto", "filterable": True}, "noValue": "-"},
+        defaults={"custom": {"align": "auto", "minWidth": 80}, "noValue": "-"},
         overrides=[
+            *(named(name, {"id": "custom.filterable", "value": True}) for name in ("Namespace", "Job", "Phase")),
             named("Job", {"id": "links", "value": [{"title": "The job's dashboard", "url": JOB_LINK}]}),
             named("Phase", {"id": "mappings", "value": [{"type": "value", "options": phases}]}, background),
             named(
@@ -114,8 +116,13 @@ def jobs() -> Json:
             named("Pod hours", unit("h")),
             named("Cost/h", {"id": "decimals", "value": 2}),
             named("Crashes 24 h", {"id": "decimals", "value": 0}, *limits((None, GREY), (0.5, ORANGE), (10, RED))),
-            named("Disruptions 24 h", {"id": "decimals", "value": 0}),
-            named("Checkpoint age", unit("dtdurations"), *limits((None, GREY), (600, ORANGE), (3600, RED))),
+            named("Disruptions 24 h", {"id": "decimals", "value": 0}, {"id": "custom.width", "value": 130}),
+            named(
+                "Checkpoint age",
+                unit("dtdurations"),
+                {"id": "custom.width", "value": 120},
+                *limits((None, GREY), (600, ORANGE), (3600, RED)),
+            ),
             named("Stragglers", *limits((None, GREY), (0.5, ORANGE))),
             named("Examples/s", {"id": "decimals", "value": 1}),
         ],
@@ -142,7 +149,8 @@ def fleet() -> Json:
         stat(
             "Jobs by phase",
             "TrainingJobs now.",
-            query(f"sum by (phase) (backstay_job_phase{{{NS}}})", "{{phase}}"),
+            now(f"sum by (phase) (backstay_job_phase{{{NS}}}) > 0", "{{phase}}"),
+            none="no jobs",
             width=12,
             text_mode="value_and_name",
             overrides=[named(phase, fixed(colour)) for phase, colour in PHASES.items()],
@@ -221,7 +229,7 @@ def fleet() -> Json:
         ),
     )
     variables = [
-        source("datasource", "Prometheus", "prometheus"),
+        source("prometheus"),
         variable("namespace", "Namespace", "label_values(backstay_job_phase, namespace)", multi=True),
         RESOLUTION,
     ]

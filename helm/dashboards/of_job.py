@@ -22,6 +22,7 @@ from parts import (
     marks,
     matching,
     named,
+    now,
     panel,
     query,
     row,
@@ -30,14 +31,11 @@ from parts import (
     steps,
     variable,
 )
-from promql import CRASHES, goodput, shares_by_part
+from promql import COORDINATOR, CRASHES, JOB, SERVERS, WORKERS, goodput, mean, most, rate, shares_by_part
+from rows_of_job import hidden_rows
 
 from backstay_spec.goodput import PARTS
 
-JOB = 'namespace=~"$namespace", training_job=~"$training_job"'
-COORDINATOR = f'{JOB}, role="ParameterServer", index="0"'
-SERVERS = f'{JOB}, role="ParameterServer"'
-WORKERS = f'{JOB}, role="Worker"'
 #: When the newest checkpoint was stored: the coordinator's value is newer, the operator's exists without a coordinator.
 STORED = (
     f"max(backstay_checkpoint_timestamp_seconds{{{COORDINATOR}}} or backstay_job_checkpoint_timestamp_seconds{{{JOB}}})"
@@ -47,35 +45,21 @@ OUTCOMES = (
     *("abandoned", "lost", "old_term", "old_incarnation", "not_in_world", "out_of_order"),
 )
 STEP_PARTS = ("data", "compute", "send", "wait", "receive")
+WAITED = "backstay_waited_for_seconds_total"
 ROLES = ("ParameterServer", "Worker", "Evaluator")
 POD_LINK = (
     "/d/6581e46e4e5c7ba40a07646395ef7b23/kubernetes-compute-resources-pod"
-    "?var-datasource=${datasource}&var-namespace=${namespace}&var-pod=${__data.fields.Pod}"
+    "?var-datasource=${prometheus_datasource}&var-namespace=${namespace}&var-pod=${__data.fields.Pod}"
 )
 NODE_LINK = (
     "/d/200ac8fdbfbb74b39aff88118e4d1c2c/kubernetes-compute-resources-node-pods"
-    "?var-datasource=${datasource}&var-node=${__data.fields.Node}"
+    "?var-datasource=${prometheus_datasource}&var-node=${__data.fields.Node}"
 )
 LOGS_LINK = (
-    "/explore?schemaVersion=1&panes=%7B%22a%22:%7B%22datasource%22:%22${logs}%22,%22queries%22:%5B%7B%22refId%22:%22A%22,"
+    "/explore?schemaVersion=1&panes=%7B%22a%22:%7B%22datasource%22:%22${loki_datasource}%22,%22queries%22:%5B%7B%22refId%22:%22A%22,"
     "%22expr%22:%22%7Bnamespace%3D%5C%22${namespace}%5C%22,pod%3D%5C%22${__data.fields.Pod}%5C%22%7D%22%7D%5D,"
     "%22range%22:%7B%22from%22:%22${__from}%22,%22to%22:%22${__to}%22%7D%7D%7D"
 )
-
-
-def rate(metric: str, select: str, by: str = "") -> str:
-    return f"sum {by} (rate({metric}{{{select}}}[{WINDOW}]))"
-
-
-def mean(metric: str, select: str, by: str = "") -> str:
-    """The mean observation within the window; nothing where there was none."""
-    return f"{rate(f'{metric}_sum', select, by)} / ({rate(f'{metric}_count', select, by)} > 0)"
-
-
-def most(metric: str, select: str, by: str = "") -> str:
-    """The upper edge of the highest bucket that the window has observations in: no observation was larger."""
-    labels = f"by (le, {by})" if by else "by (le)"
-    return f"histogram_quantile(1, sum {labels} (rate({metric}_bucket{{{select}}}[{WINDOW}])))"
 
 
 STATE_VALUES = {
@@ -125,9 +109,9 @@ def state() -> Json:
         height=8,
         defaults={
             "custom": {"fillOpacity": 80, "lineWidth": 0},
-            "color": {"mode": "thresholds"},
+            # Grafana shows a threshold's range in place of a value if the colours come from thresholds.
+            "color": {"mode": "fixed", "fixedColor": GREY},
             "mappings": [{"type": "value", "options": mapped}],
-            "thresholds": steps((None, GREY)),
         },
         options={"mergeValues": True, "showValue": "auto", "rowHeight": 0.8, "legend": {"showLegend": False}},
     )
@@ -150,12 +134,10 @@ def first_row(board: Board) -> None:
         stat(
             "Last death",
             "When a pod of this job died last, and of what.",
-            query(
+            now(
                 "topk(1, max by (role, cause) (max_over_time("
                 f"backstay_job_last_death_timestamp_seconds{{{JOB}}}[$__range]))) * 1000",
                 "{{role}}: {{cause}}",
-                instant=True,
-                resolution=False,
             ),
             unit="dateTimeFromNow",
             none="no death",
@@ -167,7 +149,7 @@ def first_row(board: Board) -> None:
         stat(
             "Time left",
             "At the speed of the last 30 seconds; nothing while no update is applied.",
-            query(f"({goal} - {step}) / {updates}", "left"),
+            now(f"({goal} - {step}) / {updates}", "left"),
             unit="dtdurations",
             none="no updates",
         ),
@@ -175,7 +157,7 @@ def first_row(board: Board) -> None:
             "Updates redone",
             "Updates that were lost with a server and applied again in the time range: what deaths of servers cost."
             " A job with standbys redoes none.",
-            query(f"round(max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range])))", "updates"),
+            now(f"round(max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range])))", "updates"),
             thresholds=steps((None, GREEN), (0.5, ORANGE)),
             decimals=0,
         ),
@@ -186,7 +168,7 @@ def first_row(board: Board) -> None:
             "Goodput",
             "The share of the seconds of the job's worker pods whose computation was applied and not discarded again, in"
             " the time range.",
-            query(f"max({goodput(JOB, '$__range')})", "goodput"),
+            now(f"max({goodput(JOB, '$__range')})", "goodput"),
             unit="percentunit",
             decimals=1,
             thresholds=steps((None, RED), (0.5, ORANGE), (0.8, GREEN)),
@@ -283,6 +265,9 @@ def throughput(board: Board) -> None:
 
 
 def step_time(board: Board) -> None:
+    by_index = f'label_join({rate(WAITED, COORDINATOR, "by (rank)")}, "index", "", "rank")'
+    # A rank that has moved may have pods on two nodes for a moment: one of them counts.
+    nodes = f"topk by (index) (1, max by (index, node) (backstay_step{{{WORKERS}}} * 0 + 1))"
     board.add(
         row("Where a step's time goes, and who is slow"),
         graph(
@@ -321,6 +306,7 @@ def step_time(board: Board) -> None:
                 "tooltip": {"mode": "single", "yHistogram": False},
                 "yAxis": {"axisPlacement": "left", "unit": "s"},
             },
+            height=9,
         ),
         graph(
             "Slowest ranks",
@@ -342,12 +328,33 @@ def step_time(board: Board) -> None:
             overrides=[named("no delay", fixed(GREY))],
         ),
         graph(
+            "Waited for",
+            "The share of time in which updates waited for a rank alone, after all others that they needed, by the part"
+            " of its step. The largest five.",
+            query(f"topk(5, {rate(WAITED, COORDINATOR, 'by (rank, part)')} > 0)", "rank {{rank}}: {{part}}"),
+            query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no wait"),
+            unit="percentunit",
+            calcs=("mean", "max"),
+            overrides=[named("no wait", fixed(GREY))],
+        ),
+        graph(
+            "Waited for, by node",
+            "The same by the node of the rank's pod: the largest five. A node that is slow is above the others with all"
+            " of its ranks.",
+            query(f"topk(5, sum by (node) ({by_index} * on (index) group_left (node) {nodes}) > 0)", "{{node}}"),
+            query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no wait"),
+            unit="percentunit",
+            calcs=("mean", "max"),
+            overrides=[named("no wait", fixed(GREY))],
+        ),
+        graph(
             "Wait for the quorum",
             "From the first contribution to a version at the coordinator to the decision of its update: what backups"
             " shorten. The slowest wait is between the mean and the upper line, which is a bucket's edge.",
             query(mean("backstay_quorum_wait_seconds", COORDINATOR), "mean"),
             query(most("backstay_quorum_wait_seconds", COORDINATOR), "slowest, at most"),
             unit="s",
+            width=12,
             names=("mean", "slowest, at most"),
         ),
         graph(
@@ -357,6 +364,7 @@ def step_time(board: Board) -> None:
             query(f"topk(5, {mean('backstay_apply_seconds', SERVERS, 'by (index)')})", "shard {{index}}"),
             query(most("backstay_apply_seconds", SERVERS), "slowest, at most"),
             unit="s",
+            width=12,
             names=("slowest, at most",),
         ),
     )
@@ -367,7 +375,7 @@ def pods(board: Board) -> None:
     desired = ready.replace('"ready"', '"desired"')
     table = [
         f"max by (pod, node, role, index) (process_start_time_seconds{{{JOB}}}) * 1000",
-        f"max by (pod, node, role, index) (rate(process_cpu_seconds_total{{{JOB}}}[5m]))"
+        f"max by (pod, node, role, index) (rate(process_cpu_seconds_total{{{JOB}}}[{WINDOW}]))"
         f" and on (pod) process_start_time_seconds{{{JOB}}}",
         f"max by (pod, node, role, index) (process_resident_memory_bytes{{{JOB}}})",
         f"max by (pod, node, role, index) (backstay_step{{{JOB}}})",
@@ -423,7 +431,7 @@ def pods(board: Board) -> None:
             "Pods",
             "The pods now. A pod leads to its log and to its resources, a node to its pods, where Loki and the dashboards"
             " of kube-prometheus-stack are installed.",
-            [query(expr, "{{pod}}", instant=True, kind="table", resolution=False) for expr in table],
+            [query(expr, "{{pod}}", instant=True, kind="table") for expr in table],
             width=24,
             height=9,
             defaults={"custom": {"align": "auto", "filterable": True}, "noValue": "-"},
@@ -529,91 +537,6 @@ def storage(board: Board) -> None:
     )
 
 
-def hidden(board: Board) -> None:
-    """Rows that not every job has data for; they are collapsed, and say what they need."""
-    joined = f"* on (namespace, pod) group_left (role, index) max by (namespace, pod, role, index) (backstay_step{{{JOB}}} * 0 + 1)"
-    pod = 'namespace=~"$namespace"'
-    asynchronous = {"noValue": "Only a job with update.mode: Async has staleness."}
-    advisor = {"noValue": "Needs cAdvisor's metrics of the kubelets, as kube-prometheus-stack collects them."}
-    gpu = {"noValue": "Needs NVIDIA's dcgm-exporter with the labels of pods."}
-    staleness = f"{COORDINATOR}"
-    container = f'{pod}, container="trainer"'
-    board.add(
-        row(
-            "Staleness (Async)",
-            collapsed=[
-                graph(
-                    "Staleness",
-                    "Versions between computing a gradient and applying it. The upper line is a bucket's edge"
-                    " (0, 1, 2, 4, 8 ...): none was staler.",
-                    query(mean("backstay_staleness_versions", staleness), "mean"),
-                    query(most("backstay_staleness_versions", staleness), "stalest, at most"),
-                    width=24,
-                    defaults=asynchronous,
-                )
-            ],
-        ),
-        row(
-            "Containers (cAdvisor)",
-            collapsed=[
-                graph(
-                    "Processors by pod",
-                    "Of the container trainer: the ten busiest.",
-                    query(
-                        f"topk(10, sum by (namespace, pod) (rate(container_cpu_usage_seconds_total{{{container}}}[{WINDOW}])) {joined})",
-                        "{{role}} {{index}}",
-                    ),
-                    defaults=advisor,
-                ),
-                graph(
-                    "Processor throttled",
-                    "Share of the scheduler's periods in which the container was held back by its limit.",
-                    query(
-                        f"topk(10, sum by (namespace, pod) (rate(container_cpu_cfs_throttled_periods_total{{{container}}}[{WINDOW}]))"
-                        f" / sum by (namespace, pod) (rate(container_cpu_cfs_periods_total{{{container}}}[{WINDOW}])) {joined})",
-                        "{{role}} {{index}}",
-                    ),
-                    unit="percentunit",
-                    defaults=advisor,
-                ),
-                graph(
-                    "Memory of its limit",
-                    "Working set, as a share of the container's limit: at 100 % the kernel kills it.",
-                    query(
-                        f"topk(10, sum by (namespace, pod) (container_memory_working_set_bytes{{{container}}})"
-                        f" / (sum by (namespace, pod) (container_spec_memory_limit_bytes{{{container}}}) > 0) {joined})",
-                        "{{role}} {{index}}",
-                    ),
-                    unit="percentunit",
-                    defaults=advisor,
-                ),
-            ],
-        ),
-        row(
-            "GPUs (DCGM)",
-            collapsed=[
-                graph(
-                    title,
-                    text,
-                    query(
-                        f"topk(10, max by (namespace, pod, gpu) ({metric}{{{pod}}}) {joined})",
-                        "{{role}} {{index}} GPU {{gpu}}",
-                    ),
-                    unit=unit,
-                    width=6,
-                    defaults=gpu,
-                )
-                for title, text, metric, unit in (
-                    ("GPU busy", "Share of time in which a kernel ran.", "DCGM_FI_DEV_GPU_UTIL", "percent"),
-                    ("GPU memory", "Frame buffer in use, in MiB.", "DCGM_FI_DEV_FB_USED", "mbytes"),
-                    ("GPU power", "Power draw.", "DCGM_FI_DEV_POWER_USAGE", "watt"),
-                    ("GPU temperature", "Of the chip.", "DCGM_FI_DEV_GPU_TEMP", "celsius"),
-                )
-            ],
-        ),
-    )
-
-
 def job() -> Json:
     """The dashboard."""
     board = Board()
@@ -622,11 +545,11 @@ def job() -> Json:
     step_time(board)
     pods(board)
     storage(board)
-    hidden(board)
+    hidden_rows(board)
     died = 'max by (role, cause) (backstay_job_last_death_timestamp_seconds{%s, cause%s"%s"})'
     variables = [
-        source("datasource", "Prometheus", "prometheus"),
-        source("logs", "Loki", "loki", hidden=True),
+        source("prometheus"),
+        source("loki", hidden=True),
         variable("namespace", "Namespace", "label_values(backstay_job_phase, namespace)"),
         variable("training_job", "Job", 'label_values(backstay_job_phase{namespace=~"$namespace"}, training_job)'),
         RESOLUTION,

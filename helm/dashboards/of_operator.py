@@ -13,6 +13,7 @@ from parts import (
     Json,
     dashboard,
     graph,
+    now,
     query,
     row,
     source,
@@ -56,33 +57,33 @@ def operator() -> Json:
         stat(
             "Leader",
             "Operators that hold the Lease and act: there must be one.",
-            query(f"sum(backstay_operator_leader{{{OP}}})", "leaders"),
+            now(f"sum(backstay_operator_leader{{{OP}}}) or vector(0)", "leaders"),
             thresholds=steps((None, RED), (1, GREEN), (2, RED)),
         ),
         stat(
             "Operators up",
             "Operators that answer Prometheus.",
-            query(f"sum(up{{{OP}}})", "up"),
+            now(f"sum(up{{{OP}}}) or vector(0)", "up"),
             thresholds=steps((None, RED), (1, GREEN)),
         ),
         stat(
             "Watch overdue",
             "For how long a watch has not brought a write of the operator itself. A busy API server is seconds late.",
-            query(f"max(backstay_operator_watch_overdue_seconds{{{OP}}})", "overdue"),
+            now(f"max(backstay_operator_watch_overdue_seconds{{{OP}}})", "overdue"),
             unit="s",
             thresholds=steps((None, GREEN), (15, ORANGE), (60, RED)),
         ),
         stat(
             "Errors",
             "Errors after which the operator tried again, in the time range.",
-            query(f"round(sum(increase(backstay_operator_errors_total{{{OP}}}[$__range]))) or vector(0)", "errors"),
+            now(f"round(sum(increase(backstay_operator_errors_total{{{OP}}}[$__range]))) or vector(0)", "errors"),
             thresholds=steps((None, GREEN), (1, ORANGE)),
             decimals=0,
         ),
         stat(
             "Replacement",
             "Mean seconds from a pod's end being seen to its replacement being created, in the time range.",
-            query(
+            now(
                 f"sum(increase(backstay_operator_replacement_duration_seconds_sum{{{OP}}}[$__range]))"
                 f" / (sum(increase(backstay_operator_replacement_duration_seconds_count{{{OP}}}[$__range])) > 0)",
                 "mean",
@@ -94,7 +95,7 @@ def operator() -> Json:
         stat(
             "Recovery of workers",
             "Mean seconds from a worker's death being seen to a contribution of its replacement, in the time range.",
-            query(
+            now(
                 f'sum(increase(backstay_operator_recovery_duration_seconds_sum{{{OP}, role="Worker"}}[$__range]))'
                 f' / (sum(increase(backstay_operator_recovery_duration_seconds_count{{{OP}, role="Worker"}}[$__range])) > 0)',
                 "mean",
@@ -176,7 +177,8 @@ def operator() -> Json:
         graph(
             "Watches",
             "Events a second by resource.",
-            query(rate("watch_events_total", "by (resource)"), "{{resource}}"),
+            query(f"{rate('watch_events_total', 'by (resource)')} > 0", "{{resource}}"),
+            query(f"0 * sum(up{{{OP}}})", "none"),
             unit="ops",
             stacked=True,
         ),
@@ -186,7 +188,6 @@ def operator() -> Json:
             query(f"max(backstay_operator_watch_overdue_seconds{{{OP}}})", "overdue"),
             query(f"{rate('missed_deletions_total', 'by (resource)')} > 0", "missed: {{resource}}"),
             unit="s",
-            overrides=[],
         ),
         graph(
             "Leader over time",
@@ -208,7 +209,7 @@ def operator() -> Json:
         ),
     )
     variables = [
-        source("datasource", "Prometheus", "prometheus"),
+        source("prometheus"),
         variable("job", "Scrape job", "label_values(backstay_operator_leader, job)", multi=True),
         variable("pod", "Pod", 'label_values(backstay_operator_leader{job=~"$job"}, pod)', multi=True),
         RESOLUTION,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 Json = dict[str, Any]
 
-SOURCE: Final[Json] = {"type": "prometheus", "uid": "${datasource}"}
+SOURCE: Final[Json] = {"type": "prometheus", "uid": "${prometheus_datasource}"}
 TAG: Final = "backstay"
 WINDOW: Final = "$__rate_interval"
 
@@ -77,7 +77,17 @@ COLOURS: Final[Mapping[str, str]] = {
     "skipped": "#882255",
     "seconds per update": ORANGE,
     "loss": BLUE,
+    # of several ranks or devices
+    "all": ORANGE,
+    "lowest": ORANGE,
+    "in use": BLUE,
+    "peak": ORANGE,
+    "limit": GREY,
 }
+
+
+#: Grafana's titles of the columns of a legend, which it sorts by.
+_CALCULATIONS: Final = {"mean": "Mean", "max": "Max", "min": "Min", "lastNotNull": "Last *"}
 
 
 def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_series", resolution: bool = True) -> Json:
@@ -102,6 +112,11 @@ def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_se
     if resolution:
         made["interval"] = "$resolution"
     return made
+
+
+def now(expr: str, legend: str) -> Json:
+    """One value at the end of the time range. Of a series, Grafana shows the last value, also when there is none now."""
+    return query(expr, legend, instant=True, resolution=False)
 
 
 def steps(*pairs: tuple[float | None, str]) -> Json:
@@ -180,6 +195,8 @@ def graph(
     overrides: Sequence[Json] = (),
     soft_max: float | None = None,
     defaults: Json | None = None,
+    width: int = 8,
+    height: int = 9,
     **more: Any,
 ) -> Json:
     """A time series. `stacked`: True, or ``percent``. `log`: a logarithmic axis that also shows values of 0 and less.
@@ -188,7 +205,7 @@ def graph(
         "drawStyle": "line",
         "lineWidth": 1,
         "fillOpacity": 60 if stacked else 10,
-        "showPoints": "never",
+        "showPoints": "never" if stacked else "auto",  # a point between two gaps has no line
         "spanNulls": False,
         "insertNulls": False,
         "axisSoftMin": None if log else 0,
@@ -208,9 +225,18 @@ def graph(
         defaults={"custom": custom, "color": {"mode": "palette-classic-by-name"}, **(defaults or {})},
         overrides=[*coloured(names), *overrides],
         options={
-            "legend": {"showLegend": True, "displayMode": "table", "placement": "bottom", "calcs": list(calcs)},
+            "legend": {
+                "showLegend": True,
+                "displayMode": "table",
+                "placement": "right" if stacked and width >= 12 else "bottom",
+                "calcs": list(calcs),
+                "sortBy": _CALCULATIONS[calcs[0]],
+                "sortDesc": True,
+            },
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
+        width=width,
+        height=height,
         **more,
     )
 
@@ -348,11 +374,11 @@ def choice(name: str, label: str, values: Sequence[str], chosen: str) -> Json:
     }
 
 
-def source(name: str, label: str, kind: str, *, hidden: bool = False) -> Json:
-    """A variable that chooses a data source."""
+def source(kind: str, *, hidden: bool = False) -> Json:
+    """A variable that chooses a data source, such as ``prometheus``."""
     return {
-        "name": name,
-        "label": label,
+        "name": f"{kind}_datasource",
+        "label": f"{kind.title()} data source",
         "type": "datasource",
         "query": kind,
         "refresh": 1,

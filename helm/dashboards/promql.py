@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from parts import WINDOW
+
+# The series of the job that the dashboard Job shows.
+JOB = 'namespace=~"$namespace", training_job=~"$training_job"'
+COORDINATOR = f'{JOB}, role="ParameterServer", index="0"'
+SERVERS = f'{JOB}, role="ParameterServer"'
+WORKERS = f'{JOB}, role="Worker"'
+
 BY_JOB: Final = "by (namespace, training_job)"
 CRASHES: Final = "Crashed|OutOfMemory|ExitedEarly|Stalled"
 """The causes of death that are charged to a role's budget: `backstay_spec.causes`."""
@@ -31,3 +39,18 @@ def goodput(select: str, window: str) -> str:
     """The share of the seconds of worker pods in the window whose computation was applied; arguments as above."""
     applied, spent = worker_seconds(select, window, part="applied"), worker_seconds(select, window)
     return f"clamp({applied} / ({spent} > 0), 0, 1)"
+
+
+def rate(metric: str, select: str, by: str = "") -> str:
+    return f"sum {by} (rate({metric}{{{select}}}[{WINDOW}]))"
+
+
+def mean(metric: str, select: str, by: str = "") -> str:
+    """The mean observation within the window; nothing where there was none."""
+    return f"{rate(f'{metric}_sum', select, by)} / ({rate(f'{metric}_count', select, by)} > 0)"
+
+
+def most(metric: str, select: str, by: str = "") -> str:
+    """The upper edge of the highest bucket that the window has observations in: no observation was larger."""
+    labels = f"by (le, {by})" if by else "by (le)"
+    return f"histogram_quantile(1, sum {labels} (rate({metric}_bucket{{{select}}}[{WINDOW}])))"

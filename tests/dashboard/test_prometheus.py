@@ -15,7 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watched import FAULTS, GOAL, JOB, NAMESPACE, SCRIPT, SLOW_RANK, VALUES, Cluster, Prometheus, Watch, spec_of, suffer
+from watched import (
+    BATCH,
+    FAULTS,
+    GOAL,
+    JOB,
+    NAMESPACE,
+    RATE,
+    SCRIPT,
+    SLOW_RANK,
+    VALUES,
+    Cluster,
+    Prometheus,
+    Watch,
+    spec_of,
+    suffer,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -61,6 +76,10 @@ class Shown:
         self.asked.add((dashboard, panel, ref))
         found = self._prometheus.query(self.filled(self._dashboards.query(dashboard, panel, ref)), self.now)
         return [(sample["metric"], float(sample["value"][1])) for sample in found]
+
+    def answer(self, expr: str) -> list[Sample]:
+        """A query of no panel."""
+        return [(one["metric"], float(one["value"][1])) for one in self._prometheus.query(expr, self.now)]
 
     def one(self, where: str, ref: str = "A") -> float:
         found = self.all(where, ref)
@@ -129,6 +148,12 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     assert max(delays, key=delays.__getitem__) == str(SLOW_RANK)
     assert 0.1 < delays[str(SLOW_RANK)] < 5
     assert shown.one("job: Stragglers", "B") == 0
+    waited = {(m["rank"], m["part"]): share for m, share in shown.all("job: Waited for")}
+    assert all(0 < share < 1.5 for share in waited.values())
+    assert {rank for rank, _ in waited} <= {"0", "1", "2"}
+    (by_node,) = shown.all("job: Waited for, by node")  # the embedded cluster is one node
+    assert by_node[1] >= sum(waited.values()) * (1 - 1e-6)
+    assert shown.one("job: Waited for", "B") == shown.one("job: Waited for, by node", "B") == 0
     for where in ("job: Wait for the quorum",):
         assert 0 < shown.one(where) <= shown.one(where, "B")
     (applied,) = shown.by("index", "job: Update by shard").items()
@@ -164,6 +189,22 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     busiest = shown.by("role", "job: Processors by role", "B")
     assert all(busiest[role] <= used for role, used in shown.by("role", "job: Processors by role").items())
     assert min(shown.by("role", "job: Memory by role").values()) > 50e6
+
+
+def check_model(shown: Shown) -> None:
+    """The collapsed row of numbers that this script provides; a processor's peak and memory are not known."""
+    assert shown.one("job: Tokens") == pytest.approx(shown.one("job: Examples") * BATCH[1], rel=1e-6)
+    assert 0 < shown.one("job: Gradient norm") < 100
+    assert shown.one("job: Learning rate") == pytest.approx(RATE)
+    assert shown.by("name", "job: Metrics of the loss function") == {"tokens": BATCH[0] * BATCH[1]}
+    flops = {metric["index"]: value for metric, value in shown.answer("backstay_contribution_flops")}
+    assert set(flops) == {"0", "1", "2"}
+    (each,) = set(flops.values())  # one script
+    outcomes = shown.by("outcome", "job: Contributions by outcome")
+    assert shown.one("job: Floating-point operations") == pytest.approx(outcomes["applied"] * each, rel=1e-6)
+    assert shown.one("job: Floating-point operations", "B") == pytest.approx(sum(outcomes.values()) * each, rel=1e-6)
+    for where in ("Model FLOPs utilization", "Device memory"):
+        assert shown.all(f"job: {where}") == []
 
 
 def check_fleet(shown: Shown, cluster: Cluster) -> None:
@@ -223,7 +264,8 @@ def check_operator(shown: Shown) -> None:
     assert {m["verb"] for m, _ in shown.over_time("operator: Requests to the API server")} >= {"create", "patch"}
     answers = shown.by("verb", "operator: Answers of the API server")
     assert max(answers.values()) <= shown.one("operator: Answers of the API server", "B")
-    assert set(shown.by("resource", "operator: Watches")) >= {"pods", "trainingjobs"}
+    assert {m["resource"] for m, _ in shown.over_time("operator: Watches")} >= {"pods", "trainingjobs"}
+    assert shown.one("operator: Watches", "B") == 0
     assert 0 < shown.one("operator: Processor") < 2
     assert 30e6 < shown.one("operator: Memory") < 500e6
 
@@ -243,6 +285,7 @@ def test_the_panels_show_what_happened(
         assert redone > 0
         shown = Shown(dashboards, prometheus, began)
         check_job(shown, watched, redone)
+        check_model(shown)
         check_fleet(shown, watched)
         check_operator(shown)
 

@@ -221,6 +221,52 @@ def test_progress_time_left_and_the_fleets_row(shows: Any) -> None:
         shows("Jobs", ref, series, low, high, at=80, dashboard="fleet")
 
 
+def test_without_an_operator_there_is_no_leader(shows: Any) -> None:
+    """Its series end with it, and a stat would show the last value."""
+    for panel in ("Leader", "Operators up"):
+        shows(panel, "A", {}, 0, 0, at=10, dashboard="operator")
+
+
+def test_updates_wait_for_a_rank_and_its_node(shows: Any) -> None:
+    """3 s of every 15 s for rank 1, which has moved to another node, and 1.5 s for rank 0."""
+    waited = {
+        f"backstay_waited_for_seconds_total{labels('ParameterServer', rank=rank, part='compute')}": f"0+{each}x80"
+        for rank, each in (("0", 1.5), ("1", 3))
+    }
+    places = (("0", "north", "a"), ("1", "north", "b"), ("1", "south", "c"))
+    nodes = {f"backstay_step{labels('Worker', int(rank), pod, node=node)}": "0x80" for rank, node, pod in places}
+    shows("Waited for", "A", waited, 0.1 - 1e-6, 0.2 + 1e-6, at=60)
+    shows("Waited for, by node", "A", waited | nodes, 0.1 - 1e-6, 0.3 + 1e-6, at=60)
+    total = {f"backstay_step{labels('Worker', n, f'pod-{n}', node='north')}": "0x80" for n in (0, 1)}
+    shows("Waited for, by node", "A", waited | total, 0.3 - 1e-6, 0.3 + 1e-6, at=60)
+    world = {f"backstay_world_size{labels('ParameterServer')}": "2x80"}
+    shows("Waited for", "B", world, 0, 0, at=60)
+
+
+def test_numbers_of_devices_and_scripts(shows: Any) -> None:
+    """Two ranks of 2e12 operations a contribution, one of which a scrape; a quarter of them is not applied."""
+    tokens = {f"backstay_tokens_total{labels('ParameterServer')}": "0+1500x80"}
+    shows("Tokens", "A", tokens, 100 - 1e-6, 100 + 1e-6, at=60)
+    series = {}
+    for rank in (0, 1):
+        series[f"backstay_contribution_flops{labels('Worker', rank, f'pod-{rank}')}"] = "2e12x80"
+        for outcome, each in (("applied", 3), ("late", 1)):
+            worker = labels("Worker", rank, f"pod-{rank}", outcome=outcome)
+            series[f"backstay_worker_contributions_total{worker}"] = f"0+{each}x80"
+    shows("Floating-point operations", "A", series, 0.8e12 - 1, 0.8e12 + 1, at=60)
+    shows("Floating-point operations", "B", series, 1.066e12, 1.067e12, at=60)
+    used = {f"backstay_mfu_ratio{labels('Worker', n, f'pod-{n}')}": f"{value}x80" for n, value in ((0, 0.4), (1, 0.2))}
+    shows("Model FLOPs utilization", "A", used, 0.3 - 1e-9, 0.3 + 1e-9, at=60)
+    shows("Model FLOPs utilization", "B", used, 0.2, 0.2, at=60)
+    memory = {
+        f"backstay_device_memory_bytes{labels('Worker', rank, f'pod-{rank}', device='0', state=state)}": f"{value}x80"
+        for rank in (0, 1)
+        for state, value in (("in_use", 5 + rank), ("peak", 7 + rank), ("limit", 80 + rank))
+    }
+    for ref, value in (("A", 6), ("B", 8), ("C", 80)):
+        shows("Device memory", ref, memory, value, value, at=60)
+
+
 def test_a_wrong_value_fails(shows: Any) -> None:
     loss = {f"backstay_loss{labels('ParameterServer')}": "-2.5x10"}
     with pytest.raises(AssertionError, match="not in"):

@@ -34,6 +34,7 @@ T = TypeVar("T")
 JOB = "watched"
 NAMESPACE = "default"
 GOAL = 100_000
+RATE, BATCH = 1e-2, (8, 4)
 SLOW_RANK = 2
 FAULTS = "kill worker/1 @40; fill server/0#* @60 5s; kill server/0 @100"
 VALUES = (
@@ -54,14 +55,19 @@ import backstay
 
 def batches(key):
     time.sleep(0.3 if key.rank == {SLOW_RANK} else 0.1)
-    return key.rng.normal(size=(8, 4)).astype("float32")
+    return key.rng.normal(size={BATCH}).astype("float32")
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] - 1.0) ** 2), {{"tokens": jnp.float32(batch.size)}}
 
 
 backstay.train(
     init=lambda key: {{"w": jax.random.normal(key, (4, 2))}},
-    loss=lambda params, batch: jnp.mean((batch @ params["w"] - 1.0) ** 2),
+    loss=loss,
     batches=batches,
-    optimizer=optax.adam(1e-2),
+    optimizer=optax.inject_hyperparams(optax.adam)(learning_rate={RATE}),
+    clip_norm=1.0,
     steps={GOAL},
     evaluate=lambda params: {{"norm": float(jnp.linalg.norm(params["w"]))}},
 )

@@ -95,6 +95,33 @@ def test_utilization_is_work_a_second_by_the_peak() -> None:
     assert (value(unknown, "contribution_flops"), value(unknown, "mfu_ratio")) == (1e9, None)
 
 
+def test_the_memory_of_each_device_is_what_it_reports_at_a_scrape() -> None:
+    metrics = Metrics("job", "Worker", 0)
+    used = {"bytes_in_use": 5, "peak_bytes_in_use": 7, "bytes_limit": 10}
+
+    def broken() -> dict[str, int]:
+        raise RuntimeError("not implemented")
+
+    devices = [
+        SimpleNamespace(device_kind="abacus", memory_stats=lambda: used),
+        SimpleNamespace(device_kind="abacus", memory_stats=lambda: {"bytes_in_use": 3}),
+        SimpleNamespace(device_kind="abacus", memory_stats=lambda: None),
+        SimpleNamespace(device_kind="abacus", memory_stats=broken),
+    ]
+    Utilization(metrics, lambda: devices).compiled(None)
+
+    def shown() -> dict[tuple[str, str], float]:
+        (family,) = (f for f in metrics.registry.collect() if f.name == "backstay_device_memory_bytes")
+        return {(sample.labels["device"], sample.labels["state"]): sample.value for sample in family.samples}
+
+    assert shown() == {("0", "in_use"): 5, ("0", "peak"): 7, ("0", "limit"): 10, ("1", "in_use"): 3}
+    used["bytes_in_use"] = 6
+    assert shown()["0", "in_use"] == 6
+    processor = Metrics("job", "Worker", 0)
+    Utilization(processor).compiled(None)
+    assert b"device_memory_bytes{" not in processor.page()
+
+
 def test_shard_0_counts_tokens_of_applied_contributions_and_shows_the_norm() -> None:
     metrics = Metrics("job", "ParameterServer", 0)
     leader = Leader(Liveness("Sync"), threading.Lock(), metrics, 10, 0)

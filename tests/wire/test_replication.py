@@ -137,7 +137,8 @@ def test_t3_a_commit_that_a_standby_holds_is_applied_once_also_if_it_is_promoted
     rule = analyse(optax.sgd(1.0), tree)
     layout = partition(tree, rule, 1)
     engine = ShardEngine(layout, 0, rule, {"w": np.zeros(4, np.float32)})
-    follower = Follower(layout, 0, rule)
+    shown: list[int] = []
+    follower = Follower(layout, 0, rule, shown.append)
     contributions = [Contribution(id=GradientId(term=1), weight=1.0)]
     mean = Prepared(0, contributions, [np.full(4, 2.0, np.float32)], [])
     follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None, prepared=mean)
@@ -149,6 +150,7 @@ def test_t3_a_commit_that_a_standby_holds_is_applied_once_also_if_it_is_promoted
     assert held is not None
     assert (held.engine.version, held.last) == (1, commit)
     assert held.engine.block(0).tolist() == [-2.0] * 4
+    assert shown == ([] if promoted else [1]), "the metric backstay_step of a standby"
 
 
 def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:

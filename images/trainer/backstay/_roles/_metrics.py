@@ -210,6 +210,14 @@ class Metrics:
             "Model FLOPs utilization: the share of what the devices of the worker reach at most in BFloat16. No series "
             "where their peak is not known.",
         )
+        self._memory = self._family(
+            of,
+            Gauge,
+            "device_memory_bytes",
+            "Memory of a device of the worker: in_use now, the peak since the process began, and the limit. Only where "
+            "the device reports it.",
+            (*_WHO, "device", "state"),
+        )
         self.reconnects = self._counter(
             of, "reconnects", "Times that a worker connected again after the loss of a server."
         )
@@ -260,6 +268,10 @@ class Metrics:
     def mfu(self) -> Gauge:
         """The series begins with the first use: the peak of most devices is not known."""
         return self._mfu.labels(*self._who)
+
+    def device_memory(self, device: int, state: str) -> Gauge:
+        """Of one of the worker's devices; `state` is ``in_use``, ``peak`` or ``limit``."""
+        return self._memory.labels(*self._who, str(device), state)
 
     def contributions(self, outcome: str) -> Counter:
         """Of one `Outcome`."""

@@ -64,7 +64,7 @@ class Standby:
         self._peer = Peer(
             role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
         )
-        self._follower = Follower(plan.partition, self.shard, plan.rule)
+        self._follower = Follower(plan.partition, self.shard, plan.rule, metrics.step.set)
         self._wake = threading.Event()
         stop.then(self._wake.set)
         self._promoted = False

@@ -1,9 +1,10 @@
-"""How much of what its devices can do a worker uses (MFU): its work a second, as a share of their peak."""
+"""How much of its devices a worker uses: its work a second as a share of their peak (MFU), and their memory."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -12,6 +13,9 @@ from .._coordination import Rate
 from ._metrics import Metrics
 
 __all__ = ["Utilization"]
+
+_MEMORY: Final = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
+"""States of a device's memory, and their keys in `jax.Device.memory_stats`."""
 
 
 class Utilization:
@@ -28,6 +32,11 @@ class Utilization:
 
     def compiled(self, flops: float | None) -> None:
         """The computation is compiled; `flops` of one contribution, None: not known."""
+        for number, device in enumerate(self._devices()):
+            for state, key in _MEMORY.items():
+                if key in _memory_of(device):
+                    read = functools.partial(lambda device, key: _memory_of(device).get(key, 0), device, key)
+                    self._metrics.device_memory(number, state).set_function(read)
         if flops is not None:
             self._flops, self._peak = flops, peak_of(self._devices())
             self._metrics.contribution_flops.set(flops)
@@ -44,3 +53,11 @@ class Utilization:
         per_second = self._rate.per_second(now)
         if per_second:
             self._metrics.mfu.set(per_second * self._flops / self._peak)
+
+
+def _memory_of(device: Any) -> dict[str, int]:
+    """The memory statistics of a device; empty: it reports none, as processors do."""
+    try:
+        return device.memory_stats() or {}
+    except (AttributeError, RuntimeError):  # of backends that do not implement the call
+        return {}

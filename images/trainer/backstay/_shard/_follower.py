@@ -61,8 +61,14 @@ class Held:
 class Follower:
     """Follows an active server, one stream after another, until `take`. One thread calls `follow`, any the rest."""
 
-    def __init__(self, partition: Partition, shard: int, rule: Rule) -> None:
-        self._partition, self._shard, self._rule = partition, shard, rule
+    def __init__(
+        self, partition: Partition, shard: int, rule: Rule, advanced: Callable[[int], None] = lambda version: None
+    ) -> None:
+        """
+        Args:
+            advanced: called with each version that is held, in the thread of `follow`.
+        """
+        self._partition, self._shard, self._rule, self._advanced = partition, shard, rule, advanced
         layout = partition.shards[shard]
         self._wire = ShardWire.exactly(layout.blocks, partition.fragments)
         self._pools: dict[ShardWire, BufferPool] = {}
@@ -172,6 +178,7 @@ class Follower:
 
         def change() -> None:
             self._held, self._due = held, None
+            self._advanced(held.engine.version)
 
         return change
 
@@ -225,6 +232,7 @@ class Follower:
             if self._taken:
                 return  # `take` has applied it
             self._advance()
+            self._advanced(self._must_hold("a commit").engine.version)
         self._settle()
 
     def _advance(self) -> None:
