@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import json
 import os
-import pickle
 import runpy
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from .. import _instrument, _timeouts
 from .._result import Result
 from .._train import train
 from ._recording import ENV_RECORD, ENV_SILENT, EVENTS, RESULT
+from ._results import write_result
 
 __all__ = ["main"]
 
@@ -42,13 +42,8 @@ def _record_result(file: Path) -> Callable[..., Result]:
 
     @functools.wraps(train)
     def recorded(**arguments: Any) -> Result:
-        import jax
-
         result = train(**arguments)
-        params, state = jax.device_get((result.params, result.state))
-        part = file.with_suffix(".part")
-        part.write_bytes(pickle.dumps(replace(result, params=params, state=state)))
-        part.replace(file)
+        write_result(file, result)
         return result
 
     return recorded

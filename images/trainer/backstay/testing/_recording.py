@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ __all__ = [
     "Update",
     "account",
     "read_events",
-    "read_result",
 ]
 
 EVENTS: Final = "events"
@@ -115,8 +113,9 @@ class JobResult:
     """The end of a tested job, and its history.
 
     Attributes:
-        results: what `train` returned in each worker, by rank; arrays are NumPy arrays. A worker that hung or was not
-            replaced is missing.
+        results: what `train` returned in each worker, by rank; arrays are NumPy arrays. Parameters whose tree has other
+            nodes than dicts, lists and tuples are a dict from the path of a leaf to its array. A worker that hung or
+            was not replaced is missing.
         updates: all updates that count, in order. After a rollback, those of the new term replace the old ones.
         contributions: all contributions, in the order of the decisions, those before a rollback included.
         rollbacks: in order.
@@ -169,16 +168,6 @@ def read_events(file: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [json.loads(line) for line in lines]
-
-
-def read_result(file: Path) -> Result | None:
-    """The return value of `train` in a pod; None where it did not return."""
-    try:
-        found = pickle.loads(file.read_bytes())  # noqa: S301  # this test's own pod wrote it, into the test's folder
-    except OSError:
-        return None
-    assert isinstance(found, Result)
-    return found
 
 
 def account(

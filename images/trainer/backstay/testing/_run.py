@@ -31,8 +31,8 @@ from ._recording import (
     JobResult,
     account,
     read_events,
-    read_result,
 )
+from ._results import read_result
 from ._supervisor import Supervisor
 
 __all__ = ["run"]
@@ -97,8 +97,9 @@ def run(
         servers: `spec.parameterServers.replicas`.
         standbys: of each server, 0 or 1. Workers start once every standby holds the state of its server.
         evaluator: whether the job has one; it needs `checkpoint_every`.
-        mode, backups: as in `spec.update`.
-        grace: seconds; None: `Auto`. As in `spec.update`.
+        mode: `spec.update.mode`.
+        backups: `spec.update.backups`.
+        grace: `spec.update.grace` in seconds; None: `Auto`.
         checkpoint_every: updates between two checkpoints; they are written into `folder`. None: none is written.
         faults: what fails at which step, in the language of `FAULT_INJECTION`, such as ``kill worker/1 @12``.
         max_restarts: how often the pod of one slot is replaced before the job fails.
