@@ -61,6 +61,7 @@ STANDBYS ?= 1
 bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minutes
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/spans.py
 	$(BIN)/python bench/apply.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/standby.py
