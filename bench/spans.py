@@ -1,4 +1,4 @@
-"""What the spans of the timeline cost a step: no instrumentation, spans that are not kept, and spans that are kept.
+"""The cost of a step's spans: no instrumentation, spans that are not kept, and spans that are kept.
 
 A worker makes empty steps with a real server, with all spans of a job's step. The worker records the spans of both
 pods, so their whole cost is in the time of the step. The states take turns, in blocks of steps. Then the benchmark
