@@ -179,7 +179,7 @@ def run(
         refuse(str(error))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
     volumes_in = folder if claims_of(job) and data_dir is None else None
-    again = _command_again(sys.argv, volumes_in)
+    again = command_again(sys.argv, volumes_in)
     as_json = output == "json"
     raise typer.Exit(
         run_job(
@@ -262,7 +262,7 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
 add_commands(app, embedded=True)
 
 
-def _command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
+def command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
     """The command that continues this one.
 
     Args:

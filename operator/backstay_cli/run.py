@@ -91,7 +91,7 @@ def run_job(
 
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
-    following = _Following(job, display, folder / _LOGS)
+    following = Following(job, display, folder / _LOGS)
     started = time.monotonic()
 
     def conclude(reason: str, message: str) -> None:
@@ -109,12 +109,12 @@ def run_job(
         farewell = list(stopping.farewell(following.view, job, folder / _LOGS, again))
         for line in farewell:
             write_line(line)
-        _keep_trace(trace, following, folder / _LOGS, write_line)
+        keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("Interrupted", farewell[0])
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
-        _keep_trace(trace, following, folder / _LOGS, write_line)
+        keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("EmbeddedClusterFailed", str(error))
         return FAILED
     except ApiError as error:
@@ -123,13 +123,13 @@ def run_job(
     seconds = time.monotonic() - started
     for line in report.lines(view, seconds, folder / _LOGS):
         write_line(line)
-    _keep_trace(trace, following, folder / _LOGS, write_line)
+    keep_trace(trace, following, folder / _LOGS, write_line)
     if as_json:
         print(report.as_json(view, seconds, folder / _LOGS), flush=True)
     return OK if view.phase == "Succeeded" else FAILED
 
 
-def _keep_trace(out: Path | None, following: _Following, logs: Path, write_line: Callable[[str], None]) -> None:
+def keep_trace(out: Path | None, following: Following, logs: Path, write_line: Callable[[str], None]) -> None:
     """Write the timeline that the job's newest server of shard 0 has stored."""
     if out is None:
         return
@@ -155,7 +155,7 @@ async def _interruptible(work: Any) -> Any:
     return await task
 
 
-class _Following:
+class Following:
     """Shows one job while it runs.
 
     Attributes:
@@ -193,7 +193,7 @@ class _Following:
 
 
 async def _run(
-    job: dict[str, Any], folder: Path, following: _Following, user_environment: bool, modules: str | None
+    job: dict[str, Any], folder: Path, following: Following, user_environment: bool, modules: str | None
 ) -> JobView:
     # Runs below one common folder share their compiled programs through that folder.
     store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
@@ -238,7 +238,7 @@ async def _create(session: Session, job: dict[str, Any]) -> None:
     await session.api.request("POST", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}", job, fieldValidation="Strict")
 
 
-async def _follow(session: Session, following: _Following) -> JobView:
+async def _follow(session: Session, following: Following) -> JobView:
     deadline = time.monotonic() + _UNSEEN_SECONDS
     while True:
         try:
@@ -263,7 +263,7 @@ async def _follow(session: Session, following: _Following) -> JobView:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _last_look(session: Session, following: _Following) -> JobView:
+async def _last_look(session: Session, following: Following) -> JobView:
     """The job once its workers have ended: their last seconds are part of its goodput."""
     deadline = time.monotonic() + _LAST_SECONDS
     with contextlib.suppress(ApiError, aiohttp.ClientError, TimeoutError, OSError):

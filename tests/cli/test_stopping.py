@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from backstay_cli.follow import JobView
-from backstay_cli.main import _command_again
+from backstay_cli.main import command_again
 from backstay_cli.stopping import farewell, stored_step, stores, with_stored
 from backstay_spec import contract
 
@@ -68,5 +68,5 @@ def test_what_was_stored_is_said(tmp_path: Path, step: int | None, checkpoint: A
 def test_a_run_with_volumes_continues_in_its_own_folder() -> None:
     """The volumes of a run are in its folder, and another run would begin with empty ones."""
     argv = ["/usr/bin/backstay", "run", "my job.yaml"]
-    assert _command_again(argv, None) == "backstay run 'my job.yaml'"
-    assert _command_again(argv, Path("/x y")) == "backstay run --data-dir '/x y' 'my job.yaml'"
+    assert command_again(argv, None) == "backstay run 'my job.yaml'"
+    assert command_again(argv, Path("/x y")) == "backstay run --data-dir '/x y' 'my job.yaml'"

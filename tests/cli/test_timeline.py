@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from backstay_cli.follow import Entry
 from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
-from backstay_cli.run import _Following, _keep_trace
+from backstay_cli.run import Following, keep_trace
 from backstay_cli.timeline import BadTimeline, chrome_trace, read
 from backstay_cli.trace import trace_of_file, write_trace
 from backstay_cli.view import LineDisplay
@@ -185,7 +185,7 @@ def test_a_job_of_an_embedded_cluster_keeps_its_own_timeline(tmp_path: Path) -> 
     lines: list[str] = []
     out = tmp_path / "out.json"
     job_of_run = {"metadata": {"namespace": "default", "name": "digits"}}
-    _keep_trace(out, _Following(job_of_run, LineDisplay(lines.append), tmp_path), tmp_path, lines.append)
+    keep_trace(out, Following(job_of_run, LineDisplay(lines.append), tmp_path), tmp_path, lines.append)
     assert [e["name"] for e in json.loads(out.read_bytes())["traceEvents"] if e["ph"] == "X"] == ["own"]
     assert lines[0].startswith("wrote ")
 

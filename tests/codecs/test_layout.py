@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backstay import BatchKey
 from backstay._compute._contribution import Summary
 from backstay._compute._encoding import Encoder
-from backstay._data._batch_key import BatchKey
 from backstay._roles._worker import end_sending
 from backstay._update._codecs import (
     GROUP,

@@ -15,7 +15,7 @@ import pytest
 
 import backstay
 from backstay import BatchKey
-from backstay._checkpoint._store import CheckpointStore
+from backstay._checkpoint import CheckpointStore
 from backstay._coordination import CoordinatorState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

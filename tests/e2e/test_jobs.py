@@ -16,7 +16,7 @@ import pytest
 from trace_format import check
 
 import backstay
-from backstay._roles._local import train_local
+from backstay.testing import train_local
 from backstay_cli.trace import trace_of_file
 from backstay_spec.goodput import PARTS
 

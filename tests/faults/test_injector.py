@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backstay import _faults, _instrument
-from backstay._checkpoint._files import PosixFolder
+from backstay._checkpoint import PosixFolder
 from backstay._faults import Injector, parse
 from backstay._process._environment import Environment
 from backstay._wire.frames import Cover

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._faults import Fault, parse
-from backstay._faults._plan import _DURATION, _ROLES, POINTS
+from backstay._faults._plan import DURATIONS, POINTS, ROLES
 from backstay_spec import contract
 
 
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
-    action = draw(st.sampled_from(sorted(_DURATION)))
-    roles = {"fill": ["server"], "corrupt": ["server", "worker"]}.get(action, sorted(_ROLES))
-    role = _ROLES[draw(st.sampled_from(roles))]
-    seconds = draw(st.integers(1, 86_400_000)) / 1000 if _DURATION[action] != "no" else None
-    if _DURATION[action] == "may" and draw(st.booleans()):
+    action = draw(st.sampled_from(sorted(DURATIONS)))
+    roles = {"fill": ["server"], "corrupt": ["server", "worker"]}.get(action, sorted(ROLES))
+    role = ROLES[draw(st.sampled_from(roles))]
+    seconds = draw(st.integers(1, 86_400_000)) / 1000 if DURATIONS[action] != "no" else None
+    if DURATIONS[action] == "may" and draw(st.booleans()):
         seconds = None
     return Fault(
         action=action,

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay import _instrument
-from backstay._checkpoint import PosixFolder
-from backstay._checkpoint._records import Records
+from backstay._checkpoint import PosixFolder, Records
 from backstay._control._spans import columns
 from backstay._process import _hanging
 from backstay._roles._black_box import HANGS, BlackBox, hang_report, updated

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import backstay
-from backstay._checkpoint._files import PosixFolder, RemoteFolder
+from backstay._checkpoint import PosixFolder
+from backstay._checkpoint._files import RemoteFolder
 from backstay._roles import _event_files
 from backstay._roles._event_files import EventFiles
 from backstay._roles._reports import Reports

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from backstay._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
-from backstay._control._service import _Service
+from backstay._control._service import ControlService
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
@@ -190,7 +190,7 @@ def test_256_shards_need_no_thread_each(pool: ThreadPoolExecutor) -> None:
     rules = Rules(mode="Sync", shards=shards, steps=steps)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     driving.start()
-    service = _Service(FakeHost(driving), Peers(), Credentials(TOKEN), pool, Timeouts(message=SECONDS))  # type: ignore[arg-type]
+    service = ControlService(FakeHost(driving), Peers(), Credentials(TOKEN), pool, Timeouts(message=SECONDS))  # type: ignore[arg-type]
     before = threading.active_count()
     calls = [FakeCall() for _ in range(1, shards)]
 

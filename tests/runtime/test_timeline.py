@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay import _instrument
-from backstay._checkpoint import CheckpointStore, PosixFolder
-from backstay._checkpoint._records import KEPT, Records, record_name
+from backstay._checkpoint import CheckpointStore, PosixFolder, Records, record_name
+from backstay._checkpoint._records import KEPT
 from backstay._control import Outbox
 from backstay._control._spans import columns
 from backstay._process._environment import Environment

@@ -130,7 +130,7 @@ def main() -> None:
     if world is None:
         result = backstay.train(**arguments, log_every=0)
     else:
-        from backstay._roles._local import train_local
+        from backstay.testing import train_local
 
         if arguments.pop("start_from", None):
             result = backstay.train(**arguments, start_from=os.environ["START_FROM"])

@@ -13,12 +13,12 @@ import pytest
 
 from backstay._compute._local_steps import AHEAD
 from backstay._roles._alone import train_alone
-from backstay._roles._local import train_local
 from backstay._roles._script import Script
 from backstay._update._codecs import Wire
 from backstay._update._kernels import enable_x64
 from backstay._update._untrained import UPDATES
 from backstay.errors import ConfigurationError, JobFailed
+from backstay.testing import train_local
 
 
 def init(key):

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from backstay import BatchKey
 from backstay._compute._contribution import Computation, Contribution, GradientComputation, Start
 from backstay._compute._gradient import GradientFn
-from backstay._data._batch_key import BatchKey
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe

@@ -107,7 +107,7 @@ PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from backstay._compute._gradient import GradientFn
-from backstay._roles._local import train_local
+from backstay.testing import train_local
 from backstay._update._tree import describe
 import optax
 

@@ -8,15 +8,16 @@ import numpy as np
 import optax
 import pytest
 
+from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
-from backstay._data._batch_key import BatchKey
-from backstay._roles._local import clip_factor, train_local
+from backstay._roles._local import clip_factor
 from backstay._update._engine import ShardEngine
 from backstay._update._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay.errors import ConfigurationError, JobFailed
+from backstay.testing import train_local
 
 
 def init(key):

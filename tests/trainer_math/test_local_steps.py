@@ -14,7 +14,6 @@ import backstay
 from backstay import BatchKey, LocalSteps
 from backstay._compute._contribution import Start
 from backstay._roles._alone import train_alone
-from backstay._roles._local import train_local
 from backstay._roles._script import Script
 from backstay._update._codecs import Wire
 from backstay._update._kernels import enable_x64
@@ -23,6 +22,7 @@ from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._wire.buffers import Arrangement
 from backstay.errors import ConfigurationError, JobFailed
+from backstay.testing import train_local
 
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 INNER = optax.adamw(3e-2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
-from backstay._roles._local import clip_factor, train_local
+from backstay._roles._local import clip_factor
 from backstay._update._engine import ShardEngine, array_specs
 from backstay._update._kernels import Mean, enable_x64, state_mean
 from backstay._update._partition import gather, partition, scatter
@@ -20,6 +20,7 @@ from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._update._untrained import ZeroLeaves
 from backstay.errors import ConfigurationError, JobFailed, OptimizerError, TreeError
+from backstay.testing import train_local
 
 WORLD = 3
 

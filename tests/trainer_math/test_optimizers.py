@@ -16,7 +16,6 @@ import optax
 import optax.contrib
 import pytest
 
-from backstay._roles._local import train_local
 from backstay._update._engine import STATE, ShardEngine
 from backstay._update._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter
@@ -24,6 +23,7 @@ from backstay._update._rules import analyse
 from backstay._update._rules._advice import factories
 from backstay._update._tree import PARAMS, describe, leaf_names
 from backstay.errors import OptimizerError
+from backstay.testing import train_local
 
 LR = 1e-2
 

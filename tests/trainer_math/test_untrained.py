@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._roles._local import train_local
 from backstay._update._partition import partition, parts_of_leaves
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._update._untrained import UPDATES, Untrained, ZeroLeaves
+from backstay.testing import train_local
 
 TREE = describe({name: np.zeros(3, np.float32) for name in "abcd"} | {"empty": np.zeros((0, 2), np.float32)})
 

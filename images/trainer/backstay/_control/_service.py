@@ -166,7 +166,7 @@ class _RemoteSink:
                 return
 
 
-class _Service(grpc.GenericRpcHandler):
+class ControlService(grpc.GenericRpcHandler):
     """Chooses the handler of a call by its headers."""
 
     def __init__(
@@ -432,7 +432,7 @@ class ControlServer:
         """
         timeouts = timeouts or Timeouts()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="backstay-control")
-        self._service = _Service(host, peers, Credentials(token), self._pool, timeouts)
+        self._service = ControlService(host, peers, Credentials(token), self._pool, timeouts)
         self._server, self.port = call(self._listen(bind, port), timeouts.call)
         self._guard = ConnectionGuard(self.port, "the control port", grace=timeouts.unproven)
         self._service.guard = self._guard

@@ -19,7 +19,7 @@ __all__ = ["ENV_FAULTS", "POINTS", "Fault", "parse"]
 ENV_FAULTS: Final = "FAULT_INJECTION"
 """Set by the user in the job's `env`; variables with Backstay's prefix are refused there."""
 
-_ROLES: Final = {
+ROLES: Final = {
     "worker": contract.ROLE_WORKER,
     "server": contract.ROLE_SERVER,
     "evaluator": contract.ROLE_EVALUATOR,
@@ -32,7 +32,7 @@ POINTS: Final = {
 """The points where a fault can be injected, by role; the first is the default."""
 
 # Whether an action takes a duration: never, always, or optionally.
-_DURATION: Final = {
+DURATIONS: Final = {
     "kill": "no",
     "stop": "may",
     "delay": "must",
@@ -81,7 +81,7 @@ class Fault:
         )
 
     def __str__(self) -> str:
-        short = next(name for name, role in _ROLES.items() if role == self.role)
+        short = next(name for name, role in ROLES.items() if role == self.role)
         index = "*" if self.index is None else str(self.index)
         incarnation = "#*" if self.incarnation is None else "" if self.incarnation == 1 else f"#{self.incarnation}"
         parts = [self.action, f"{short}/{index}{incarnation}", f"@{self.step}"]
@@ -106,8 +106,8 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _one(clause: str) -> Fault:
     words = iter(clause.split())
     action = next(words)
-    if action not in _DURATION:
-        raise _wrong(clause, f"{action!r} is not an action: must be one of {', '.join(_DURATION)}")
+    if action not in DURATIONS:
+        raise _wrong(clause, f"{action!r} is not an action: must be one of {', '.join(DURATIONS)}")
     role, index, incarnation = _target(clause, next(words, ""))
     step = next(words, "")
     if not step.startswith("@") or (at := _whole(step[1:])) is None:
@@ -124,7 +124,7 @@ def _one(clause: str) -> Fault:
 
 def _target(clause: str, text: str) -> tuple[str, int | None, int | None]:
     name, slash, rest = text.partition("/")
-    if name not in _ROLES or not slash:
+    if name not in ROLES or not slash:
         raise _wrong(clause, f"{text!r} is not a pod: must be such as worker/1, server/0 or evaluator/0")
     number, hash_, life = rest.partition("#")
     index, incarnation = _whole(number), _whole(life) if hash_ else 1
@@ -132,7 +132,7 @@ def _target(clause: str, text: str) -> tuple[str, int | None, int | None]:
         raise _wrong(clause, f"{number!r} is not an index: must be 0 or more, or * for every one")
     if (incarnation is None and life != "*") or incarnation == 0:
         raise _wrong(clause, f"{life!r} is not an incarnation: must be 1 or more, or * for every one")
-    return _ROLES[name], index, incarnation
+    return ROLES[name], index, incarnation
 
 
 def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[str, float | None, int | None]:
@@ -140,7 +140,7 @@ def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[st
     for word in words:
         if word in POINTS[role] and not point:
             point = word
-        elif (found := _SECONDS.fullmatch(word)) and seconds is None and _DURATION[action] != "no":
+        elif (found := _SECONDS.fullmatch(word)) and seconds is None and DURATIONS[action] != "no":
             seconds = float(found[1])
             if not (math.isfinite(seconds) and 0 < seconds <= _LONGEST):
                 raise _wrong(clause, f"{word!r} is not a duration: must be more than 0 s and at most a day")
@@ -148,7 +148,7 @@ def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[st
             continue
         else:
             raise _wrong(clause, f"{word!r} is not valid here: {_allowed(action, role)}")
-    if _DURATION[action] == "must" and seconds is None:
+    if DURATIONS[action] == "must" and seconds is None:
         raise _wrong(clause, f"for how long? {_allowed(action, role)}")
     if action == "exit" and code is None:
         raise _wrong(clause, f"with which status? {_allowed(action, role)}")
@@ -158,7 +158,7 @@ def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[st
 def _allowed(action: str, role: str) -> str:
     more = {"must": " and a duration such as 3s", "may": ", and a duration such as 3s if it ends", "no": ""}
     status = " and an exit status of 0 to 255" if action == "exit" else ""
-    return f"{action} takes one of {', '.join(POINTS[role])} (or none of them){more[_DURATION[action]]}{status}"
+    return f"{action} takes one of {', '.join(POINTS[role])} (or none of them){more[DURATIONS[action]]}{status}"
 
 
 def _whole(text: str) -> int | None:

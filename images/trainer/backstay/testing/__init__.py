@@ -7,8 +7,10 @@
         assert result.result.step == 100
 
 `run` is enough for most tests. A test that acts in the middle of training starts the pods of a `Job` one by one.
+`train_local` is the loop in one process that a synchronous job must equal.
 """
 
+from .._roles._local import train_local
 from ._pods import Job, Pod, Ports
 from ._processes import KILLED, TERMINATED, Forker, PodProcess
 from ._recording import Contribution, Death, JobResult, Rollback, Update
@@ -31,4 +33,5 @@ __all__ = [
     "Supervisor",
     "Update",
     "run",
+    "train_local",
 ]

@@ -1,0 +1,99 @@
+"""Counts what tests import from private modules of packages that are not their own.
+
+A room of the trainer, such as `backstay._checkpoint`, offers the names in its `__all__` to other rooms. A test of
+another room uses these, or `backstay.testing`. `python tests/house/private_imports.py` prints the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+PACKAGES = ("backstay", "backstay_cli", "backstay_cluster", "backstay_operator", "backstay_rpc", "backstay_spec")
+# The rooms that each folder tests. Modules of the trainer beside the rooms belong to tests/runtime.
+HOMES = {
+    "checkpoint": {"_checkpoint"},
+    "codecs": {"_update"},
+    "coordination": {"_coordination"},
+    "data": {"_data"},
+    "faults": {"_faults", "_instrument"},
+    "runtime": {"_roles", "_control", "_process", "_instrument", "_timeouts", "_train"},
+    "testing": {"testing"},
+    "trainer_math": {"_update", "_compute"},
+    "wire": {"_wire", "_shard"},
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a test imports.
+
+    Attributes:
+        file: of the test.
+        line: in it.
+        module: where the name is from.
+        name: of the object.
+        offered: whether the room of the module has the name in its `__all__`.
+        private_object: whether the name is private, and not a module.
+    """
+
+    file: Path
+    line: int
+    module: str
+    name: str
+    offered: bool
+    private_object: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(TESTS.parent)}:{self.line}: {self.module} {self.name}"
+
+
+def foreign_imports() -> Iterator[Import]:
+    """Imports of private names, and of names in private modules of another room."""
+    for file in sorted(TESTS.rglob("*.py")):
+        homes = HOMES.get(file.relative_to(TESTS).parts[0], set())
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            package, *modules = node.module.split(".")
+            if package not in PACKAGES:
+                continue
+            for alias in node.names:
+                path = [*modules, alias.name]
+                private = [part for part in path if part.startswith("_") and not part.startswith("__")]
+                is_object = _is_private_object(node.module, alias.name)
+                if not private or (path[0] in homes and not is_object):
+                    continue
+                offered = alias.name in _all(package, path[0])
+                if not (offered and len(modules) == 1):
+                    yield Import(file, node.lineno, node.module, alias.name, offered, is_object)
+
+
+def _is_private_object(module: str, name: str) -> bool:
+    if not name.startswith("_") or name.startswith("__"):
+        return False
+    try:
+        return importlib.util.find_spec(f"{module}.{name}") is None
+    except ModuleNotFoundError:  # the module is not a package
+        return True
+
+
+@cache
+def _all(package: str, room: str) -> frozenset[str]:
+    try:
+        found = importlib.import_module(f"{package}.{room}")
+    except ImportError:
+        return frozenset()
+    return frozenset(getattr(found, "__all__", ())) if hasattr(found, "__path__") else frozenset()
+
+
+if __name__ == "__main__":
+    imports = list(foreign_imports())
+    print(*imports, sep="\n")
+    print(len(imports), "of which their rooms offer", sum(one.offered for one in imports))
