@@ -69,6 +69,7 @@ class Run:
 WITH_BACKUP = {"mode": "Sync", "backups": 1, "grace": "Auto", "weighting": "Examples"}
 JOBS = (
     ("Sync", {"mode": "Sync", "backups": 0, "weighting": "Examples"}, 3e-3),
+    ("Sync, 1 backup", WITH_BACKUP | {"grace": "0s"}, 3e-3),
     ("Sync, 1 backup, grace Auto", WITH_BACKUP, 3e-3),
     ("Async", {"mode": "Async"}, 1e-3),
 )
@@ -186,7 +187,7 @@ def table(results: dict[str, list[Point]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-COLORS = ("#24292f", "#0072B2", "#009E73", "#D55E00")
+COLORS = ("#24292f", "#0072B2", "#E69F00", "#009E73", "#D55E00")
 WIDTH, HEIGHT, LEFT, TOP, GAP = 340, 230, 56, 44, 66
 LOW = 0.5
 

@@ -1,8 +1,9 @@
 """`train` in one process beside a plain jitted loop: the time of a step, in one run and by turns.
 
 Both train the same network on the same batches with Adam. The plain loop is typical for a JAX user: one
-jitted function with donated buffers, and no value is read before the end. The benchmark prints one line for each size,
-with the ratio of the medians.
+jitted function with donated buffers, and no value is read before the end. The benchmark prints one line for each size:
+the medians, and the median and the quartiles of the ratio. The turns are short, so that other programs on the machine
+disturb both loops alike.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each loop and turn")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.4, help="of each loop and turn")
+    parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--size", choices=SIZES, help="one of them only")
     arguments = parser.parse_args()
-    print(f"{'size':>8} {'plain':>10} {'train':>10} {'ratio':>7}")
+    print(f"{'size':>8} {'plain':>10} {'train':>10} {'ratio':>7}  quartiles")
     for name in [arguments.size] if arguments.size else SIZES:
         width, batch = SIZES[name]
         data = np.random.default_rng(0).normal(size=(4096, width)).astype(np.float32)
@@ -88,8 +89,9 @@ def main() -> None:
         steps = WARM + max(20, int(arguments.seconds / plain(*what, WARM + 20)))
         pairs = [(plain(*what, steps), ours(*what, steps)) for _ in range(arguments.turns)]
         middle = [statistics.median(column) for column in zip(*pairs, strict=True)]
-        ratio = statistics.median(own / other for other, own in pairs)
-        print(f"{name:>8} {middle[0] * 1e3:8.2f}ms {middle[1] * 1e3:8.2f}ms {ratio:7.3f}", flush=True)
+        low, ratio, high = statistics.quantiles((own / other for other, own in pairs), n=4)
+        times = " ".join(f"{seconds * 1e3:8.2f}ms" for seconds in middle)
+        print(f"{name:>8} {times} {ratio:7.3f}  {low:.3f} to {high:.3f}", flush=True)
 
 
 if __name__ == "__main__":
