@@ -135,6 +135,8 @@ class Picture:
             series.colour = PALETTE[n % len(PALETTE)]
             for override in overrides:
                 matcher = override["matcher"]
+                if matcher["id"] == "byValue":  # of series with only zeros, which `_graph` leaves out
+                    continue
                 pattern = matcher["options"] if matcher["id"] == "byRegexp" else re.escape(matcher["options"])
                 if re.fullmatch(pattern, series.name):
                     for one in override["properties"]:
@@ -212,6 +214,8 @@ class Picture:
 
     def _graph(self, panel: dict[str, Any], x: float, y: float, w: float, h: float) -> None:
         series = self._series(panel)
+        if any(override["matcher"]["id"] == "byValue" for override in panel["fieldConfig"]["overrides"]):
+            series = [one for one in series if any(one.values)]
         custom = panel["fieldConfig"]["defaults"]["custom"]
         shown = series[:8]
         bottom = 14 * min(len(shown), 8) if len(shown) <= 4 else 14 * math.ceil(len(shown) / 2)

@@ -40,7 +40,7 @@ def last(metric: str, more: str = "", by: str = BY_JOB, how: str = "max") -> str
 
 
 def table(expr: str) -> Json:
-    return query(expr, "{{training_job}}", instant=True, kind="table", resolution=False)
+    return query(expr, "{{training_job}}", instant=True, kind="table")
 
 
 def jobs() -> Json:
@@ -239,4 +239,5 @@ def fleet() -> Json:
         "All TrainingJobs: phase, progress, goodput, cost, deaths.",
         board,
         variables,
+        passes=False,  # "All" namespaces would mix the jobs of one name in the dashboard Job
     )

@@ -256,7 +256,7 @@ def throughput(board: Board) -> None:
             "A second, stacked, as the workers were answered. late: the update had its quorum already, as backups"
             " intend; skipped: another contribution of the update was not finite; stale, duplicate, out_of_order,"
             " old_term, old_incarnation, not_in_world: refused; lost: a server was lost before it answered.",
-            query(f"{rate('backstay_worker_contributions_total', WORKERS, 'by (outcome)')} > 0", "{{outcome}}"),
+            query(rate("backstay_worker_contributions_total", WORKERS, "by (outcome)"), "{{outcome}}"),
             stacked=True,
             unit="ops",
             names=OUTCOMES,

@@ -116,7 +116,7 @@ def operator() -> Json:
         graph(
             "Pods created",
             "A minute, by role.",
-            query(f"60 * {rate('pods_created_total', 'by (role)')} > 0", "{{role}}"),
+            query(f"60 * {rate('pods_created_total', 'by (role)')}", "{{role}}"),
             query(f"0 * sum(up{{{OP}}})", "none"),
             stacked=True,
             names=ROLES,
@@ -124,7 +124,7 @@ def operator() -> Json:
         graph(
             "Deaths",
             "Pods found dead a minute, by role and cause.",
-            query(f"60 * {rate('pod_deaths_total', 'by (role, cause)')} > 0", "{{role}} {{cause}}"),
+            query(f"60 * {rate('pod_deaths_total', 'by (role, cause)')}", "{{role}} {{cause}}"),
             query(f"0 * sum(up{{{OP}}})", "none"),
             stacked=True,
         ),
@@ -144,7 +144,7 @@ def operator() -> Json:
         graph(
             "Calls to the jobs' servers",
             "A second, by gRPC status code; every server is called every 2 s.",
-            query(f"{rate('progress_calls_total', 'by (code)')} > 0", "{{code}}"),
+            query(f"{rate('progress_calls_total', 'by (code)')}", "{{code}}"),
             unit="ops",
             stacked=True,
         ),
@@ -162,7 +162,7 @@ def operator() -> Json:
         graph(
             "Requests to the API server",
             "A second, by verb and status code; 0: no answer, 409: it existed already, or was changed meanwhile.",
-            query(f"{rate('api_requests_total', 'by (verb, code)')} > 0", "{{verb}} {{code}}"),
+            query(f"{rate('api_requests_total', 'by (verb, code)')}", "{{verb}} {{code}}"),
             unit="reqps",
             stacked=True,
         ),
@@ -177,8 +177,7 @@ def operator() -> Json:
         graph(
             "Watches",
             "Events a second by resource.",
-            query(f"{rate('watch_events_total', 'by (resource)')} > 0", "{{resource}}"),
-            query(f"0 * sum(up{{{OP}}})", "none"),
+            query(rate("watch_events_total", "by (resource)"), "{{resource}}"),
             unit="ops",
             stacked=True,
         ),

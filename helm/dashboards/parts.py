@@ -90,15 +90,15 @@ COLOURS: Final[Mapping[str, str]] = {
 _CALCULATIONS: Final = {"mean": "Mean", "max": "Max", "min": "Min", "lastNotNull": "Last *"}
 
 
-def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_series", resolution: bool = True) -> Json:
+def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_series") -> Json:
     """One query; its reference is set by the panel.
 
     Args:
-        expr: PromQL. With `WINDOW`, rates span at least four times the dashboard's resolution.
+        expr: PromQL. With `WINDOW`, points are as far apart as the variable `resolution` says, and rates span at least
+            four of them. Without, points are as near as scrapes.
         legend: a template such as ``{{role}}``.
         instant: the value at the end of the time range, not a series.
         kind: ``time_series``, ``table`` or ``heatmap``.
-        resolution: whether the points are as far apart as the variable `resolution` says.
     """
     made: Json = {
         "datasource": SOURCE,
@@ -109,14 +109,14 @@ def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_se
         "instant": instant,
         "range": not instant,
     }
-    if resolution:
+    if WINDOW in expr:
         made["interval"] = "$resolution"
     return made
 
 
 def now(expr: str, legend: str) -> Json:
     """One value at the end of the time range. Of a series, Grafana shows the last value, also when there is none now."""
-    return query(expr, legend, instant=True, resolution=False)
+    return query(expr, legend, instant=True)
 
 
 def steps(*pairs: tuple[float | None, str]) -> Json:
@@ -137,6 +137,13 @@ def named(name: str, *properties: Json) -> Json:
 def matching(pattern: str, *properties: Json) -> Json:
     """Properties of the series whose name matches a regular expression."""
     return {"matcher": {"id": "byRegexp", "options": pattern}, "properties": list(properties)}
+
+
+#: A series with only zeros is drawn, and has no line in the legend. A query keeps zeros, because the legend's mean needs them.
+NO_ZEROS: Final[Json] = {
+    "matcher": {"id": "byValue", "options": {"reducer": "allIsZero", "op": "gte", "value": 0}},
+    "properties": [{"id": "custom.hideFrom", "value": {"legend": True, "tooltip": True, "viz": False}}],
+}
 
 
 def coloured(names: Sequence[str]) -> list[Json]:
@@ -223,7 +230,7 @@ def graph(
         text,
         queries,
         defaults={"custom": custom, "color": {"mode": "palette-classic-by-name"}, **(defaults or {})},
-        overrides=[*coloured(names), *overrides],
+        overrides=[*coloured(names), *overrides, *([NO_ZEROS] if stacked else [])],
         options={
             "legend": {
                 "showLegend": True,
@@ -421,8 +428,13 @@ def dashboard(
     annotations: Sequence[Json] = (),
     links: Sequence[Json] = (),
     since: str = "now-3h",
+    passes: bool = True,
 ) -> Json:
-    """A whole dashboard. The three are linked by their tag."""
+    """A whole dashboard. The three are linked by their tag.
+
+    Args:
+        passes: whether the values of its variables are passed on to the others.
+    """
     number = 0
     for one in board.panels:
         for each in (one, *one.get("panels", ())):
@@ -442,7 +454,7 @@ def dashboard(
         "title": "Backstay",
         "tags": [TAG],
         "asDropdown": False,
-        "includeVars": True,
+        "includeVars": passes,
         "keepTime": True,
         "targetBlank": False,
         "icon": "external link",

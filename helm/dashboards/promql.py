@@ -32,7 +32,7 @@ def worker_seconds(select: str, window: str, by: str = BY_JOB, part: str = "") -
 def shares_by_part(select: str, window: str) -> str:
     """The share of each part in the seconds of worker pods in the window; arguments as above."""
     by_part = f"clamp_min({worker_seconds(select, window, 'by (part)')}, 0)"
-    return f"{by_part} / on () group_left () (sum({by_part}) > 0) > 0"
+    return f"{by_part} / on () group_left () (sum({by_part}) > 0)"
 
 
 def goodput(select: str, window: str) -> str:
