@@ -63,12 +63,13 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
     ]
 
 
-def _columns(names: Sequence[str], *, left: frozenset[str]) -> Table:
+def _columns(names: Sequence[str], *, left: frozenset[str], shrinks: str = "") -> Table:
+    """The columns of a table; the one that `shrinks` makes room for the others."""
     made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in names:
         least = _NAME_WIDTH if name == names[0] else None
         justify: Any = "left" if name in left else "right"
-        made.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+        made.add_column(name, justify=justify, no_wrap=name != shrinks, overflow="ellipsis", min_width=least)
     return made
 
 
@@ -101,27 +102,30 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
 def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: float | None = None) -> Table:
     """The table of `backstay top`; a wide terminal gets more columns."""
     now = time.time() if now is None else now
-    wide = width >= 110
+    wide, widest = width >= 110, width >= 140
     names = [*(["namespace"] if everywhere else []), "name", "phase", "progress", "left", "examples/s"]
-    names += ["loss", "goodput", "checkpoint", "last death"] if wide else ["loss"]
-    names += ["workers", "deaths"]
-    made = _columns(names, left=frozenset({"namespace", "name", "phase", "progress", "last death"}))
+    names += ["loss", *(["goodput"] if wide else []), *(["checkpoint"] if widest else [])]
+    names += [*(["last death"] if wide else []), "workers", "deaths"]
+    left_side = frozenset({"namespace", "name", "phase", "progress", "last death"})
+    made = _columns(names, left=left_side, shrinks="last death" if wide else "name")
     for view in found:
         fraction, workers, left = explain.progress_of(view), view.roles.get("Worker"), view.seconds_left
-        size = 16 if wide else 8
+        size = 16 if widest else 8
         progress = "–" if fraction is None else f"{bar(fraction, size)} {100 * fraction:3.0f} %"
         row: list[str | Text] = [
             *([view.namespace] if everywhere else []),
-            view.name,
+            Text(view.name, no_wrap=True, overflow="ellipsis"),
             Text(view.phase, _PHASES.get(view.phase, "")),
         ]
         row += [progress, "–" if left is None else clock(left), number(view.examples_per_second, 3)]
         row.append(number(view.loss))
         if wide:
             row.append("–" if view.goodput is None else f"{100 * view.goodput:.0f} %")
+        if widest:
             age = view.checkpoint_time
             row.append("–" if age is None or view.ended else duration(max(0.0, now - age)))
-            row.append(_last_death(view, now))
+        if wide:
+            row.append(Text(_last_death(view, now), no_wrap=True, overflow="ellipsis"))
         row.append("–" if workers is None else f"{workers.ready}/{workers.desired}")
         row.append(Text(str(view.restarts + view.disruptions), "yellow" if view.restarts else ""))
         made.add_row(*row)

@@ -231,15 +231,19 @@ _PARTS = {
 }
 
 
+_WINDOW = 300.0  # seconds that the job's status adds up
+
+
 def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
-    """Such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 minutes``."""
+    """Such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
     rank, shard, part = entry.get("rank"), entry.get("shard"), str(entry.get("part", ""))
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
     node = next((row.node for row in rows(view) if row.slot == who and row.node), "")
     where = f" on {node}" if node else ""
     what = "" if shard is not None else f", {_PARTS.get(part, part)}"
     seconds, updates = float(entry.get("seconds") or 0.0), int(entry.get("updates") or 0)
-    return f"{who}{where}{what}: {duration(seconds)} in {count(updates, 'update')} of the last 5 minutes"
+    window = duration(float(entry.get("windowSeconds") or _WINDOW))
+    return f"{who}{where}{what}: {duration(seconds)} in {count(updates, 'update')} of the last {window}"
 
 
 def page(view: JobView, now: float, cluster: str) -> Group:

@@ -278,6 +278,11 @@ def test_jobs_that_run_come_first_and_wide_terminals_get_more() -> None:
     assert max(len(line) for line in narrow) <= 80
     assert "last death" in wide[0]
     assert "server 0, OutOfMemory, 50 s ago" in wide[1]
+    usual = text_of(listing.top_table(found, everywhere=False, width=120, now=NOW), 120)
+    assert "Running  " in usual[1], "only the last death makes room"
+    assert "server 0, O" in usual[1]
+    long = listing.views([job("a-job-with-quite-a-long-name")])
+    assert "Running  " in text_of(listing.top_table(long, everywhere=False, width=80, now=NOW), 80)[1]
     json.dumps(listing.as_rows(found, NOW), allow_nan=False)
 
 
