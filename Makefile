@@ -62,6 +62,7 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minu
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/spans.py
+	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/apply.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/standby.py

@@ -363,6 +363,20 @@ class Commit(_message.Message):
     offset: int
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., world: _Optional[int] = ..., skip: bool = ..., clip_factor: _Optional[float] = ..., checkpoint: bool = ..., final: bool = ..., offset: _Optional[int] = ...) -> None: ...
 
+class Gather(_message.Message):
+    __slots__ = ("term", "version", "round", "index", "contributions")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    version: int
+    round: int
+    index: int
+    contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., round: _Optional[int] = ..., index: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+
 class NormRequest(_message.Message):
     __slots__ = ("term", "version", "contributions", "round", "replicate", "unclipped")
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -511,20 +525,22 @@ class ShardMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save")
+    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save", "gather")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     REJECT_FIELD_NUMBER: _ClassVar[int]
     NORM_REQUEST_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
+    GATHER_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     reject: Reject
     norm_request: NormRequest
     done: Done
     rollback: Rollback
     save: Save
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ...) -> None: ...
+    gather: Gather
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ...) -> None: ...
 
 class Rollback(_message.Message):
     __slots__ = ("term", "version", "checkpoint", "world", "offset", "history", "start_from")
@@ -915,14 +931,16 @@ class Part(_message.Message):
     def __init__(self, contribution: _Optional[_Union[GradientId, _Mapping]] = ..., member: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
 
 class PushBegin(_message.Message):
-    __slots__ = ("bytes", "part", "whole")
+    __slots__ = ("bytes", "part", "ask", "whole")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     part: Part
+    ask: bool
     whole: End
-    def __init__(self, bytes: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., whole: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., ask: bool = ..., whole: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("block", "offset")
@@ -959,7 +977,7 @@ class Received(_message.Message):
     def __init__(self, moved_on: bool = ...) -> None: ...
 
 class ParamsBegin(_message.Message):
-    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole", "offset")
+    __slots__ = ("term", "version", "world", "bytes", "outcome", "next_key_step", "done", "whole", "offset", "ask")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -969,6 +987,7 @@ class ParamsBegin(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     world: int
@@ -978,7 +997,8 @@ class ParamsBegin(_message.Message):
     done: bool
     whole: bool
     offset: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: bool = ..., whole: bool = ..., offset: _Optional[int] = ...) -> None: ...
+    ask: bool
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., world: _Optional[int] = ..., bytes: _Optional[int] = ..., outcome: _Optional[_Union[RejectReason, str]] = ..., next_key_step: _Optional[int] = ..., done: bool = ..., whole: bool = ..., offset: _Optional[int] = ..., ask: bool = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "message")

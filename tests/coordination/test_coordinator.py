@@ -30,6 +30,7 @@ from backstay._coordination import (
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
+    Gather,
     GradientId,
     GradientInfo,
     Norm,
@@ -71,6 +72,8 @@ class Shard:
         self.rejected: dict[bytes, Reject] = {}
         self.history: list[Commit] = []
         self.used: set[bytes] = set()
+        self.sums: set[bytes] = set()  # of `staged`, those that are added up
+        self.round = 0
         self.inbox: deque[object] = deque()
         self.outbox: deque[object] = deque()
         self.connected = False
@@ -96,6 +99,7 @@ class Job:
         self.histories: dict[int, list[Commit]] = {}
         self.completions: dict[tuple[int, int], list[int]] = {}  # (term, version) -> ranks in order of completion
         self.holders: dict[bytes, set[int]] = {}
+        self.gathered: dict[bytes, GradientId] = {}  # complete, although the link of a shard breaks
         self.zombies: list[tuple[GradientId, list[int]]] = []  # messages that replaced pods still send
         self.finished: Finished | None = None
         self.carry_out(self.coordinator.start(self.now))
@@ -105,10 +109,15 @@ class Job:
         for decision in decisions:
             if isinstance(decision, Send) and isinstance(decision.message, Reject):
                 self.holders.pop(key_of(decision.message.id), None)
+                if (taken_back := self.gathered.pop(key_of(decision.message.id), None)) is not None:
+                    completed = self.completions.get((taken_back.term, taken_back.version), [])
+                    completed[:] = [rank for rank in completed if rank != taken_back.rank]
             match decision:
                 case Send(None, message):
                     if isinstance(message, Commit):
                         self.check(message)
+                    elif isinstance(message, Gather):
+                        self.gathered |= {key_of(one.id): one.id for one in message.contributions}
                     elif isinstance(message, NormRequest):
                         self.check_whole(message)
                     for shard in self.shards:
@@ -157,8 +166,9 @@ class Job:
             quorum = quorum_of(self.rules.backups, self.ranks)
             assert len(ids) == quorum or (self.rules.grace != 0.0 and len(ids) > quorum), "T1: the quorum at least"
             assert all(gradient.version == commit.version == gradient.key_step for gradient in ids)
-            shares = [1] * len(ids) if self.rules.weighting == "Equal" else [1 + gradient.rank for gradient in ids]
-            weights = [len(ids) * share / sum(shares) for share in shares]
+            weights = [1.0] * len(ids)
+            if self.rules.weighting == "Examples" and len(ids) > 1:
+                weights = [1.0 + gradient.rank for gradient in ids]
             assert [contribution.weight for contribution in commit.contributions] == weights
         else:
             (gradient,) = ids
@@ -181,6 +191,7 @@ class Job:
                 shard.staged.clear()
                 shard.rejected.clear()
                 shard.used.clear()
+                shard.sums.clear()
                 shard.history = []
                 shard.outbox.clear()
             case Commit():
@@ -188,6 +199,8 @@ class Job:
                 if message.version < shard.version:
                     return  # replayed
                 assert message.version == shard.version, "commits come without gaps"
+                assert shard.sums <= {key_of(c.id) for c in message.contributions}, "T1: all that is added up"
+                shard.sums.clear()
                 for contribution in message.contributions:
                     key = key_of(contribution.id)
                     assert key in shard.staged, "a shard holds the gradients that a commit names"
@@ -206,14 +219,28 @@ class Job:
             case Save():
                 assert message.version == shard.version
                 self.write(shard)
+            case Gather():
+                if (message.term, message.version) != (shard.term, shard.version):
+                    return
+                if message.round != shard.round:
+                    shard.sums.clear()
+                    shard.round = message.round
+                keys = {key_of(contribution.id) for contribution in message.contributions}
+                assert keys <= shard.staged.keys(), "a shard holds the gradients that it adds up"
+                assert keys <= shard.sums or not keys & shard.sums, "T3: each is added up once"
+                assert len(keys) == 4
+                shard.sums |= keys
             case NormRequest():
                 assert all(key_of(c.id) in shard.staged for c in message.contributions)
+                assert shard.sums <= {key_of(c.id) for c in message.contributions}, "T1: all that is added up"
                 norm = Norm(term=message.term, version=message.version, sum_of_squares=4.0)
                 shard.outbox.append(norm)
             case Reject():
                 key = key_of(message.id)
                 assert key not in shard.used, "an applied gradient is never rejected"
                 shard.staged.pop(key, None)
+                if key in shard.sums:
+                    shard.sums.clear()
                 shard.rejected[key] = message
             case Done():
                 shard.done = message
@@ -254,8 +281,13 @@ class Job:
         shard.connected = True
         shard.inbox.clear()
         shard.outbox.clear()
-        self.holders = {key: holders - {shard.index} for key, holders in self.holders.items()}
-        self.completions.clear()
+        self.holders = {
+            key: holders if key in self.gathered & shard.staged.keys() else holders - {shard.index}
+            for key, holders in self.holders.items()
+        }
+        for (term, version), ranks in self.completions.items():
+            of_version = [one.rank for one in self.gathered.values() if (one.term, one.version) == (term, version)]
+            ranks[:] = [rank for rank in ranks if rank in of_version]
         term, version = shard.term, shard.version
         self.carry_out(self.coordinator.hello(self.now, shard.index, term, version))
         if shard.term == self.coordinator.state.term:
@@ -421,6 +453,7 @@ def rules_of(mode: str) -> st.SearchStrategy[Rules]:
         "stores": st.booleans(),
         "clip_norm": st.sampled_from([None, 1.0]),
         "max_non_finite": st.just(1000),
+        "held": st.sampled_from([0, 0, 8]),
     }
     if mode == "Sync":
         return st.builds(
@@ -446,7 +479,7 @@ def rules_of(mode: str) -> st.SearchStrategy[Rules]:
 def test_for_any_failures_in_any_order(mode: str, data: st.DataObject) -> None:
     """T1, T2, T3, T5 hold at every decision, and the job ends once the disturbances do (T8)."""
     rules = data.draw(rules_of(mode))
-    ranks = data.draw(st.integers(1, 4))
+    ranks = data.draw(st.integers(1, 6))
     finite = data.draw(st.sampled_from([1.0, 0.8]))
     job = Job(rules, ranks, finite, Random(data.draw(st.integers(0, 2**32))))
     for _ in range(400):

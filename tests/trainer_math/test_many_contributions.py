@@ -14,6 +14,7 @@ from backstay._update._engine import ShardEngine
 from backstay._update._kernels import FUSED, Mean, enable_x64, kernels_of, state_mean
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
+from backstay._update._sums import Tree
 from backstay._update._tree import describe
 
 MANY = (1, 2 * FUSED + 1)
@@ -70,12 +71,27 @@ def test_t4_a_standby_repeats_an_update_of_many_bit_for_bit(dtype) -> None:
             assert active.block(b).tobytes() == standby.block(b).tobytes()
 
 
-def test_t4_the_sum_of_many_is_in_order_of_rank() -> None:
-    """1e8 + 1 - 1e8 is 0 in float32 in this order, and 1 in another."""
-    for order, mean in [((1e8, 1.0, -1e8, 0.0, 0.0, 0.0), 0.0), ((1e8, -1e8, 0.0, 0.0, 0.0, 1.0), 1.0)]:
+def test_t4_the_sum_of_many_is_a_fixed_tree_over_the_ranks() -> None:
+    """In float32, 1e8 + 1 is 1e8. Four ranks are added in order, then the sums of four."""
+    for order, mean in [
+        ((1e8, 1.0, -1e8, 0.0, 0.0, 0.0), 0.0),
+        ((1e8, -1e8, 0.0, 0.0, 0.0, 1.0), 1.0),
+        ((1e8, 0.0, 0.0, 0.0, 1.0, -1e8), 0.0),
+        ((1e8, 0.0, 0.0, 0.0, -1e8, 0.0, 1.0), 0.0),
+        ((0.0,) * 4 + (1e8, 0.0, 0.0, 0.0) + (-1e8, 0.0, 0.0, 0.0) + (1.0,), 1.0),
+    ]:
         _, engine = engine_of({"b": np.zeros(8, np.float32)})
         engine.apply([[np.full(8, value, np.float32)] for value in order], divisor=1)
-        assert np.all(engine.block(0) == np.float32(-mean))
+        assert np.all(engine.block(0) == np.float32(-mean)), order
+
+
+def test_equal_weights_give_the_bits_of_no_weights() -> None:
+    _, weighted = engine_of(params_of(np.float32))
+    _, plain = engine_of(params_of(np.float32))
+    given = contributions_of(plain, 23)
+    weighted.apply(given, weights=[1.0] * 23, divisor=23)
+    plain.apply(given, divisor=23)
+    assert all(weighted.block(b).tobytes() == plain.block(b).tobytes() for b in range(len(plain.blocks)))
 
 
 def test_another_number_of_contributions_compiles_nothing() -> None:
@@ -107,10 +123,32 @@ def test_the_state_of_many_is_that_of_few() -> None:
         values[1][20:24] = 7.0
         how = Mean.of([1.0 + rank for rank in range(count)], count, 1.0)
         scalars = how.state_scalars(np.dtype(np.float32))
-        got = np.asarray(kernels_of(rule).folded(tuple(map(jax.numpy.asarray, values)), scalars, trained=False))
+        got = np.asarray(kernels_of(rule).folded(list(map(jax.numpy.asarray, values)), how.weights, 1, trained=False))
         want = np.asarray(state_mean([jax.numpy.asarray(value) for value in values], how.form, scalars))
-        np.testing.assert_allclose(got, want, rtol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
         assert got[:16].tobytes() == values[0][:16].tobytes()
         whole = [np.full(4, rank, np.int32) for rank in range(count)]
-        got = kernels_of(rule).folded(tuple(map(jax.numpy.asarray, whole)), scalars, trained=False)
+        got = kernels_of(rule).folded(list(map(jax.numpy.asarray, whole)), how.weights, 1, trained=False)
         assert np.asarray(got).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_t4_sums_made_in_any_order_of_arrival_give_the_same_bits(dtype, weighted: bool) -> None:
+    """Groups of four ranks are added up when they are complete, the rest at the decision."""
+    _, engine = engine_of(params_of(dtype))
+    for seed, count in enumerate((5, 8, 17, 23)):
+        given = contributions_of(engine, count, seed)
+        weights = [1.0 + rank % 3 for rank in range(count)] if weighted else [1.0] * count
+        divisor = sum(weights)
+        want = engine.mean(given, weights=weights, divisor=divisor)
+        tree = Tree(engine.add)
+        groups = list(range(count // FUSED))
+        np.random.default_rng(seed).shuffle(groups)
+        leaves = [engine.nodes(blocks, weight) for blocks, weight in zip(given, weights, strict=True)]
+        for group in groups:
+            tree.put(group, engine.add(leaves[FUSED * group : FUSED * (group + 1)]), level=1)
+        for rank in range(count // FUSED * FUSED, count):
+            tree.put(rank, leaves[rank])
+        got = engine.finish(tree.root(), divisor)
+        assert [np.asarray(block).tobytes() for block in got] == [np.asarray(block).tobytes() for block in want]

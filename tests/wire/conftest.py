@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backstay._coordination import Rules
 from backstay._shard import ShardRuntime
 from backstay._shard._standbys import Standbys
 from backstay._timeouts import Timeouts
@@ -94,6 +95,15 @@ class FakeEngine:
                 for b in range(len(self.values))
             )
         )
+
+    def nodes(self, contribution: Sequence[Any], weight: float) -> list[Any]:
+        return [weight * np.asarray(block, np.float64) for block in contribution]
+
+    def add(self, sums: Sequence[Any]) -> list[Any]:
+        return [sum(blocks) for blocks in zip(*sums, strict=True)]
+
+    def finish(self, total: Sequence[Any], divisor: float) -> list[Any]:
+        return [(block / divisor).astype(value.dtype) for block, value in zip(total, self.values, strict=True)]
 
     def snapshot(self) -> tuple[int, list[np.ndarray]]:
         return self.version, [v.copy() for v in self.values]
@@ -250,6 +260,8 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
         timeouts: Timeouts | None = None,
         wire: ShardWire | None = None,
         standbys: Standbys | None = None,
+        rules: Rules | None = None,
+        world: int = 1,
     ) -> Shard:
         layout = Layout(number, tuple(Block(size) for size in sizes))
         recorder = Recorder()
@@ -264,6 +276,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             timeouts=timeouts,
             wire=wire,
             standbys=standbys,
+            rules=rules,
         )
         shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
 
@@ -276,7 +289,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             stack.callback(shard.server.close)
         stack.callback(close)
         if start:
-            runtime.reset(1, shard.engine, 1)
+            runtime.reset(1, shard.engine, world)
         return shard
 
     return make

@@ -94,7 +94,7 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied(size: int) -> None:
     later content, however long the state before it takes."""
     contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
     memory = np.full(size, 7.0, np.float32)
-    prepared = Prepared.of(None, 3, contributions, [[memory]], [], copy=False)  # type: ignore[arg-type]
+    prepared = Prepared.of(None, 3, contributions, [[memory]], [], 1.0, copy=False)  # type: ignore[arg-type]
     active, stream = replication(), Standby()
     thread = dial(active, stream)
     active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), prepared)

@@ -21,7 +21,7 @@ from ._decisions import (
 )
 from ._ledger import identity
 from ._liveness import Liveness
-from ._mode import UpdateMode
+from ._mode import UpdateMode, held_by_shard
 from ._modes import MODES
 from ._rate import Rate
 from ._samples import EpochEnded, Samples
@@ -51,5 +51,6 @@ __all__ = [
     "Updated",
     "WriteManifest",
     "after",
+    "held_by_shard",
     "identity",
 ]

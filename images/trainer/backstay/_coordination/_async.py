@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
@@ -45,6 +46,29 @@ class Async:
         gradient = complete[0].id
         weight = 1.0 / (1 + _staleness(state, gradient)) if rules.staleness_damping else 1.0
         return (Contribution(id=gradient, weight=weight),)
+
+    def gathers(
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        gathered: AbstractSet[int],
+        desired_world: int,
+    ) -> list[tuple[int, tuple[Contribution, ...]]]:
+        del state, rules, complete, gathered, desired_world  # each update has one contribution
+        return []
+
+    def ordered(self, backups: int | str, world: int) -> bool:
+        del backups, world
+        return False
+
+    def spare(self, backups: int | str, world: int) -> int:
+        del backups, world
+        return 0
+
+    def divisor(self, weights: Sequence[float]) -> float:
+        del weights
+        return 1.0
 
     def quorum(self, backups: int | str, world: int) -> int:
         del backups, world

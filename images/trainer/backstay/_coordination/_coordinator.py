@@ -216,7 +216,7 @@ class Coordinator:
             if conclusion.is_storing_the_end and succession.all_connected:
                 out += conclusion.save(now)  # taken over at the end: no commit requests it
         if current and history.replays_from(version):
-            out += [Send(shard, message) for message in history.replay(shard, version)]
+            out += [Send(shard, message) for message in (*history.replay(shard, version), *self._intake.gathers)]
             return out + conclusion.farewell(shard)
         if self.finished is not None:
             return conclusion.farewell(shard)
@@ -225,7 +225,8 @@ class Coordinator:
         if history.state.version != history.start.version or succession.lives_on(term, version):
             # Gradients are not stored: a lost shard can be read only from a checkpoint, and then all shards go back.
             return [*out, *succession.lose(shard)]
-        return [*out, Send(shard, history.start)]
+        # The shard begins the term again, without the contributions that it had.
+        return [*out, *self._intake.take_back_gathered(), Send(shard, history.start)]
 
     def report(self, now: float, shard: int, report: Report) -> list[Decision]:
         """A shard's server sent a report."""
@@ -261,6 +262,7 @@ class Coordinator:
         out, complete = self._intake.staged(shard, staged)
         if complete:
             self._grace.arrived(now, staged.id)
+            out += self._intake.gather(self._desired_world)
             out += self._advance(now)
         elif self._came_late(shard, staged.id):
             self._grace.arrived(now, staged.id)
@@ -351,9 +353,13 @@ class Coordinator:
         if intervals is not None:
             self.schedule.intervals = intervals
         smaller = 0 < world < self._desired_world
+        before = effective_world(self.state.world, self._desired_world)
         self._desired_world = world or self._desired_world
+        out: list[Decision] = []
+        if effective_world(self.state.world, self._desired_world) != before:
+            out += self._intake.take_back_gathered()  # a sum may have contributions of ranks that leave
         # The ranks that stay may already have sent all contributions that the update needs.
-        return self._advance(now) if smaller else []
+        return out + self._advance(now) if smaller else out
 
     def stop_early(self, now: float) -> list[Decision]:
         """End training with the next update."""
@@ -449,7 +455,8 @@ class Coordinator:
         """Withdraw the decisions that no shard received as a commit; their workers send again."""
         taken = self._history.take_back()
         self._conclusion.withdrawn([pending.commit for pending in taken])
-        return [*self._intake.take_back(taken), *self._judge_uncertain(now)]
+        lost = self._intake.take_back_gathered()
+        return [*self._intake.take_back(taken), *lost, *self._judge_uncertain(now)]
 
     def _judge_uncertain(self, now: float) -> list[Decision]:
         out: list[Decision] = []

@@ -143,6 +143,15 @@ class History:
         before = self._pending[0].before if self._pending else None
         return self.state if before is None else before
 
+    @property
+    def round(self) -> int:
+        """The number of the newest decision. It also distinguishes the sums that shards make before a decision."""
+        return self._round
+
+    def next_round(self) -> None:
+        """Contributions that were gathered for the next decision are taken back."""
+        self._round += 1
+
     def used_by(self, gradient: GradientId) -> int | None:
         """The version of the decision that uses this gradient, as far back as some shard may not have applied it."""
         return self._used.get(identity(gradient))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from backstay_rpc.control_pb2 import Contribution, GradientId, GradientInfo, Reject, RejectReason, Staged
+from backstay_rpc.control_pb2 import Contribution, Gather, GradientId, GradientInfo, Reject, RejectReason, Staged
 
 from ._conclusion import Conclusion
 from ._decisions import OUTCOME_OF, Counted, Decision, Outcome, Send
 from ._history import History, Pending
 from ._ledger import Ledger, sent
-from ._mode import UpdateMode
+from ._mode import UpdateMode, held_by_shard
 from ._state import CoordinatorState, Rules
 
 __all__ = ["Intake"]
@@ -35,6 +36,7 @@ class Intake:
         self._joined: set[int] = set()
         self._counted: dict[tuple[int, int], GradientId] = {}  # by (rank, incarnation), the newest that was counted
         self._uncertain: list[tuple[int, Staged]] = []
+        self._gathers: list[Gather] = []
 
     def begin(self) -> list[Decision]:
         """A new term begins: all undecided gradients are of the old one."""
@@ -44,6 +46,7 @@ class Intake:
             if not self._is_counted(staged.id)
         ]
         self.ledger.clear()
+        self._gathers.clear()
         self._uncertain.clear()
         return out
 
@@ -97,10 +100,49 @@ class Intake:
         if reason != _ACCEPTED:
             return self._refuse(staged, reason, shard), False
         out: list[Decision] = []
+        gathered = self.ledger.gathered.get(gradient.rank)
+        if gathered is not None and gathered.id != gradient:
+            out += self.take_back_gathered()  # with another attempt of the rank
         for older in self.ledger.of_rank(gradient.rank):
             if sent(older.id) < sent(gradient):
                 out += self._refuse(older, RejectReason.ABANDONED, None)
         return out, self.ledger.hold(shard, staged)
+
+    def gather(self, desired_world: int) -> list[Decision]:
+        """Let the shards add up complete gradients, where they do not hold those of all ranks at the same time."""
+        state, rules = self._history.state, self._rules
+        if state.world <= held_by_shard(self._mode, rules, state.world):
+            return []
+        out: list[Decision] = []
+        ledger = self.ledger
+        for index, chosen in self._mode.gathers(state, rules, ledger.complete, ledger.gathered.keys(), desired_world):
+            ledger.gather(contribution.id.rank for contribution in chosen)
+            self._gathers.append(
+                Gather(
+                    term=state.term,
+                    version=state.version,
+                    round=self._history.round,
+                    index=index,
+                    contributions=chosen,
+                )
+            )
+            out.append(Send(None, self._gathers[-1]))
+        return out
+
+    @property
+    def gathers(self) -> Sequence[Gather]:
+        """Those of the next update, for a shard that may not have received them."""
+        return self._gathers
+
+    def take_back_gathered(self) -> list[Decision]:
+        """The next update may not have exactly the gathered gradients: their workers send again."""
+        out: list[Decision] = []
+        for staged in list(self.ledger.gathered.values()):
+            out += self._refuse(staged, RejectReason.ABANDONED, None)
+        if out:
+            self._gathers.clear()
+            self._history.next_round()
+        return out
 
     def uncertain(self) -> list[tuple[int, Staged]]:
         """The reports that `staged` could not decide about, with their shards; call `staged` again with each."""
@@ -120,6 +162,7 @@ class Intake:
             outcome = finite if info.finite else Outcome.NON_FINITE
             counted.append(self._count(gradient, outcome, info, version - gradient.version))
         self.ledger.forget(contribution.id for contribution in contributions)
+        self._gathers.clear()
         return counted
 
     def late(self, gradient: GradientId) -> list[Decision]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import GradientId, RejectReason, Staged
@@ -42,6 +42,7 @@ class Ledger:
         self._shards = shards
         self._by_rank: dict[int, dict[tuple[int, ...], Held]] = {}
         self._complete: dict[int, Staged] = {}
+        self._gathered: dict[int, Staged] = {}
         # Newest (incarnation, attempt) of each rank: its worker has abandoned older ones.
         self._newest: dict[int, tuple[int, int]] = {}
         # Newest refused gradient of each rank. A shard with a broken link did not receive the rejection. When it
@@ -54,12 +55,25 @@ class Ledger:
 
     def complete_of(self, rank: int) -> Staged | None:
         """The complete gradient of `rank`, if there is one."""
-        return self._complete.get(rank)
+        return self._gathered.get(rank) or self._complete.get(rank)
 
     @property
     def complete(self) -> list[Staged]:
-        """Complete gradients, in the order of their completion."""
-        return list(self._complete.values())
+        """Complete gradients, in the order of their completion, and first those that are gathered."""
+        return [*self._gathered.values(), *self._complete.values()]
+
+    @property
+    def gathered(self) -> Mapping[int, Staged]:
+        """By rank: the complete gradients that the shards add up before the decision that uses them."""
+        return self._gathered
+
+    def gather(self, ranks: Iterable[int]) -> None:
+        """Record that the shards add up the complete gradients of these ranks.
+
+        A shard no longer holds them one by one. They stay complete until they are forgotten.
+        """
+        for rank in ranks:
+            self._gathered[rank] = self._complete.pop(rank)
 
     def open(self) -> list[Staged]:
         """All undecided gradients."""
@@ -77,7 +91,7 @@ class Ledger:
         if shard in held.shards:
             return False
         held.shards.add(shard)
-        if len(held.shards) < self._shards:
+        if len(held.shards) < self._shards or self._is_gathered(gradient):
             return False
         self._complete[gradient.rank] = staged
         return True
@@ -102,9 +116,13 @@ class Ledger:
             of_rank.pop(identity(gradient), None)
             if not of_rank:
                 self._by_rank.pop(gradient.rank, None)
-            complete = self._complete.get(gradient.rank)
-            if complete is not None and complete.id == gradient:
-                del self._complete[gradient.rank]
+            for complete in (self._complete, self._gathered):
+                if (found := complete.get(gradient.rank)) is not None and found.id == gradient:
+                    del complete[gradient.rank]
+
+    def _is_gathered(self, gradient: GradientId) -> bool:
+        found = self._gathered.get(gradient.rank)
+        return found is not None and found.id == gradient
 
     def refuse(self, gradient: GradientId, reason: RejectReason) -> None:
         """Record that a gradient of this term was refused: no update ever uses it."""
@@ -133,4 +151,5 @@ class Ledger:
         self._refused.clear()
         self._by_rank.clear()
         self._complete.clear()
+        self._gathered.clear()
         self._newest.clear()

@@ -6,6 +6,7 @@ The coordinator, the shards and their links call this object. No other module co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -13,7 +14,7 @@ from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Sta
 from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 
-__all__ = ["UpdateMode"]
+__all__ = ["UpdateMode", "held_by_shard"]
 
 
 class UpdateMode(Protocol):
@@ -42,6 +43,33 @@ class UpdateMode(Protocol):
                 ranks that stay contribute.
             more: whether all that are complete contribute, and not only the first that are enough.
         """
+
+    def gathers(
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        gathered: AbstractSet[int],
+        desired_world: int,
+    ) -> list[tuple[int, tuple[Contribution, ...]]]:
+        """The complete gradients that shards can add up now, because the next update has all of them.
+
+        Args:
+            complete: as in `choose`.
+            gathered: the ranks of those that the shards add up already.
+
+        Returns:
+            The place of each sum among the sums of the update, and its contributions in order of rank.
+        """
+
+    def ordered(self, backups: int | str, world: int) -> bool:
+        """Whether `gathers` adds the gradients in the order of their ranks, and so must have those of low ranks."""
+
+    def spare(self, backups: int | str, world: int) -> int:
+        """How many ranks may be slow or dead without delaying an update."""
+
+    def divisor(self, weights: Sequence[float]) -> float:
+        """The number that the weighted sum of an update's gradients is divided by."""
 
     def quorum(self, backups: int | str, world: int) -> int:
         """The fewest contributions of an update, with `world` ranks in force and `update.backups`."""
@@ -120,3 +148,8 @@ class UpdateMode(Protocol):
         Args:
             outcome: why the gradient was refused; `REJECT_UNSPECIFIED`: nothing is decided about it.
         """
+
+
+def held_by_shard(mode: UpdateMode, rules: Rules, world: int) -> int:
+    """With `world` ranks, a shard holds so many contributions at the same time, unless there are fewer ranks."""
+    return rules.held + mode.spare(rules.backups, world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit
 from backstay_spec.runtime import UpdateMode, Weighting
@@ -14,7 +14,11 @@ from ._samples import EpochEnded, Samples
 
 Mode: TypeAlias = UpdateMode
 
-__all__ = ["CoordinatorState", "Rules", "World", "after", "apply", "count_samples"]
+__all__ = ["HELD", "CoordinatorState", "Rules", "World", "after", "apply", "count_samples"]
+
+
+HELD: Final = 8
+"""Enough that a server which receives them computes and transfers at the same time; see decision 0055."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Rules:
         evaluates: the job waits for an evaluation of the last version.
         replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
         batches: how many batches each contribution is computed from.
+        held: how many contributions a shard holds at the same time, besides `UpdateMode.spare`.
         timeouts: the coordinator's deadlines.
     """
 
@@ -51,6 +56,7 @@ class Rules:
     evaluates: bool = False
     replicates: bool = False
     batches: int = 1
+    held: int = HELD
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 

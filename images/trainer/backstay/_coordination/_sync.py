@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 from backstay_spec.quorum import quorum_of
 
+from .._update._sums import BRANCHES
 from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 from ._world import effective_world
@@ -42,8 +45,46 @@ class Sync:
         if len(staying) < quorum:
             return None
         chosen = sorted(staying if more else staying[:quorum], key=lambda staged: staged.id.rank)
-        weights = _weights(rules, [staged.info.examples for staged in chosen])
+        weights = [_raw(rules, staged) for staged in chosen]
+        if len(set(weights)) == 1:
+            weights = [1.0] * len(weights)  # the same mean bit for bit as equal weighting
         return tuple(Contribution(id=staged.id, weight=weight) for staged, weight in zip(chosen, weights, strict=True))
+
+    def gathers(
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        gathered: AbstractSet[int],
+        desired_world: int,
+    ) -> list[tuple[int, tuple[Contribution, ...]]]:
+        world = effective_world(state.world, desired_world)
+        new = {staged.id.rank: staged for staged in complete if staged.id.rank < world}
+        if self.ordered(rules.backups, world):
+            # Every rank contributes, so its place is known (T4).
+            groups = [
+                (index, list(range(BRANCHES * index, BRANCHES * (index + 1)))) for index in range(world // BRANCHES)
+            ]
+        else:
+            waiting = [rank for rank in new if rank not in gathered]
+            made, several = len(gathered) // BRANCHES, len(waiting) // BRANCHES
+            groups = [
+                (made + turn, sorted(waiting[BRANCHES * turn : BRANCHES * (turn + 1)])) for turn in range(several)
+            ]
+        return [
+            (index, tuple(Contribution(id=new[rank].id, weight=_raw(rules, new[rank])) for rank in ranks))
+            for index, ranks in groups
+            if all(rank in new and rank not in gathered for rank in ranks)
+        ]
+
+    def ordered(self, backups: int | str, world: int) -> bool:
+        return self.spare(backups, world) == 0
+
+    def spare(self, backups: int | str, world: int) -> int:
+        return world - self.quorum(backups, world)
+
+    def divisor(self, weights: Sequence[float]) -> float:
+        return math.fsum(weights)
 
     def quorum(self, backups: int | str, world: int) -> int:
         return quorum_of(backups, world)
@@ -99,12 +140,6 @@ class Sync:
         return outcome not in _ANSWERED_BY_NEXT_VERSION or version > gradient_version
 
 
-def _weights(rules: Rules, examples: Sequence[int]) -> list[float]:
-    """The weights of an update's contributions. They add up to their number, by which the weighted sum is divided.
-
-    Equal numbers of examples give weights of exactly 1, and so the same mean bit for bit as equal weighting.
-    """
-    total = sum(examples)
-    if rules.weighting == "Equal" or total == 0:
-        return [1.0] * len(examples)
-    return [len(examples) * own / total for own in examples]
+def _raw(rules: Rules, staged: Staged) -> float:
+    """The weight of a contribution, before it is known that those of all others are the same."""
+    return 1.0 if rules.weighting == "Equal" else float(staged.info.examples)

@@ -12,6 +12,7 @@ from backstay_rpc.control_pb2 import (
     Applied,
     Commit,
     Done,
+    Gather,
     Lost,
     Norm,
     NormRequest,
@@ -25,12 +26,13 @@ from backstay_rpc.control_pb2 import (
 
 __all__ = ["Coordination", "Message", "Report", "ShardSink"]
 
-Message: TypeAlias = Commit | Reject | NormRequest | Save | Rollback | Done
+Message: TypeAlias = Commit | Reject | Gather | NormRequest | Save | Rollback | Done
 """From the coordinator.
 
 * `Commit`: apply the gradients that it names, and free everything else that was staged for its version (Sync).
 * `Reject`: answer the stream that waits for this gradient with the reason, and free what was staged of it. The shard
   may not hold the gradient, or only part of it.
+* `Gather`: add up these gradients, which the next commit names. Other shards may get it later.
 * `NormRequest`: report the sum of squares of this shard's part of the weighted mean of these gradients.
 * `Save`: write `version`, which is the version that the last commit makes, or the one restored.
 * `Rollback`: start there, in that term; everything before is over.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._leader import Leader
     from ._script import Plan, Script
 
-__all__ = ["begin_history"]
+__all__ = ["begin_history", "rules_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _begin(
     world: Callable[[], int],
 ) -> tuple[Driving, bool]:
     now = time.monotonic()
-    rules, intervals = _rules(environment, script), _intervals(environment)
+    rules, intervals = rules_of(environment, script), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
         checkpoint, at = storage.known(held.coordinator)
         leader.start(held.coordinator, checkpoint, at[1], held.infos, checkpoint_time=storage.stored_at)
@@ -204,7 +204,8 @@ def _report(continued: Continued, leader: Leader) -> None:
     leader.continues(continued.changes, None if continued.same_run else continued.examples)
 
 
-def _rules(environment: Environment, script: Script) -> Rules:
+def rules_of(environment: Environment, script: Script) -> Rules:
+    """The settings of this job's updates."""
     config = environment.config
     return Rules(
         mode=config.mode,

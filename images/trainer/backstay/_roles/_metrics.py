@@ -169,6 +169,12 @@ class Metrics:
         self.apply_seconds = self._histogram(
             of, "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
         )
+        self.staged_bytes = self._gauge(
+            of, "staged_bytes", "Contributions in this server's memory, the most at one time in the last second."
+        )
+        self.staged_bytes_limit = self._gauge(
+            of, "staged_bytes_limit", "Contributions that may be in this server's memory at one time."
+        )
         self.checkpoint_seconds = self._histogram(
             of, "checkpoint_write_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
         )

@@ -40,7 +40,7 @@ from .._wire.server import DataServer
 from ..errors import BackstayError, JobFailed, Superseded
 from ._arbiter import Arbiter
 from ._farewell import Farewell, wait_applied
-from ._history import begin_history
+from ._history import begin_history, rules_of
 from ._last_save import request_save, wait_until
 from ._leader import Leader
 from ._learning_rate import LearningRate
@@ -173,7 +173,9 @@ class Server:
             standbys=self._replication,
             timeouts=environment.timeouts,
             wire=plan.wires[self.shard],
+            rules=rules_of(environment, script),
         )
+        self._staged_bytes = sum(block.nbytes for block in plan.wires[self.shard].gradients)
         if inherited is None:
             self._http = http_port(metrics, lambda: self._ready, environment)
         else:
@@ -267,6 +269,8 @@ class Server:
                 if self._link is not None and self._link.refused is not None:
                     raise self._link.refused
                 self._metrics.step.set(self._runtime.version)
+                self._metrics.staged_bytes.set(self._runtime.memory.most() * self._staged_bytes)
+                self._metrics.staged_bytes_limit.set(self._runtime.memory.bound * self._staged_bytes)
                 with self._lock:
                     now = time.monotonic()
                     self._liveness.tick(now)

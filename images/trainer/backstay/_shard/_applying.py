@@ -9,14 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from backstay_rpc.control_pb2 import Applied, Commit, Contribution, Norm, NormRequest, RejectReason, ReplicaState, Save
+from backstay_rpc.control_pb2 import (
+    Applied,
+    Commit,
+    Contribution,
+    Gather,
+    GradientId,
+    Norm,
+    NormRequest,
+    RejectReason,
+    ReplicaState,
+    Save,
+)
 
 from .._coordination import UpdateMode, identity
 from .._coordination.seam import Coordination
 from .._wire.memory import Staging
 from .._wire.seam import CheckpointHook, Engine, Refusal
+from ._early import Early
 from ._orders import Order
-from ._prepared import Hold, Operand
+from ._prepared import Hold, Operand, Prepared
 from ._published import Published, Publisher
 from ._replication import Replica
 from ._staging import Gradient, Gradients, describe
@@ -91,10 +103,19 @@ class Applier:
         self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, wire.parameters
         self._earliest = wire.earliest_last
         self._current: Term | None = None
+        self._early: Early | None = None
 
     def begin(self, term: Term) -> None:
         """A term begins, under the lock: unfinished work for the previous term is not published or reported."""
-        self._current = term
+        self._current, self._early = term, None
+        self._gradients.credits.begin(term.world)
+
+    def forget(self, gradient: GradientId) -> None:
+        """A contribution was rejected, under the lock. A sum that has it is void: all of its contributions are."""
+        if self._early is not None and self._early.has(gradient):
+            self._early = None
+            assert self._current is not None
+            self._gradients.credits.begin(self._current.world)
 
     def carry_out(self, term: Term, order: Order) -> None:
         """Carry out an order for `term.version`; nothing happens when another term has begun."""
@@ -102,6 +123,8 @@ class Applier:
             match order:
                 case Save():
                     self._save(term)
+                case Gather():
+                    self._gather(term, order)
                 case NormRequest():
                     self._answer(term, order)
                 case Commit():
@@ -120,6 +143,30 @@ class Applier:
         self._standbys.fill(replica, state, term.engine.snapshot(whole=True), term.prepared)
 
     # ---- Prepare ----
+
+    def _gather(self, term: Term, gather: Gather) -> None:
+        """Add up contributions that the next commit names, and free their memory."""
+        contributions = gather.contributions
+        with self._lock:
+            self._check(term)
+            early = self._early
+            if early is None or (early.version, early.round) != (gather.version, gather.round):
+                early = Early(term.engine, gather.version, gather.round)
+            if all(early.has(contribution.id) for contribution in contributions):
+                return  # it came again after a broken link
+            held = self._held(contributions)
+            arrays = [gradient.staging.arrays for gradient in held if gradient.staging is not None]
+            if len(arrays) != len(contributions):
+                _LOG.debug("contributions to version %d were taken back before they were added up", gather.version)
+                return
+            early.names(contributions)
+            self._early = early
+        early.add(gather, arrays)
+        with self._lock:
+            for gradient in held:
+                self._gradients.free(gradient)
+            if self._early is early:
+                self._gradients.credits.summed({gradient.id.rank for gradient in held})
 
     def _answer(self, term: Term, request: NormRequest) -> None:
         """Prepare an update; answer once a successor of this server could apply it."""
@@ -143,11 +190,18 @@ class Applier:
             with self._lock:
                 self._check(term)
                 held = self._held(contributions)
+                early = self._early if self._early is not None and self._early.version == version else None
+                rest = [one for one in contributions if early is None or not early.has(one.id)]
                 arrays = [gradient.staging.arrays for gradient in held if gradient.staging is not None]
-                if len(arrays) != len(contributions):
+                added = 0 if early is None else len(early)
+                if len(held) != len(contributions) or not len(arrays) == len(rest) == len(contributions) - added:
                     return None
             infos = [gradient.info for gradient in held]
-            prepared = self._standbys.prepare(term.engine, version, contributions, arrays, infos)
+            divisor = self._mode.divisor([contribution.weight for contribution in contributions])
+            if early is None:
+                prepared = self._standbys.prepare(term.engine, version, contributions, arrays, infos, divisor)
+            else:
+                prepared = Prepared(version, contributions, early.mean(rest, arrays, divisor), infos)
             term.prepared = prepared
         return prepared
 
@@ -199,6 +253,8 @@ class Applier:
             # Streams of pushes that come too late see the new version now.
             term.version, term.world, term.offset = version, commit.world, commit.offset
             self._publisher.withdraw()
+            self._early = None
+            self._gradients.credits.begin(commit.world)
         return freed
 
     def _publish(self, term: Term, hold: Hold | None) -> None:

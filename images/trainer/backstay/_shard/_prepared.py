@@ -38,25 +38,30 @@ class Gathered:
     """The gradients themselves; the engine computes their mean as a part of the update."""
 
     def __init__(
-        self, version: int, contributions: Sequence[Contribution], gradients: Sequence[Sequence[np.ndarray]]
+        self,
+        version: int,
+        contributions: Sequence[Contribution],
+        gradients: Sequence[Sequence[np.ndarray]],
+        divisor: float,
     ) -> None:
         """
         Args:
             gradients: of the contributions, in their order; their memory must not change until the update is computed.
+            divisor: of their weighted sum.
         """
         self._version = version
         self._contributions = tuple(contributions)
         self._gradients = gradients
-        self._weights = [contribution.weight for contribution in contributions]
+        self._weights, self._divisor = [contribution.weight for contribution in contributions], divisor
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         return version == self._version and self._contributions == tuple(contributions)
 
     def apply(self, engine: Engine, clip_factor: float) -> None:
-        engine.apply(self._gradients, weights=self._weights, divisor=len(self._weights), clip_factor=clip_factor)
+        engine.apply(self._gradients, weights=self._weights, divisor=self._divisor, clip_factor=clip_factor)
 
     def sum_of_squares(self, engine: Engine) -> float:
-        return engine.sum_of_squares(self._gradients, weights=self._weights, divisor=len(self._weights))
+        return engine.sum_of_squares(self._gradients, weights=self._weights, divisor=self._divisor)
 
 
 class Prepared:
@@ -91,19 +96,21 @@ class Prepared:
         contributions: Sequence[Contribution],
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
+        divisor: float,
         *,
         copy: bool,
     ) -> Prepared:
         """
         Args:
             gradients, infos: of the contributions, in their order.
+            divisor: of their weighted sum.
             copy: whether the mean must stay valid longer than the gradients.
         """
         weights = [contribution.weight for contribution in contributions]
         if weights == [1.0] and all(block is None or isinstance(block, np.ndarray) for block in gradients[0]):
             alone = cls(version, contributions, gradients[0], infos, borrowed=True)
             return alone.kept() if copy else alone
-        mean = engine.mean(gradients, weights=weights, divisor=len(weights))
+        mean = engine.mean(gradients, weights=weights, divisor=divisor)
         return cls(version, contributions, mean, infos)
 
     def kept(self) -> Prepared:

@@ -220,12 +220,13 @@ class Replication:
         contributions: Sequence[Contribution],
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
+        divisor: float,
     ) -> Prepared:
         """See `Standbys`. A separate program computes the mean, even when no standby is connected.
 
         In an update that contains the mean, the compiler might round differently.
         """
-        return Prepared.of(engine, version, contributions, gradients, infos, copy=not self.in_sync)
+        return Prepared.of(engine, version, contributions, gradients, infos, divisor, copy=not self.in_sync)
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
         """See `Standbys`."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
+    Gather,
     GradientInfo,
     Hello,
     Lost,
@@ -33,14 +34,15 @@ from backstay_rpc.control_pb2 import (
     Staged,
 )
 
-from .._coordination import MODES, Mode
+from .._coordination import MODES, Mode, Rules
 from .._coordination.seam import Coordination, Message
 from .._timeouts import Timeouts
 from .._update._codecs import ShardWire
 from .._wire.seam import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
-from ..errors import Superseded
+from ..errors import PeerLost, Superseded
 from ._admission import Admission
 from ._applying import Applier, Term
+from ._credits import Credits
 from ._orders import Order, Orders
 from ._prepared import Operand
 from ._published import Publisher
@@ -70,6 +72,7 @@ class ShardRuntime:
         standbys: Standbys | None = None,
         timeouts: Timeouts | None = None,
         wire: ShardWire | None = None,
+        rules: Rules | None = None,
     ) -> None:
         """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
 
@@ -83,6 +86,7 @@ class ShardRuntime:
             standbys: this shard's; None when the job has none.
             timeouts: None for the usual ones.
             wire: how the shard's blocks are encoded on the wire; None: exactly.
+            rules: of the job; None: the usual ones.
         """
         self._times = timeouts or Timeouts()
         self._standbys = standbys or NoStandbys()
@@ -94,7 +98,8 @@ class ShardRuntime:
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
         self._work = threading.Condition(lock)  # the apply thread waits for it
-        self._gradients = Gradients(self.wire)
+        self._credits = Credits(self._mode, rules or Rules(mode=mode, shards=1, steps=0), lock)
+        self._gradients = Gradients(self.wire, self._credits)
         self._admission = Admission(self._shard, incarnation, digest)
         self._orders = Orders()
         self._publisher = Publisher(self._mode)
@@ -177,6 +182,11 @@ class ShardRuntime:
         stopped = self._stopped
         return stopped.message if stopped is not None and stopped.code == "INTERNAL" else None
 
+    @property
+    def memory(self) -> Credits:
+        """How many contributions are in memory."""
+        return self._credits
+
     # ---- ShardPort: called by streams ----
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
@@ -191,25 +201,43 @@ class ShardRuntime:
             self._check_term(hello.term)
             self._admission.admit(hello)
 
-    def begin(self, hello: Hello, part: Part) -> Incoming:
-        push = part.contribution
+    def begin(self, hello: Hello, part: Part, alive: Callable[[], bool] | None = None) -> Incoming:
         with self._changed:
-            self._check_running()
-            self._check_term(push.term)
-            self._admission.check_peer(hello)
-            peer = hello.peer
-            if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
-                raise Refusal(
-                    "INVALID_ARGUMENT",
-                    f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: only its own",
-                )
-            check_address(part, self._shard)
-            if push.version > self.version:
-                raise Refusal(
-                    "FAILED_PRECONDITION",
-                    f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
-                )
-            return self._gradients.begin(part)
+            if alive is None:
+                return self._begin(hello, part)
+            turn = self._credits.enter(part.contribution.rank)
+            try:
+                while not turn.granted and self._wants(part):
+                    if not turn.woken.wait(self._times.peer_check) and not alive():
+                        raise PeerLost(f"{describe(part.contribution)} waited for memory: its sender is gone")
+                return self._begin(hello, part)
+            finally:
+                self._credits.leave(turn)
+
+    def _wants(self, part: Part) -> bool:
+        """Whether a contribution can still be used, or refused when it begins."""
+        push = part.contribution
+        over = self._stopped is not None or self._publisher.done is not None
+        return not over and push.term == self.term and not self._mode.used_up(push.version, self.version)
+
+    def _begin(self, hello: Hello, part: Part) -> Incoming:
+        push = part.contribution
+        self._check_running()
+        self._check_term(push.term)
+        self._admission.check_peer(hello)
+        peer = hello.peer
+        if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
+            raise Refusal(
+                "INVALID_ARGUMENT",
+                f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: only its own",
+            )
+        check_address(part, self._shard)
+        if push.version > self.version:
+            raise Refusal(
+                "FAILED_PRECONDITION",
+                f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
+            )
+        return self._gradients.begin(part)
 
     def moved_on(self, incoming: Incoming) -> bool:
         gradient = _gradient(incoming)
@@ -268,6 +296,7 @@ class ShardRuntime:
                 encoded=published.encoded,
                 outcome=outcome,
                 next_key_step=next_key_step,
+                ask=self._shard == 0 and self._credits.limit(published.world) > 0,
                 fragments=None
                 if gradient is None
                 else self.wire.fragments_of(
@@ -286,6 +315,8 @@ class ShardRuntime:
             match message:
                 case Commit():
                     self._order(message, "a commit")
+                case Gather():
+                    self._order(message, "a request to add up contributions")
                 case NormRequest():
                     self._order(message, "a request for a norm")
                 case Save():
@@ -296,6 +327,7 @@ class ShardRuntime:
                     pass  # the server loads that state, and calls `reset`
                 case Done():
                     self._publisher.done = message
+                    self._credits.stop()
                     if message.failed:
                         self._stop_locked(Refusal("ABORTED", f"{message.reason}: {message.failed}"))
                     self._changed.notify_all()
@@ -313,6 +345,7 @@ class ShardRuntime:
         if gradient is None:
             return
         self._orders.withdraw(reject.id)
+        self._applier.forget(reject.id)
         gradient.outcome = reject.reason
         gradient.next_key_step = reject.next_key_step
         if gradient.complete:  # else the stream that fills it stops by `moved_on`
@@ -371,6 +404,7 @@ class ShardRuntime:
         if self._stopped is None:
             self._stopped = why
         self._standbys.stop()
+        self._credits.stop()
         self._work.notify()
         self._changed.notify_all()
 

@@ -14,6 +14,7 @@ from backstay_rpc.control_pb2 import GradientId, GradientInfo, Part, RejectReaso
 
 from .._wire.memory import BufferPool, Staging
 from .._wire.seam import Bytes, Refusal
+from ._credits import Credits
 
 if TYPE_CHECKING:
     from .._update._codecs import BlockWire, ShardWire
@@ -96,11 +97,19 @@ class Gradient:
 
 
 class Gradients:
-    """The record of all staged gradients."""
+    """The record of all staged gradients.
 
-    def __init__(self, wire: ShardWire) -> None:
-        """`wire`: how blocks are encoded on the wire."""
-        self._wire = wire
+    Attributes:
+        credits: which pushes get memory.
+    """
+
+    def __init__(self, wire: ShardWire, memory: Credits) -> None:
+        """
+        Args:
+            wire: how blocks are encoded on the wire.
+            memory: counts the gradients in memory.
+        """
+        self._wire, self.credits = wire, memory
         self._pools: dict[ShardWire, BufferPool] = {}
         self._held: dict[GradientKey, Gradient] = {}
 
@@ -125,6 +134,7 @@ class Gradients:
                 "RESOURCE_EXHAUSTED", f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
             )
         some = self._wire.of(gradient.key_step)
+        self.credits.take()
         if some not in self._pools:
             self._pools[some] = BufferPool(some.gradients)
         entry = self._held[key] = Gradient(gradient, self._pools[some].take(), some.gradients)
@@ -141,7 +151,13 @@ class Gradients:
         staging, entry.staging = entry.staging, None
         return staging
 
+    def free(self, entry: Gradient) -> None:
+        """The memory of a gradient is not used any more. The gradient stays in the record."""
+        staging, entry.staging = entry.staging, None
+        self.give(staging)
+
     def give(self, staging: Staging | None) -> None:
         """Nothing uses this memory any more."""
         if staging is not None:
             staging.give()
+            self.credits.give()

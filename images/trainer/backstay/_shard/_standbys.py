@@ -28,11 +28,13 @@ class Standbys(Protocol):
         contributions: Sequence[Contribution],
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
+        divisor: float,
     ) -> Operand:
         """The operand of the update of `version`.
 
         Args:
             gradients, infos: of the contributions, in their order.
+            divisor: of their weighted sum.
         """
 
     def send_prepared(self, prepared: Operand) -> Hold:
@@ -64,9 +66,10 @@ class NoStandbys:
         contributions: Sequence[Contribution],
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
+        divisor: float,
     ) -> Operand:
         del engine, infos
-        return Gathered(version, contributions, gradients)
+        return Gathered(version, contributions, gradients, divisor)
 
     def send_prepared(self, prepared: Operand) -> Hold:
         del prepared

@@ -12,14 +12,14 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from ..errors import CheckpointError
 from ._codecs import BlockWire
-from ._kernels import FUSED, Kernels, Mean, enable_x64, kernels_of
+from ._kernels import FUSED, Kernels, Mean, Node, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
 from ._tree import arrays
@@ -192,7 +192,7 @@ class ShardEngine:
         gradients: Sequence[Sequence[Any]],
         *,
         weights: Sequence[float] | None = None,
-        divisor: int = 1,
+        divisor: float = 1,
         clip_factor: float = 1.0,
     ) -> None:
         """Dispatch one update and return; the version grows by one.
@@ -263,7 +263,7 @@ class ShardEngine:
                 if not param.is_deleted():
                     return _view(param)
 
-    def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: int) -> list[Any]:
+    def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: float) -> list[Any]:
         """Their mean, block by block and not waited for; what it is computed from must not change before it is there.
 
         `apply` of it alone is an update that another engine can repeat bit for bit.
@@ -281,8 +281,32 @@ class ShardEngine:
             for index, block in enumerate(self._layout.blocks)
         ]
 
+    def nodes(self, contribution: Sequence[Any], weight: float) -> list[Node | None]:
+        """A contribution as `add` takes it; its memory must not change until the sum is there."""
+        return [None if value is None else Node(_device(value), (weight,)) for value in contribution]
+
+    def add(self, sums: Sequence[Sequence[Node | None]]) -> list[Node | None]:
+        """The sum of 2 to 4 contributions or sums, block by block, which waits until it is computed.
+
+        Sums that are added are void afterwards: their memory is used again.
+        """
+        added = [
+            None if nodes[0] is None else self._kernels.add(cast("list[Node]", nodes), trained=block.trained)
+            for block, *nodes in zip(self._layout.blocks, *sums, strict=True)
+        ]
+        for array in jax.tree_util.tree_leaves([node.value for node in added if node is not None]):
+            array.block_until_ready()
+        return added
+
+    def finish(self, total: Sequence[Node | None], divisor: float) -> list[Any]:
+        """The mean of the contributions in a sum; see `mean`."""
+        return [
+            None if node is None else self._kernels.finish(node, divisor, trained=block.trained)
+            for block, node in zip(self._layout.blocks, total, strict=True)
+        ]
+
     def sum_of_squares(
-        self, gradients: Sequence[Sequence[Any]], weights: Sequence[float] | None = None, divisor: int = 1
+        self, gradients: Sequence[Sequence[Any]], weights: Sequence[float] | None = None, divisor: float = 1
     ) -> float:
         """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments. The model
         state is not a part of it."""
@@ -436,22 +460,23 @@ class ShardEngine:
             None
             if gradients[0][index] is None
             else self._kernels.folded(
-                tuple(_device(contribution[index]) for contribution in gradients),
-                self._scalars(block, mean),
+                [_device(contribution[index]) for contribution in gradients],
+                mean.weights,
+                mean.divisor,
                 trained=block.trained,
             )
             for index, block in enumerate(self._layout.blocks)
         ]
 
     def _warm_fold(self, zeros: Sequence[Any]) -> None:
-        mean = Mean.of([1.0] * (2 * FUSED), 2 * FUSED, 1.0)
         done: set[object] = set()
         for block, zero in zip(self._layout.blocks, zeros, strict=True):
             kind = (block.size, block.dtype, block.trained, type(zero))
             if kind not in done:
                 done.add(kind)
-                values = (_device(zero),) * mean.count
-                self._kernels.folded(values, self._scalars(block, mean), trained=block.trained)
+                # Sums of contributions, of sums, and of both; the last one is a contribution alone.
+                count = FUSED * FUSED + 1
+                self._kernels.folded([_device(zero)] * count, [1.0] * count, count, trained=block.trained)
 
     def _warm(self, mean: Mean, done: set[object], clipped: bool, zeros: Sequence[Any]) -> None:
         """Run each distinct executable once, on zeros."""

@@ -8,7 +8,9 @@ the optimizer's own arithmetic, and with it the last bit.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ import numpy as np
 
 from ._codecs import Encoded
 from ._rules import ElementwiseProgram, Rule, StateProgram, WholeProgram
+from ._sums import BRANCHES, Tree
 from ._tree import is_low_precision
 
 
@@ -28,11 +31,11 @@ class Mean:
     """How gradients are averaged. `form` is what is compiled, the rest are values."""
 
     weights: tuple[float, ...]
-    divisor: int
+    divisor: float
     clip_factor: float
 
     @classmethod
-    def of(cls, weights: Sequence[float], divisor: int, clip_factor: float) -> Mean:
+    def of(cls, weights: Sequence[float], divisor: float, clip_factor: float) -> Mean:
         """Raises `ValueError` for no weights, a divisor below 1, or a negative or non-finite factor."""
         if not weights:
             raise ValueError("a mean of no gradients")
@@ -74,7 +77,7 @@ def _real(dtype: np.dtype[Any]) -> type[np.floating[Any]]:
 
 
 def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
-    """``factor * (w0 * g0 + w1 * g1 + ...) / divisor`` in that order. To be traced; see `Mean`.
+    """``factor * (w0 * g0 + w1 * g1 + ...) / divisor``, added as `Tree` does. To be traced; see `Mean`.
 
     Sums of floats narrower than 32 bits are made in float32 and rounded once. An `Encoded` value is decoded as it is
     added: no decoded copy of a contribution exists.
@@ -84,13 +87,10 @@ def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Seq
     values = [_decoded(value) for value in values]
     dtype = values[0].dtype
     wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
-    total = None
-    for index, value in enumerate(values):
-        term = value.astype(wide)
-        if weighted:
-            term = term * weights[index].astype(wide)
-        total = term if total is None else total + term
-    assert total is not None
+    terms = [value.astype(wide) for value in values]
+    if weighted:
+        terms = [term * weights[index].astype(wide) for index, term in enumerate(terms)]
+    total = _summed(terms)
     if divided:
         total = total / divisor.astype(wide)
     if clipped:
@@ -98,12 +98,19 @@ def mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Seq
     return total.astype(dtype)
 
 
+def _summed(terms: Sequence[Any]) -> Any:
+    tree = Tree[Any](lambda nodes: functools.reduce(operator.add, nodes))
+    for index, term in enumerate(terms):
+        tree.put(index, term)
+    return tree.root()
+
+
 def _decoded(value: Any) -> Any:
     return value.decode() if isinstance(value, Encoded) else value
 
 
 def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
-    """The model state of an update, ``(w0 * s0 + w1 * s1 + ...) / (w0 + w1 + ...)`` in that order. To be traced.
+    """The model state of an update, ``(w0 * s0 + w1 * s1 + ...) / (w0 + w1 + ...)``, as `Tree` adds. To be traced.
 
     Integers and booleans are those of the first contribution. Sums of floats narrower than 32 bits are made in float32
     and rounded once. An element that is equal in all contributions keeps its value: the mean of three equal numbers
@@ -115,21 +122,102 @@ def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalar
     weights, total = scalars
     weighted = form[1]
     wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
-    result, equal = None, None
-    for index, value in enumerate(values):
-        term = value.astype(wide)
-        if weighted:
-            term = term * weights[index].astype(wide)
-        result = term if result is None else result + term
-        same = value == values[0]
-        equal = same if equal is None else equal & same
-    assert result is not None
-    assert equal is not None
-    return jnp.where(equal, values[0], (result / total.astype(wide)).astype(dtype))
+    terms = [value.astype(wide) for value in values]
+    if weighted:
+        terms = [term * weights[index].astype(wide) for index, term in enumerate(terms)]
+    equal = functools.reduce(operator.and_, [value == values[0] for value in values])
+    return jnp.where(equal, values[0], (_summed(terms) / total.astype(wide)).astype(dtype))
 
 
-FUSED: Final = 4
+FUSED: Final = BRANCHES
 """An update of at most so many contributions is one program for each number of them. `Kernels.folded` adds up more."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The sum of some contributions to one block, before it is divided. A pytree.
+
+    Attributes:
+        total: the sum, in float32 for narrower floats; None for integers of the model state.
+        equal: of the model state: where all contributions are equal; None for parameters and integers.
+        first: of the model state: the first contribution; None for parameters.
+        dtype: of the block.
+    """
+
+    total: Any
+    equal: Any
+    first: Any
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block."""
+        shape: tuple[int, ...] = (self.first if self.total is None else self.total).shape
+        return shape
+
+
+jax.tree_util.register_dataclass(Partial, data_fields=["total", "equal", "first"], meta_fields=["dtype"])
+
+
+@dataclass(frozen=True)
+class Node:
+    """One contribution to a block, or the sum of some.
+
+    Attributes:
+        value: an array, `Encoded`, or `Partial`. Where all weights are alike, the sum is not multiplied with them.
+        weights: of the contributions.
+    """
+
+    value: Any
+    weights: tuple[float, ...]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all its contributions have the same weight."""
+        return len(set(self.weights)) == 1
+
+    @property
+    def factor(self) -> float:
+        """The factor that makes the value the weighted sum."""
+        return self.weights[0] if self.alike else 1.0
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
+
+
+def _lift(value: Any, trained: bool) -> Partial:
+    """The sum of one contribution, in new memory: that of the contribution is used again. To be traced."""
+    value = _decoded(value)
+    dtype = np.dtype(value.dtype)
+    if trained:
+        return Partial(jnp.array(value, _wide(dtype), copy=True), None, None, dtype)
+    first = jnp.copy(value)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return Partial(None, None, first, dtype)
+    return Partial(jnp.array(value, _wide(dtype), copy=True), value == value, first, dtype)  # noqa: PLR0124  # not NaN
+
+
+def _add(first: Any, rest: Sequence[Any], factors: Any, counts: Any, trained: bool) -> Partial:
+    """``f0 * v0 + f1 * v1 + ...`` in that order, of those that count. To be traced."""
+    values = [value if isinstance(value, Partial) else _lift(value, trained) for value in (first, *rest)]
+    total, equal, head = None, None, values[0].first
+    for index, value in enumerate(values):
+        if value.total is not None:
+            term = value.total * factors[index].astype(value.total.dtype)
+            total = term if total is None else jnp.where(counts[index], total + term, total)
+        if value.equal is not None:
+            same = value.equal & (value.first == head)
+            equal = same if equal is None else equal & (same | ~counts[index])
+    return Partial(total, equal, head, values[0].dtype)
+
+
+def _finish(value: Partial, factor: Any, divisor: Any, trained: bool) -> Any:
+    if value.total is None:
+        return jnp.copy(value.first)
+    wide = value.total.dtype
+    result = (value.total * factor.astype(wide) / divisor.astype(wide)).astype(value.dtype)
+    return result if trained else jnp.where(value.equal, value.first, result)
 
 
 class Kernels:
@@ -198,49 +286,59 @@ class Kernels:
         key = ("state", form[0], form[1])
         return self._get(key, lambda: jax.jit(lambda values, scalars: state_mean(values, form, scalars)))
 
-    def folded(self, values: Sequence[Any], scalars: Sequence[Any], *, trained: bool) -> Any:
+    def folded(self, values: Sequence[Any], weights: Sequence[float], divisor: float, *, trained: bool) -> Any:
         """The mean of any number of contributions to one block, as `mean` or `state_mean`, without the clip factor.
 
-        `FUSED` contributions are added at a time, in order, so the same three programs serve every number of them. The
-        last group is filled up with contributions that do not count.
+        `Tree` has the order of the additions. The same few programs serve every number of contributions.
+        """
+        tree = Tree[Node](lambda nodes: self.add(nodes, trained=trained))
+        for index, (value, weight) in enumerate(zip(values, weights, strict=True)):
+            tree.put(index, Node(value, (float(weight),)))
+        return self.finish(tree.root(), divisor, trained=trained)
+
+    def add(self, nodes: Sequence[Node], *, trained: bool) -> Node:
+        """Add up to `FUSED` neighbours. The memory of those that are sums already is used again.
 
         Args:
-            scalars: `Mean.scalars`, or of a block of the model state (`trained` is false) `Mean.state_scalars`.
+            nodes: of one block, in order.
+            trained: whether it is a block of parameters, and not of the model state.
         """
-        first = values[0]
-        dtype = first.dtype
-        if not trained and not jnp.issubdtype(dtype, jnp.inexact):
-            return self._get(("copy",), lambda: jax.jit(jnp.copy))(first)
-        wide = jnp.float32 if is_low_precision(np.dtype(dtype)) else dtype
-        missing = -len(values) % FUSED
-        values = (*values, *(first,) * missing)
-        weights = np.concatenate([scalars[0], np.zeros(missing, scalars[0].dtype)])
-        counts = np.arange(len(values)) < len(values) - missing
+        if not 1 < len(nodes) <= FUSED:
+            raise ValueError(f"{len(nodes)} nodes are added: must be 2 to {FUSED}")
+        weights = tuple(weight for node in nodes for weight in node.weights)
+        alike = len(set(weights)) == 1
+        values = [node.value for node in nodes]
+        if (sums := any(isinstance(value, Partial) for value in values)) is True:
+            values = [value if isinstance(value, Partial) else self._lifted(value, trained) for value in values]
+        missing = FUSED - len(values)
+        factors = [1.0 if alike else node.factor for node in nodes] + [0.0] * missing
+        counts = np.arange(FUSED) < len(values)
+        function = self._get(
+            ("add", sums, trained),
+            lambda: jax.jit(functools.partial(_add, trained=trained), donate_argnums=(0,) if sums else ()),
+        )
+        rest = (*values[1:], *values[-1:] * missing)
+        return Node(function(values[0], rest, np.asarray(factors, _real(values[0].dtype)), counts), weights)
 
-        def add(total: Any, equal: Any, first: Any, group: Any, weights: Any, counts: Any) -> Any:
-            for index, value in enumerate(group):
-                term = jnp.where(counts[index], _decoded(value).astype(wide) * weights[index].astype(wide), 0)
-                total = term if total is None else total + term
-                if not trained:
-                    equal = value == first if equal is None else equal & (value == first)
-            return total, equal
+    def finish(self, node: Node, divisor: float, *, trained: bool) -> Any:
+        """The mean of the contributions in a node, as an array of the block's dtype.
 
-        def start(*group: Any) -> Any:
-            return add(None, None, *group)
+        Args:
+            divisor: of parameters. A block of the model state is divided by the sum of the weights.
+        """
+        value = node.value if isinstance(node.value, Partial) else self._lifted(node.value, trained)
+        factor = node.factor
+        if not trained:
+            factor, divisor = 1.0, len(node.weights) if node.alike else math.fsum(node.weights)
+        real = _real(value.dtype)
+        function = self._get(("finish", trained), lambda: jax.jit(functools.partial(_finish, trained=trained)))
+        return function(value, np.asarray(factor, real), np.asarray(divisor, real))
 
-        def finish(total: Any, equal: Any, first: Any, divisor: Any) -> Any:
-            result = (total / divisor.astype(wide)).astype(dtype)
-            return result if trained else jnp.where(equal, first, result)
-
-        kind = (trained, str(np.dtype(dtype)))
-        begin = self._get(("start", *kind), lambda: jax.jit(start))
-        more = self._get(("add", *kind), lambda: jax.jit(add, donate_argnums=(0, 1)))
-        end = self._get(("finish", *kind), lambda: jax.jit(finish))
-        total, equal = begin(first, values[:FUSED], weights[:FUSED], counts[:FUSED])
-        for at in range(FUSED, len(values), FUSED):
-            group = slice(at, at + FUSED)
-            total, equal = more(total, equal, first, values[group], weights[group], counts[group])
-        return end(total, equal, first, scalars[1])
+    def _lifted(self, value: Any, trained: bool) -> Partial:
+        lifted: Partial = self._get(("lift", trained), lambda: jax.jit(functools.partial(_lift, trained=trained)))(
+            value
+        )
+        return lifted
 
     def squares(self, how: Mean) -> Any:
         """``(gradients, scalars) ->`` the sum of squares of the mean in float64; to be called with x64 enabled."""

@@ -107,6 +107,9 @@ class StreamClient:
         except BaseException:
             self._stream.cancel("an exchange failed")  # so that no answer stays half read
             raise
+        finally:
+            if push is not None and push.turn is not None and self._shard == 0:
+                push.turn.set()
         if push is None and pulled.version < min_version and not pulled.done:
             raise self._nonsense(f"version {pulled.version} for a pull of at least {min_version}")
         return pulled
@@ -138,8 +141,9 @@ class StreamClient:
                 if not sent and self._wire.gradients[block].codec is not None:  # later ones are encoded meanwhile
                     step = push.part.contribution.key_step
                     _instrument.record("encode", began, time.monotonic(), step, shard=self._shard)
-            if not sent:  # not earlier: from the beginning on, the server holds memory
-                self._stream.write(frames.push_begin(begin))
+            # Not earlier: from the beginning on, the server holds memory.
+            if not sent and not self._begin(push, begin):
+                return
             if sent + stop - start > reported + 2 * WINDOW_BYTES:
                 reported += WINDOW_BYTES
                 if not self._wanted():
@@ -148,6 +152,21 @@ class StreamClient:
             self._stream.write(frame, data[section][start:stop])
             sent += stop - start
         self._stream.write(frames.end_of(out.total, push.info()))
+
+    def _begin(self, push: PartPush, begin: PushBegin) -> bool:
+        """Send the beginning of a push, when it is its turn. False: the shard does not want the rest."""
+        if push.turn is not None and self._shard > 0:
+            push.turn.wait()
+        begin.ask = push.turn is not None and self._shard == 0
+        self._stream.write(frames.push_begin(begin))
+        if not begin.ask:
+            return True
+        assert push.turn is not None
+        wanted = self._wanted()
+        push.turn.set()
+        if not wanted:
+            self._stream.write(frames.ABANDON)
+        return wanted
 
     def _frames(self, push: PartPush) -> Outgoing:
         some = self._wire.of(push.part.contribution.key_step)
@@ -226,6 +245,7 @@ class StreamClient:
             done=begin.done,
             answer_seconds=answer_seconds,
             fragments=fragments,
+            ask=begin.ask,
         )
 
     def _read(self) -> tuple[Frame, Bytes | None]:
@@ -279,6 +299,7 @@ class ShardedClient:
         # The caller serves shard 0. Each other stream has its own thread, so that a slow one does not delay others.
         self._threads = [_Thread(f"backstay-shard-{client.shard}") for client in clients[1:]]
         self._closed = False
+        self._asks = False  # as shard 0 answered last
 
     def exchange_all(
         self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], *, exact: bool = False
@@ -304,11 +325,13 @@ class ShardedClient:
         every = range(len(self._clients))
         pushes = None
         if push is not None:
+            turn = threading.Event() if self._asks else None
             pushes = [
-                PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info)
+                PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info, turn)
                 for s in every
             ]
         answers = dict(self._parallel(every, pushes, min_version, into, exact))
+        self._asks = answers[0].ask
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
         pushed = max(a.push_seconds for a in answers.values())

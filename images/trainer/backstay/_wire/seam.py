@@ -7,6 +7,7 @@ coordinator. No clock, no I/O, no pyarrow, no JAX here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -84,16 +85,19 @@ class Engine(Protocol):
         gradients: Sequence[Sequence[np.ndarray]],
         *,
         weights: Sequence[float],
-        divisor: int,
+        divisor: float,
         clip_factor: float = 1.0,
     ) -> None: ...
     def skip(self) -> None: ...
     def block(self, b: int) -> np.ndarray: ...
     def sum_of_squares(
-        self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: int
+        self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: float
     ) -> float: ...
     def snapshot(self, *, whole: bool = False) -> object: ...
-    def mean(self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: int) -> Any: ...
+    def mean(self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: float) -> Any: ...
+    def nodes(self, contribution: Sequence[Any], weight: float) -> Any: ...
+    def add(self, sums: Sequence[Any]) -> Any: ...
+    def finish(self, total: Any, divisor: float) -> Any: ...
 
 
 CheckpointHook: TypeAlias = Callable[[object, int, int], None]
@@ -160,7 +164,7 @@ class Answer:
         block: waits for a block of this version, regardless of later updates. Raises `Refusal` when the shard stops
             first.
         encoded: the same, as it is sent: an array, or `Encoded`.
-        outcome, next_key_step, done, offset, fragments: as in `Pulled`.
+        outcome, next_key_step, done, offset, fragments, ask: as in `Pulled`.
     """
 
     term: int
@@ -173,6 +177,7 @@ class Answer:
     done: bool = False
     offset: int = 0
     fragments: frozenset[int] | None = None
+    ask: bool = False
 
 
 class ShardPort(Protocol):
@@ -191,8 +196,13 @@ class ShardPort(Protocol):
         """Raises `Refusal` unless the hello names this shard, incarnation, term and partition."""
         ...
 
-    def begin(self, hello: Hello, part: Part) -> Incoming:
-        """Allocates staging memory for a part of a contribution. Raises `Refusal`."""
+    def begin(self, hello: Hello, part: Part, alive: Callable[[], bool] | None = None) -> Incoming:
+        """Allocates staging memory for a part of a contribution. Raises `Refusal`.
+
+        Args:
+            alive: waits until there is memory, or until no update can use the part. Raises `PeerLost` when `alive`
+                returns False: the peer is gone. None: does not wait.
+        """
         ...
 
     def moved_on(self, incoming: Incoming) -> bool:
@@ -229,11 +239,14 @@ class PartPush:
             computed. Blocks are sent without a copy: the owner of the memory must not change it while they are
             referenced.
         info: returns what is known of the contribution once it is computed; called after the last block was sent.
+        turn: shard 0 must have memory for the contribution before its first block is sent to any shard. The push to
+            shard 0 sets the event, and the others wait for it. None: nothing waits.
     """
 
     part: Part
     blocks: Sequence[Any]
     info: Callable[[], GradientInfo]
+    turn: threading.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +266,7 @@ class Pulled:
             of the call received the parameters.
         offset: `BatchKey.offset` of that world.
         fragments: after a push, the fragments (`Block.fragment`) that were received; None: all of the model was.
+        ask: the next push waits until shard 0 has memory for it (`PartPush.turn`).
     """
 
     term: int
@@ -265,6 +279,7 @@ class Pulled:
     answer_seconds: float = 0.0
     offset: int = 0
     fragments: frozenset[int] | None = None
+    ask: bool = False
 
 
 class DataClient(Protocol):

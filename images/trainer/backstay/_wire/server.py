@@ -69,9 +69,12 @@ class StreamServer:
                 step = frame.push_begin.part.contribution.key_step
                 cover = Cover([block.nbytes for block in self._shard.wire.of(step).gradients])
                 cover.announce(frame.push_begin.bytes)
-                incoming = self._shard.begin(hello, frame.push_begin.part)
+                asks = frame.push_begin.ask
+                incoming = self._shard.begin(hello, frame.push_begin.part, stream.alive if asks else None)
                 began = time.monotonic()
                 try:
+                    if asks and not self._shard.moved_on(incoming):
+                        stream.write(frames.RECEIVED)
                     complete = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
@@ -164,6 +167,7 @@ class StreamServer:
                 next_key_step=answer.next_key_step,
                 done=answer.done,
                 whole=whole,
+                ask=answer.ask,
             )
         )
         if whole:

@@ -1,0 +1,123 @@
+"""Which contributions a shard may receive now, so that its memory does not grow with the number of workers.
+
+Only shard 0 decides this. A worker that asked it sends to the other shards too, so shards never wait for each other.
+Not thread-safe: `ShardRuntime` calls it under its own lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from .._coordination import Rules, UpdateMode, held_by_shard
+from .._update._sums import BRANCHES
+
+__all__ = ["Credits", "Turn"]
+
+
+@dataclass(eq=False)
+class Turn:
+    """A push that waits for memory, and the condition that is notified when it may have some."""
+
+    rank: int
+    woken: threading.Condition
+    granted: bool = field(default=False)
+
+
+class Credits:
+    """Counts the contributions in memory, and selects the next one.
+
+    Where the sums are made in the order of ranks, low ranks come first, and the lowest `BRANCHES` ranks that are not
+    added up never wait. So the contributions in memory can always be completed to a sum. Elsewhere the first one that
+    asked is the next.
+    """
+
+    def __init__(self, mode: UpdateMode, rules: Rules, lock: threading.Lock) -> None:
+        """`lock`: the shard's."""
+        self._mode, self._rules, self._lock = mode, rules, lock
+        self._waiting: list[Turn] = []
+        self._taken = self._most = 0
+        self._granted = 0  # of those taken: pushes that were woken and have no memory yet
+        self._world = 0
+        self._summed: set[int] = set()
+
+    @property
+    def taken(self) -> int:
+        """The contributions in memory, also incomplete ones."""
+        return self._taken
+
+    def most(self) -> int:
+        """The most contributions that were in memory at the same time since the last call."""
+        most, self._most = self._most, self._taken
+        return most
+
+    def limit(self, world: int) -> int:
+        """The contributions that may be in memory at the same time; 0: any number, because there are few ranks."""
+        limit = held_by_shard(self._mode, self._rules, world)
+        return limit if world > limit else 0
+
+    @property
+    def bound(self) -> int:
+        """The most contributions in memory, as long as no rank sends twice."""
+        limit = self.limit(self._world)
+        ordered = self._mode.ordered(self._rules.backups, self._world)
+        return limit + BRANCHES * ordered if limit else self._world
+
+    def begin(self, world: int) -> None:
+        """A version of `world` ranks begins: nothing is added up."""
+        self._world = world
+        self._summed.clear()
+        for turn in self._waiting:  # their version may be over
+            turn.woken.notify()
+        self._grant()
+
+    def stop(self) -> None:
+        """Every push that waits must look again."""
+        for turn in self._waiting:
+            turn.woken.notify()
+
+    def take(self) -> None:
+        """A contribution gets memory."""
+        self._taken += 1
+        self._most = max(self._most, self._taken - self._granted)
+
+    def give(self) -> None:
+        """The memory of a contribution is free again."""
+        self._taken -= 1
+        self._grant()
+
+    def summed(self, ranks: set[int]) -> None:
+        """The contributions of these ranks are added up."""
+        self._summed |= ranks
+        self._grant()
+
+    def enter(self, rank: int) -> Turn:
+        """A push asks; `Turn.granted` says whether it may begin."""
+        turn = Turn(rank, threading.Condition(self._lock))
+        self._waiting.append(turn)
+        self._grant()
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """The push begins, or has ended."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        elif turn.granted:
+            self._taken -= 1  # counted until `take`
+            self._granted -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        limit = self.limit(self._world)
+        ordered = self._mode.ordered(self._rules.backups, self._world)
+        if ordered:
+            self._waiting.sort(key=lambda turn: turn.rank)
+        first = next((rank for rank in range(self._world) if rank not in self._summed), 0)
+        must = range(first - first % BRANCHES, first - first % BRANCHES + BRANCHES) if ordered else ()
+        for turn in list(self._waiting):
+            if not limit or self._taken < limit or turn.rank in must:
+                self._waiting.remove(turn)
+                self._taken += 1
+                self._granted += 1
+                turn.granted = True
+                turn.woken.notify()

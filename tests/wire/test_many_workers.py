@@ -1,0 +1,168 @@
+"""T1, T3, T8: a shard that does not hold the contributions of all workers at the same time."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+import numpy as np
+import pytest
+
+from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send
+from backstay._shard._credits import Credits
+from backstay._wire.client import Push
+from backstay_rpc.control_pb2 import Contribution, Gather, GradientInfo, Reject, RejectReason
+
+BLOCKS = (300_000, 7)  # more than one frame
+
+
+class Driven:
+    """A coordinator whose shards are in this process; reports come from any thread."""
+
+    def __init__(self, rules: Rules, world: int) -> None:
+        self.coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=world))
+        self.lock = threading.RLock()
+        self.shards = []
+        self.late: list[int] = []
+
+    def attach(self, shards) -> None:
+        self.shards = shards
+        for number, shard in enumerate(shards):
+            shard.coordination.report = lambda report, number=number: self.report(number, report)
+        for number in range(len(shards)):
+            self.carry_out(self.coordinator.hello(0.0, number, 1, 0))
+
+    def report(self, shard: int, report) -> None:
+        with self.lock:
+            self.carry_out(self.coordinator.report(0.0, shard, report))
+
+    def carry_out(self, decisions) -> None:
+        for decision in decisions:
+            if isinstance(decision, Send):
+                for shard in self.shards if decision.shard is None else [self.shards[decision.shard]]:
+                    shard.runtime.deliver(decision.message)
+
+
+def push_all(kit, dial, background, shards, mode: str, ranks) -> list:
+    """Every rank pushes its number plus 1 once, each in its own thread. Returns the answers."""
+
+    def push(rank: int):
+        client = dial(*shards, rank=rank, mode=mode)
+        into = [shard.buffers() for shard in shards]
+        version = client.exchange_all(None, 0, into).version
+        gradient = kit.gid(rank, version)
+        gradient.key_step = version if mode == "Sync" else 0
+        blocks = [shard.gradient(1.0 + rank) for shard in shards]
+        return client.exchange_all(Push(gradient, blocks, lambda: GradientInfo(finite=True, examples=1)), 0, into)
+
+    return [future.result(timeout=kit.wait) for future in [background(lambda rank=rank: push(rank)) for rank in ranks]]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_t1_contributions_are_added_up_as_they_complete(kit, make_shard, dial, background, shards: int) -> None:
+    """The update is the mean of all of them, although the shard never holds more than a few."""
+    world = 8
+    rules = Rules(mode="Sync", shards=shards, steps=10, held=1)
+    made = [make_shard(BLOCKS, number=number, serve=True, rules=rules, world=world) for number in range(shards)]
+    Driven(rules, world).attach(made)
+    order = list(range(world))
+    Random(shards).shuffle(order)
+    answers = push_all(kit, dial, background, made, "Sync", order)
+    assert {answer.version for answer in answers} == {1}
+    assert not [answer.outcome for answer in answers if answer.outcome]
+    for shard in made:
+        assert np.all(shard.engine.values[0] == np.mean([1.0 + rank for rank in range(world)]))
+    assert made[0].runtime.memory.most() <= rules.held + 4, "shard 0 decides it for all"
+
+
+def test_t2_a_rank_within_the_backups_holds_nothing_up(kit, make_shard, dial, background) -> None:
+    """Ranks 0 and 1 never send. The others do not wait for them."""
+    rules = Rules(mode="Sync", shards=1, steps=10, held=4, backups=2)
+    shard = make_shard(BLOCKS, serve=True, rules=rules, world=8)
+    Driven(rules, 8).attach([shard])
+    answers = push_all(kit, dial, background, [shard], "Sync", range(2, 8))
+    assert {answer.version for answer in answers} == {1}
+    assert np.all(shard.engine.values[0] == np.mean([1.0 + rank for rank in range(2, 8)]))
+    assert shard.runtime.memory.most() <= rules.held + 2
+
+
+def test_async_contributions_wait_for_memory(kit, make_shard, dial, background) -> None:
+    rules = Rules(mode="Async", shards=2, steps=100, held=1)
+    made = [make_shard(BLOCKS, number=number, mode="Async", serve=True, rules=rules, world=7) for number in range(2)]
+    Driven(rules, 7).attach(made)
+    answers = push_all(kit, dial, background, made, "Async", range(7))
+    assert not [answer.outcome for answer in answers if answer.outcome]
+    for shard in made:
+        assert shard.engine.version == 7
+    assert made[0].runtime.memory.most() <= rules.held + 1, "one is applied while the next is received"
+
+
+def test_t3_a_sum_is_void_when_one_of_its_contributions_is_taken_back(kit, make_shard) -> None:
+    """The contributions of another round are added up instead, and no other is part of the update."""
+    rules = Rules(mode="Sync", shards=1, steps=10, held=1)
+    shard = make_shard((8,), rules=rules, world=5)
+
+    def gather(number: int, attempt: int) -> list[Contribution]:
+        ids = [kit.gid(rank, attempt=attempt) for rank in range(4)]
+        for rank, gradient in enumerate(ids):
+            shard.fill(gradient, 10.0 * attempt + rank)
+        contributions = [Contribution(id=gradient, weight=1.0) for gradient in ids]
+        shard.runtime.deliver(Gather(term=1, version=0, round=number, index=0, contributions=contributions))
+        deadline = threading.Event()
+        while shard.runtime.memory.taken and not deadline.wait(0.005):
+            pass
+        return contributions
+
+    for contribution in gather(1, 1):
+        shard.runtime.deliver(Reject(id=contribution.id, reason=RejectReason.ABANDONED))
+    again = gather(2, 2)
+    shard.fill(kit.gid(4, attempt=2), 24.0)
+    shard.runtime.deliver(kit.commit(0, [*(one.id for one in again), kit.gid(4, attempt=2)]))
+    shard.coordination.wait_for("applied")
+    assert np.all(shard.engine.values[0] == np.mean([20.0, 21.0, 22.0, 23.0, 24.0]))
+
+
+def test_a_commit_without_a_contribution_that_was_added_up_fails_the_shard(kit, make_shard) -> None:
+    rules = Rules(mode="Sync", shards=1, steps=10, held=1)
+    shard = make_shard((8,), rules=rules, world=5)
+    ids = [kit.gid(rank) for rank in range(4)]
+    for gradient in ids:
+        shard.fill(gradient, 1.0)
+    contributions = [Contribution(id=gradient, weight=1.0) for gradient in ids]
+    shard.runtime.deliver(Gather(term=1, version=0, round=1, contributions=contributions))
+    shard.runtime.deliver(kit.commit(0, ids[:3]))
+    shard.coordination.wait_for("failed")
+    assert shard.engine.version == 0
+
+
+@pytest.mark.parametrize("backups", [0, 2])
+def test_t8_credits_never_stop(backups: int) -> None:
+    """Pushes come in any order. Without backups, those that can be added up are always among the first."""
+    for seed in range(30):
+        random = Random(seed)
+        world, rules = 13, Rules(mode="Sync", shards=1, steps=1, held=4 if backups else 2, backups=backups)
+        turns_of = Credits(MODES["Sync"], rules, threading.Lock())
+        turns_of._lock.acquire()
+        turns_of.begin(world)
+        order = list(range(world))
+        random.shuffle(order)
+        turns, held, summed, most = {}, [], set(), 0
+        while len(summed) < world // 4 * 4 - (4 if backups else 0):
+            if order:
+                rank = order.pop()
+                turns[rank] = turns_of.enter(rank)
+            for rank in [rank for rank, turn in turns.items() if turn.granted]:
+                turns_of.take()
+                turns_of.leave(turns.pop(rank))
+                held.append(rank)
+            most = max(most, turns_of.taken)
+            groups = [held[:4]] if backups else [list(range(at, at + 4)) for at in range(0, world, 4)]
+            ready = next((group for group in groups if len(group) == 4 and set(group) <= set(held)), None)
+            assert ready or order or backups, f"seed {seed}: nobody may begin"
+            if ready:
+                held = [rank for rank in held if rank not in ready]
+                summed |= set(ready)
+                for _ in ready:
+                    turns_of.give()
+                turns_of.summed(set(ready))
+        assert most <= 6
