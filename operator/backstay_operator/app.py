@@ -69,7 +69,13 @@ class App:
             # An owner must be in the same namespace as its dependents.
             owner=pod_reference(environ) if options.lease_namespace == options.operator_namespace else None,
         )
-        self.cluster = Cluster(clock, self.metrics, self._mark)
+        self.cluster = Cluster(
+            clock,
+            self.metrics,
+            self._mark,
+            ended=self._ended,
+            relisted=self._relisted,
+        )
         self.metrics.watch_overdue = self.cluster.owed
         backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
         executor = Executor(
@@ -85,6 +91,14 @@ class App:
         )
         # Jobs that lost a pod and were not reconciled since. They come first when this operator acts again.
         self._lost_pods: set[JobKey] = set()
+        self._dispatcher: Dispatcher[JobKey] = Dispatcher(
+            self._work,
+            limit=options.parallel,
+            draw=draw,
+            failed=self._failed,
+            settle=SETTLE,
+            behind=self.cluster.behind,
+        )
         self._reconciler = Reconciler(
             self.cluster,
             executor,
@@ -94,14 +108,10 @@ class App:
             clock=clock,
             now=_now,
             leads=self._leader.leads,
-        )
-        self._dispatcher: Dispatcher[JobKey] = Dispatcher(
-            self._work,
-            limit=options.parallel,
-            draw=draw,
-            failed=self._failed,
-            settle=SETTLE,
-            behind=self.cluster.behind,
+            mark=self._dispatcher.mark,
+            mark_after=self._dispatcher.mark_after,
+            follow=self._follow,
+            poll_now=self._poll_now,
         )
         self._poller = Poller(
             self._reconciler.round,
@@ -112,10 +122,6 @@ class App:
             on_contact=self._reconciler.on_contact,
             clock=clock,
         )
-        self._reconciler.mark = self._dispatcher.mark
-        self._reconciler.mark_after = self._dispatcher.mark_after
-        self._reconciler.follow = self._poller.follow
-        self._reconciler.poll_now = self._poller.poll_now
         self._verifier = Verifier(
             self._kube,
             self.cluster,
@@ -125,8 +131,6 @@ class App:
             every=options.verify_seconds,
         )
         self._collector = Collector()
-        self.cluster.ended = self._ended
-        self.cluster.relisted = self._verifier.listed
         self._watch = Watch(
             options.kubeconfig,
             options.namespace,
@@ -206,6 +210,17 @@ class App:
     def _mark(self, key: JobKey) -> None:
         if self._leader.leads():
             self._dispatcher.mark(key)
+
+    # The reconciler and the poller call each other, and so do the cluster and the verifier.
+
+    def _follow(self, key: JobKey) -> None:
+        self._poller.follow(key)
+
+    def _poll_now(self, key: JobKey) -> None:
+        self._poller.poll_now(key)
+
+    def _relisted(self) -> None:
+        self._verifier.listed()
 
     def _ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
         self._reconciler.ended(key, raw)

@@ -23,16 +23,26 @@ class Cluster:
         clock: seconds, monotonic.
         metrics: counts events.
         changed: called with the key of a job that must be reconciled again.
+        ended: called with an object of a job, other than the job, that ended or was deleted.
+        relisted: called when Kopf listed objects and may have missed events before.
     """
 
-    def __init__(self, clock: Callable[[], float], metrics: Metrics, changed: Callable[[JobKey], None]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        metrics: Metrics,
+        changed: Callable[[JobKey], None],
+        *,
+        ended: Callable[[JobKey, Mapping[str, Any]], None] = lambda *_: None,
+        relisted: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock
         self._metrics = metrics
         self._changed = changed
+        self.ended = ended
+        self._relisted = relisted
         self.overlays: dict[Resource, Overlay[JobKey, Json]] = {resource: Overlay(clock) for resource in INDEXED}
         self.synced = False  # Kopf shows no event before all its first lists are in the indexes
-        self.relisted: Callable[[], None] = lambda: None
-        self.ended: Callable[[JobKey, Mapping[str, Any]], None] = lambda *_: None
 
     # The watch calls these.
 
@@ -50,7 +60,7 @@ class Cluster:
         if resource != JOBS and (deleted or _has_ended(raw)):
             self.ended(key, raw)
         if listed:
-            self.relisted()
+            self._relisted()
         self._changed(key)
 
     # The known objects.

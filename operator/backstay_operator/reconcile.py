@@ -59,6 +59,10 @@ class Reconciler:
         clock: seconds, monotonic.
         now: the time of day, aware.
         leads: whether this operator may act.
+        mark: reconciles a job soon.
+        mark_after: reconciles a job after so many seconds.
+        follow: begins to call the servers of a job.
+        poll_now: calls them without a pause.
     """
 
     def __init__(
@@ -72,6 +76,10 @@ class Reconciler:
         clock: Callable[[], float],
         now: Callable[[], datetime],
         leads: Callable[[], bool],
+        mark: Callable[[JobKey], None] = lambda _: None,
+        mark_after: Callable[[JobKey, float], None] = lambda *_: None,
+        follow: Callable[[JobKey], None] = lambda _: None,
+        poll_now: Callable[[JobKey], None] = lambda _: None,
     ) -> None:
         self._cluster = cluster
         self._executor = executor
@@ -83,10 +91,10 @@ class Reconciler:
         self._leads = leads
         self._memories: dict[JobKey, JobMemory] = {}
         self._parsed: dict[JobKey, tuple[str, _Parsed]] = {}
-        self.follow: Callable[[JobKey], None] = lambda _: None
-        self.poll_now: Callable[[JobKey], None] = lambda _: None
-        self.mark: Callable[[JobKey], None] = lambda _: None
-        self.mark_after: Callable[[JobKey, float], None] = lambda *_: None
+        self._mark = mark
+        self.mark_after = mark_after
+        self._follow = follow
+        self._poll_now = poll_now
 
     async def __call__(self, key: JobKey) -> float | None:
         """Reconcile `key`. Returns the seconds after which it must run again, also if no event arrives.
@@ -131,9 +139,9 @@ class Reconciler:
                 break
         self._report(key)
         if self.round(key) is not None:
-            self.follow(key)
+            self._follow(key)
             if hurried:
-                self.poll_now(key)
+                self._poll_now(key)
         return again
 
     # The observed state.
@@ -254,7 +262,7 @@ class Reconciler:
         before, memory.contact = memory.contact, contact
         changed = before is None or contact.hung_workers != before.hung_workers
         if contact.silent or changed or (before is not None and before.silent):
-            self.mark(key)
+            self._mark(key)
 
     def took_over(self) -> None:
         """This operator begins to act. Its records of which pods answer, and its accounts, are outdated.
@@ -289,7 +297,7 @@ class Reconciler:
             now_urgent = now_urgent or resumed
         self._metrics.job.progress(key, progress, trains=self._trains(key) is not False)
         if now_urgent:
-            self.mark(key)
+            self._mark(key)
         else:
             # Counted from the newest plan and not from the newest write. Otherwise a plan that finds nothing to write
             # would follow each round of calls. A plan that must not write progress yet requests another run.
