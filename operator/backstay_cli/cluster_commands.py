@@ -100,7 +100,10 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         if is_of_output(error) and not isinstance(error, aiohttp.ClientError):
             raise
-        print(f"error: the API server does not answer: {str(error) or type(error).__name__}", file=sys.stderr)
+        why = str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientConnectorError):  # its text has the repr of the TLS context
+            why = f"{error.host} port {error.port}: {error.os_error.strerror or error.os_error}"
+        print(f"error: the API server does not answer: {why}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
 
 

@@ -127,11 +127,11 @@ def test_the_history_survives_what_the_status_drops_and_states_how_the_job_ended
     box.record("c", {**DEATH, "recovered": "2026-11-22T10:00:02.500Z", "report": "/ck/report-1"})
     box.box.record(json.dumps({"startTime": "2026-11-22T08:59:00Z", "goodput": 0.0}), "d")
     for account in ([1.0], [math.nan] * len(PARTS), [-1.0] * len(PARTS)):
-        box.box.spent(account)
+        box.box.spent(account, 39)
     box.box.ended({"result": "Succeeded", "step": 40})
     (file,) = box.files("history")
     assert "goodput" not in json.loads(file.read_text())["status"], "it is that of the last event"
-    box.box.spent([30.0 if part == "applied" else 10.0 if part == "wait" else 0.0 for part in PARTS])
+    box.box.spent([30.0 if part == "applied" else 10.0 if part == "wait" else 0.0 for part in PARTS], 39)
     box.box.leaves()
     (file,) = box.files("history")
     assert [entry["reason"] for entry in json.loads(file.read_text())["status"]["history"]] == ["Running", "Stalled"]
@@ -142,6 +142,17 @@ def test_the_history_survives_what_the_status_drops_and_states_how_the_job_ended
     assert "1 worker pod died: Stalled" in shown
     assert "trains again after 2 s" in shown
     assert "report about worker 3: /ck/report-1" in shown
+
+
+def test_a_job_that_is_deleted_leaves_its_newest_step_and_account(tmp_path: Path) -> None:
+    box = Box(tmp_path)
+    box.box.record(json.dumps({"phase": "Running", "step": 3, "goalSteps": 90, "goodput": 0.1, "history": []}), "a")
+    box.box.spent([1.0] * len(PARTS), 40)
+    box.box.leaves()
+    (file,) = box.files("history")
+    status = json.loads(file.read_text())["status"]
+    assert (status["step"], status["phase"], sum(status["workerSeconds"].values())) == (40, "Running", len(PARTS))
+    assert status["goodput"] == pytest.approx(1 / len(PARTS), abs=1e-4)
 
 
 def test_nonsense_from_the_wire_and_a_torn_file_cost_nothing(tmp_path: Path) -> None:

@@ -108,15 +108,15 @@ class BlackBox:
         if found:
             self._keep_history(found)
 
-    def spent(self, seconds: Sequence[float]) -> None:
-        """The operator sent the seconds of the job's worker pods until now, by `PARTS`."""
+    def spent(self, seconds: Sequence[float], step: int) -> None:
+        """The operator sent the seconds of the job's worker pods until now, by `PARTS`; `step` updates are applied."""
         if len(seconds) != len(PARTS) or not all(0 <= value < math.inf for value in seconds):
             return  # it has no account yet
         parts = {part: round(value, 3) for part, value in zip(PARTS, seconds, strict=True) if value > 0}
         share = goodput(parts)
         until = datetime.fromtimestamp(self._unix_clock(), UTC).isoformat(timespec="seconds")
         with self._lock:
-            self._account = {"workerSeconds": parts, "workerSecondsUntil": until}
+            self._account = {"step": step, "workerSeconds": parts, "workerSecondsUntil": until}
             if share is not None:
                 self._account["goodput"] = round(share, 4)
 

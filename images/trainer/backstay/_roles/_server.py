@@ -547,7 +547,7 @@ class Server:
         )
         self._tracing.replaced(request.incarnations)
         self._tracing.black_box.record(request.record, request.record_id)
-        self._tracing.black_box.spent(request.job_seconds)
+        self._tracing.black_box.spent(request.job_seconds, self._runtime.version)
         self._tracing.black_box.fill(reply)
         self._stall_seconds = request.stall_seconds or self._stall_seconds
         if request.HasField("checkpoint"):
