@@ -123,7 +123,7 @@ class _Picture:
         for (pid, tid), y in self._rows.items():
             if pid not in named:
                 named.add(pid)
-                name = escape(self._pods[pid].split(":")[0])
+                name = escape(self._pods[pid].split(":")[0].split(" (")[0])  # without the error of its clock
                 yield f'<text x="4" y="{y + 11}" fill="{INK}" font-weight="bold">{name}</text>'
             track = self._tracks.get((pid, tid), "")
             yield f'<text x="{LABELS - 6}" y="{y + 11}" fill="{FAINT}" text-anchor="end">{escape(track)}</text>'
