@@ -233,6 +233,7 @@ def kit() -> SimpleNamespace:
         Layout=Layout,
         FakeEngine=FakeEngine,
         Recorder=Recorder,
+        exact_wire=lambda layout: ShardWire.exactly(layout.blocks),
         gid=gid,
         commit=commit,
         hello=hello,

@@ -34,7 +34,8 @@ class Intake:
         self.ledger = Ledger(rules.shards)
         self._incarnations: dict[int, int] = {}
         self._joined: set[int] = set()
-        self._counted: dict[tuple[int, int], GradientId] = {}  # by (rank, incarnation), the newest that was counted
+        # By (rank, incarnation), the newest two that were counted: as many as a shard holds, and may report again.
+        self._counted: dict[tuple[int, int], tuple[GradientId, ...]] = {}
         self._uncertain: list[tuple[int, Staged]] = []
         self._gathers: list[Gather] = []
 
@@ -233,8 +234,9 @@ class Intake:
         return out
 
     def _is_counted(self, gradient: GradientId) -> bool:
-        return gradient == self._counted.get((gradient.rank, gradient.incarnation))
+        return gradient in self._counted.get((gradient.rank, gradient.incarnation), ())
 
     def _count(self, gradient: GradientId, outcome: Outcome, info: GradientInfo, staleness: int = 0) -> Counted:
-        self._counted[gradient.rank, gradient.incarnation] = gradient
+        key = gradient.rank, gradient.incarnation
+        self._counted[key] = (*self._counted.get(key, ()), gradient)[-2:]
         return Counted(gradient, outcome, info, staleness)
