@@ -188,10 +188,6 @@ class Dispatcher(Generic[K]):
         state = self._states.setdefault(key, _State())
         self._wake_at(key, state, seconds)
 
-    def busy(self) -> bool:
-        """Whether a key is running."""
-        return any(state.task is not None for state in self._states.values())
-
     def __len__(self) -> int:
         return len(self._states)
 
