@@ -120,7 +120,7 @@ def jobs() -> Json:
             named(
                 "Checkpoint age",
                 unit("dtdurations"),
-                {"id": "custom.width", "value": 120},
+                {"id": "custom.width", "value": 140},
                 *limits((None, GREY), (600, ORANGE), (3600, RED)),
             ),
             named("Stragglers", *limits((None, GREY), (0.5, ORANGE))),

@@ -212,7 +212,7 @@ def graph(
         "drawStyle": "line",
         "lineWidth": 1,
         "fillOpacity": 60 if stacked else 10,
-        "showPoints": "never" if stacked else "auto",  # a point between two gaps has no line
+        "showPoints": "auto",  # a point between two gaps has no line
         "spanNulls": False,
         "insertNulls": False,
         "axisSoftMin": None if log else 0,
