@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backstay_cli.preload import PREFIXES, preload
+from backstay_cli.preload import PREFIXES, imports_of, preload
 from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
@@ -68,12 +68,14 @@ class Forker:
     """Starts processes; `close` ends those that still run.
 
     Attributes:
+        imports: the modules of the script that are imported once.
         environ: what a process must have in its environment to be forked.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], script: Path | None = None) -> None:
         """
         Args:
+            script: modules that it imports are imported once, too.
             environ: what JAX and the other modules are imported with. A process in which one of their variables
                 differs is executed, and imports them itself.
         """
@@ -81,7 +83,8 @@ class Forker:
         self._thread = threading.Thread(target=self._loop.run_forever, name="forked", daemon=True)
         self._thread.start()
         modules = Preload.of_json(preload(environ=environ))
-        modules = replace(modules, modules=(*modules.modules, "backstay.testing._program"))
+        self.imports = frozenset(() if script is None else imports_of(script))
+        modules = replace(modules, modules=(*modules.modules, *sorted(self.imports), "backstay.testing._program"))
         self.environ = {**environ, **modules.started_with}
         self._runtime = ProcessRuntime(preload=modules, base_env=environ)
 

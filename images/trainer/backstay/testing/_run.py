@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
+from backstay_cli.preload import imports_of
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 
@@ -144,8 +145,9 @@ def run(
         if checkpoint_every is not None:
             config["checkpoint"] = {"uri": str(here / "checkpoints"), "every_steps": checkpoint_every}
         _check({**config, "workers": workers, "shards": servers})
-        forker = _forker()
-        argv = [*forker.command(_PROGRAM, Path(target.partition("::")[0])), target, *arguments]
+        file = Path(target.partition("::")[0])
+        forker = _forker(file)
+        argv = [*forker.command(_PROGRAM, file), target, *arguments]
         with _Recorded(argv, here, forker, shards=servers, workers=workers, **config) as job:
             job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
             job.environment |= {ENV_FAULTS: text} if text else {}
@@ -310,10 +312,16 @@ def _target(script: str | os.PathLike[str] | Callable[[], object]) -> str:
     return f"{Path(file).resolve()}::{name}"
 
 
-@functools.cache
-def _forker() -> Forker:
-    # It is not closed: its processes end with this one.
-    return Forker({**os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()})
+_forkers: list[Forker] = []
+"""The newest one, for the next jobs. It is not closed at the end: its processes end with this one."""
+
+
+def _forker(script: Path) -> Forker:
+    if _forkers and not _forkers[0].imports >= set(imports_of(script)):
+        _forkers.pop().close()
+    if not _forkers:
+        _forkers.append(Forker({**os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}, script))
+    return _forkers[0]
 
 
 @functools.cache
