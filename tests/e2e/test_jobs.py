@@ -74,7 +74,8 @@ def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
     trace_of_file(str(tmp_path / "ckpt"), tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_bytes())
     check(trace)
-    shown = {event["args"]["name"].partition(" (")[0] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    named = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    shown = {name.partition(" (")[0] for name in named}  # without the error of its clock
     assert shown >= {"server 0", "server 1", "worker 0", "worker 1 #2", "worker 2"}
 
 
