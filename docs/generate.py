@@ -125,11 +125,11 @@ kubectl](https://kubernetes.io/docs/tasks/extend-kubectl/kubectl-plugins/). `kub
 `logs`, `list` and `delete` are the commands below. They use the same cluster as kubectl, and never an
 embedded cluster.
 
-`backstay status` and its siblings use the cluster that `--kubeconfig` names; else `KUBECONFIG`; else the
-embedded cluster that `backstay run` or `backstay up` runs in the current folder; else `~/.kube/config`.
+The commands that show or delete jobs select the cluster in this order: `--kubeconfig`; `KUBECONFIG`; the
+embedded cluster that `backstay run` or `backstay up` runs in the current folder; `~/.kube/config`.
 
-The numbers of a running job come from its shard 0 and are a moment old. On a cluster this needs the right
-to `get` the subresource `pods/proxy`. Without it the commands show the job's status, which the operator
+The numbers of a running job come from the server of shard 0. On a cluster, you need the right to `get` the
+subresource `pods/proxy`. Without this right, the commands show the status of the job, which the operator
 writes every 10 s.
 """
 

@@ -175,8 +175,8 @@ def first_row(board: Board) -> None:
         ),
         stat(
             "Checkpoint age",
-            "Since the newest whole checkpoint was stored: what a restart of shard 0 without standby would lose at"
-            " most. Orange at three intervals, red at ten.",
+            "Time since the newest complete checkpoint was stored. If a server without a standby dies, the job loses the"
+            " updates of this time. Orange at three intervals, red at ten.",
             query(f"time() - {STORED}", "age"),
             query(
                 f"(time() - {STORED}) / max(backstay_job_checkpoint_interval_seconds{{{JOB}}})",

@@ -80,8 +80,8 @@ JOBS: Final = [
         "2m",
         "warning",
         f"{_JOB} has no recent checkpoint",
-        f"{_JOB} has stored no whole checkpoint for {{{{ $value | humanizeDuration }}}}: more than three of its intervals."
-        " The loss of a server without standby goes back that far.",
+        f"{_JOB} has stored no complete checkpoint for {{{{ $value | humanizeDuration }}}}: more than three of its intervals."
+        " If a server without a standby dies, the job loses the updates of this time.",
     ),
     _alert(
         "BackstayCheckpointsFail",

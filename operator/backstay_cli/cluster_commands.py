@@ -220,18 +220,20 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     @app.command()
     def logs(
         job: Job = None,
-        rank: Annotated[int | None, typer.Option(min=0, help="Of the pods with this rank or shard.")] = None,
+        rank: Annotated[int | None, typer.Option(min=0, help="Only pods with this rank or shard.")] = None,
         role: Annotated[
             _Role | None,
-            typer.Option(help="Of the pods with this role. [default: worker with --rank, else every role]"),
+            typer.Option(help="Only pods with this role. [default: worker with --rank, else every role]"),
         ] = None,
         previous: Annotated[
-            bool, typer.Option("--previous", "-p", help="Of the pods that were replaced by the current ones.")
+            bool, typer.Option("--previous", "-p", help="Only the previous pods, which the current pods replaced.")
         ] = False,
         follow: Annotated[
             bool, typer.Option("--follow", "-f", help="Continue until the job ends, also in replacements of pods.")
         ] = False,
-        tail: Annotated[int | None, typer.Option(min=0, help="Lines of the end of each log. [default: all]")] = None,
+        tail: Annotated[
+            int | None, typer.Option(min=0, help="Number of lines from the end of each log. [default: all]")
+        ] = None,
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
@@ -258,10 +260,10 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         ] = None,
         stored: Annotated[
             str | None,
-            typer.Option("--from", help="A stored timeline instead of a job: a file, or a folder or URI with some."),
+            typer.Option("--from", help="Read a stored timeline: a file, or a folder or URI that contains timelines."),
         ] = None,
         last: Annotated[
-            float | None, typer.Option(min=0.0, help="Only the last so many seconds. [default: all that is kept]")
+            float | None, typer.Option(min=0.0, help="Write only this many seconds before the end. [default: all]")
         ] = None,
         jax_profile: Annotated[
             Path | None,
@@ -303,7 +305,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         job: Job = None,
         stored: Annotated[
             str | None,
-            typer.Option("--from", help="A checkpoint folder or URI instead of a cluster: the job may be deleted."),
+            typer.Option("--from", help="Read the history from this checkpoint folder or URI, also of a deleted job."),
         ] = None,
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,

@@ -38,7 +38,7 @@ _NAME = "Script only: the job's name. [default: the script's name, or its folder
 
 app = typer.Typer(
     name="backstay",
-    help="Train JAX models with parameter servers that keep going when pods die.",
+    help="Train JAX models with parameter servers. Training continues when pods die.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -69,7 +69,7 @@ def run(
     ] = None,
     servers: Annotated[int | None, typer.Option(help="Script only: parameter servers. [default: 1]")] = None,
     standbys: Annotated[
-        int | None, typer.Option(help="Script only: hot standbys of each server, 0 or 1. [default: 0]")
+        int | None, typer.Option(help="Script only: standbys of each server, 0 or 1. [default: 0]")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Script only: workers, backups included. [default: 2]")] = None,
     backups: Annotated[
@@ -79,11 +79,11 @@ def run(
     mode: Annotated[str | None, typer.Option(help="Script only: Sync or Async. [default: Sync]")] = None,
     gradients: Annotated[
         str | None,
-        typer.Option(help="Script only: how gradients travel: Exact, BFloat16, Int8 or Int4. [default: Exact]"),
+        typer.Option(help="Script only: the encoding of gradients: Exact, BFloat16, Int8 or Int4. [default: Exact]"),
     ] = None,
     parameters: Annotated[
         str | None,
-        typer.Option(help="Script only: how parameters travel: Exact or BFloat16. [default: Exact]"),
+        typer.Option(help="Script only: the encoding of parameters: Exact or BFloat16. [default: Exact]"),
     ] = None,
     evaluator: Annotated[
         bool,
@@ -93,7 +93,7 @@ def run(
     ] = False,
     name: Annotated[str | None, typer.Option(help=_NAME)] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Script only: where checkpoints go, a folder or any fsspec URI.")
+        str | None, typer.Option(help="Script only: the checkpoint folder, a path or any fsspec URI.")
     ] = None,
     every_steps: Annotated[
         int | None, typer.Option(help="Script only: updates between two checkpoints. [default: only by time]")

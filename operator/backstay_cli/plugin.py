@@ -14,7 +14,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="kubectl backstay",
-    help="Look at TrainingJobs: what they do, what died and what that cost, and their logs.",
+    help="Show TrainingJobs: their progress, their logs, which pods died, and what each death cost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -75,11 +75,11 @@ FAMILIES: Final = (
         _G, "last_death_timestamp_seconds", "Unix time of the newest death of a role by a cause.", ("role", "cause")
     ),
     _Family(_G, "backups", "Workers that a synchronous update does not wait for."),
-    _Family(_G, "checkpoint_step", "The step of the newest whole checkpoint."),
+    _Family(_G, "checkpoint_step", "The step of the newest complete checkpoint."),
     _Family(
         _G,
         "checkpoint_timestamp_seconds",
-        "Unix time at which the operator first saw the newest whole checkpoint. No series before the first.",
+        "Unix time at which the operator first observed the newest complete checkpoint. No series before the first.",
     ),
     _Family(
         _G,

@@ -218,7 +218,7 @@ class Account:
         Args:
             term, began: the coordinator's term, and the version that it began with.
             redone: updates that rollbacks have discarded so far.
-            checkpoint: the version of the newest whole checkpoint.
+            checkpoint: the version of the newest complete checkpoint.
         """
         back = self.term is not None and (
             term > self.term or (term == self.term and self.redone is not None and redone > self.redone)

@@ -109,7 +109,7 @@ class Progress:
         stalled: hung workers.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
         beating: rank -> the incarnation whose heartbeats a server receives.
-        checkpoint_step, checkpoint_uri: the newest whole checkpoint.
+        checkpoint_step, checkpoint_uri: the newest complete checkpoint.
         checkpoint_error: why the newest attempt at one failed; empty when it did not.
         reports: about pods that died, as far as this coordinator stored them.
         done: the last step's checkpoint is whole, and the pods are leaving.

@@ -66,7 +66,7 @@ _POD_START: Final = {
     "InvalidPod": "The API server refused a pod as invalid. The job fails at once.",
     "ImagePullFailed": "The node cannot pull an image.",
     "ContainerConfigFailed": "A ConfigMap, Secret or key that a container uses does not exist.",
-    "Unschedulable": "No node has room for a pod, or none that the pod may use.",
+    "Unschedulable": "No node that the pod may use has enough free resources.",
     "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
     "PodRefused": "A quota or an admission webhook refused a pod. The operator tries again.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
@@ -75,6 +75,8 @@ _POD_START: Final = {
 _POD_START_ACTION: Final = (
     "Remove the cause that the message names. The pod then starts, unless `runPolicy.pendingDeadlineSeconds` is over."
 )
+_FAILED_ACTION: Final = "Remove the cause that the message names. Delete the job and apply it again."
+_FAILS_AT_ONCE: Final = ("InvalidImageName", "InvalidPod")
 
 CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
     ConditionDoc(
@@ -177,7 +179,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "AfterTrainingFailed": "The script failed, or ran longer than `runPolicy.afterTrainingSeconds`.",
             "Suspended": "The job is suspended.",
         },
-        "For `PodLost`: check whether the export is complete. Apply the job again to run the code again.",
+        "For `PodLost`: check whether the export is complete. To run it again, delete the job and apply it again.",
     ),
     ConditionDoc(
         "Suspended",
@@ -325,7 +327,10 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     ),
     EventDoc("Deleted", "Warning", f"A person or another controller deleted a pod. {_FREE}", "None."),
     EventDoc("Vanished", "Warning", f"A pod no longer exists, and no deletion was observed. {_FREE}", "None."),
-    *(EventDoc(reason, "Warning", meaning, _POD_START_ACTION) for reason, meaning in _POD_START.items()),
+    *(
+        EventDoc(reason, "Warning", meaning, _FAILED_ACTION if reason in _FAILS_AT_ONCE else _POD_START_ACTION)
+        for reason, meaning in _POD_START.items()
+    ),
 )
 
 _SCRIPT: Final = "Correct the script. `python train.py` runs the same checks in one process."
@@ -343,7 +348,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     FailureDoc(
         "AfterTrainingFailed",
         "Code after `train` failed in worker 0, or took longer than `runPolicy.afterTrainingSeconds`.",
-        "Correct the code, and apply the job again: it runs only this code.",
+        "Correct the code. Delete the job and apply it again: the new job runs only this code.",
     ),
     FailureDoc(
         "Refused",
@@ -359,7 +364,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     FailureDoc(
         "CheckpointFailed",
         "The checkpoint of the last update could not be stored for 10 minutes.",
-        "Free space or correct the rights, and apply the job again. It continues from the newest checkpoint.",
+        "Free space or correct the rights. Delete the job and apply it again: it continues from the newest checkpoint.",
     ),
     FailureDoc("ShardFailed", "A server could not apply an update.", "Read the log of that server."),
     FailureDoc("ConfigurationError", "An argument of `train` or a function of the script is invalid.", _SCRIPT),
@@ -387,9 +392,13 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     ),
     FailureDoc("StorageError", "The checkpoint storage did not answer for 10 minutes.", "Check the storage."),
     *(
-        FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` is over.", _POD_START_ACTION)
+        FailureDoc(
+            reason,
+            f"{meaning.removesuffix(' The operator tries again.')} `runPolicy.pendingDeadlineSeconds` is over.",
+            _FAILED_ACTION,
+        )
         for reason, meaning in _POD_START.items()
-        if reason not in ("InvalidImageName", "InvalidPod", "SchedulingGated")
+        if reason not in (*_FAILS_AT_ONCE, "SchedulingGated")
     ),
     FailureDoc("InvalidImageName", "The name of an image is invalid.", "Correct `image`."),
     FailureDoc(

@@ -344,7 +344,7 @@ RULES: Final[tuple[Rule, ...]] = (
             reads=("",),
             cel=f"!self.startsWith('{ENV_PREFIX}')",
             holds=lambda name: not name.startswith(ENV_PREFIX),
-            message=f"must not begin with {ENV_PREFIX}: these variables are the operator's; choose another name",
+            message=f"must not begin with {ENV_PREFIX}: this prefix is reserved; choose another name",
         )
         for env in _ENVS
     ),

@@ -54,13 +54,13 @@ class EnvVar(ClosedModel):
     """An environment variable, as in a container."""
 
     name: str
-    """Name of the variable; those that begin with `BACKSTAY_` are the operator's."""
+    """Name of the variable. The prefix `BACKSTAY_` is reserved."""
 
     value: str | None = None
-    """Its value; numbers and booleans must be quoted."""
+    """Value of the variable. Numbers and booleans must be quoted."""
 
     value_from: Annotated[Free | None, Shape(OpenModel)] = None
-    """Where its value comes from (EnvVarSource)."""
+    """Source of the value (EnvVarSource)."""
 
 
 class EnvFrom(OpenModel):
@@ -71,10 +71,10 @@ class Volume(OpenModel):
     """A Volume without its name."""
 
     name: str | None = None
-    """Not yours to set: the operator names the volume."""
+    """Must be absent, because the operator names the volume."""
 
     empty_dir: Annotated[Free | None, Shape(OpenModel)] = None
-    """Not for checkpoints: it is each pod's own and is deleted with the pod."""
+    """Must be absent, because an emptyDir belongs to one pod and is deleted with the pod."""
 
 
 class Resources(OpenModel):
@@ -91,7 +91,7 @@ class Container(OpenModel):
     """A container of a pod template (Container)."""
 
     name: str
-    """`trainer` to change the container that trains, another name to add one."""
+    """`trainer` changes the container that trains. Another name adds a container."""
 
     image: str | None = None
     """Image of this container."""
@@ -119,15 +119,15 @@ class PodSpec(OpenModel):
     """The spec of a pod template (PodSpec). Fields that are not listed here are kept too."""
 
     restart_policy: Literal["Never"] | None = None
-    """Only `Never`: the operator replaces pods, a kubelet must not."""
+    """Only `Never`, because the operator replaces pods, and the kubelet must not restart them."""
 
     containers: Annotated[list[Free] | None, Shape(Container)] = None
-    """Merged by name over the containers that the operator builds."""
+    """Containers that the operator merges by name into those that it builds."""
 
     # Declared so that a change of one of them is detected. CEL treats two objects as equal if they differ only in the
     # *name* of an undeclared field.
     init_containers: AnyValue = None
-    """Containers that run before."""
+    """Containers that run before the other containers."""
 
     volumes: AnyValue = None
     """Volumes."""
@@ -164,7 +164,7 @@ class TemplateMeta(OpenModel):
     """The metadata of a pod template."""
 
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels; those that begin with `backstay.dev/` are the operator's."""
+    """Labels. The prefix `backstay.dev/` is reserved."""
 
     annotations: dict[str, str] = Field(default_factory=dict)
     """Annotations."""

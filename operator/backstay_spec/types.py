@@ -79,40 +79,43 @@ class ParameterServers(SpecModel):
     server dies."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
-    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+    """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training
+    container is `trainer`."""
 
     max_restarts: int = 10
-    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
-    not charged."""
+    """The job fails after more crashes of this role than this number. Disruptions (eviction, preemption, node loss) do
+    not count."""
 
 
 class Workers(SpecModel):
     """The pods that compute gradients."""
 
     replicas: int = 1
-    """Worker pods in all, backups included; `kubectl scale` and autoscalers set this."""
+    """Number of worker pods, backups included. `kubectl scale` and autoscalers set this field."""
 
     stall_seconds: int = 300
-    """A worker counts as hung when it gives no gradient for this long, or for 20 times its own median step if that is
-    longer. Compiling has another limit."""
+    """The operator replaces a worker that sends no gradient for this many seconds, or for 20 times its own median step
+    if that is longer. Compiling has another limit."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
-    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+    """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training
+    container is `trainer`."""
 
     max_restarts: int = 100
-    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
-    not charged."""
+    """The job fails after more crashes of this role than this number. Disruptions (eviction, preemption, node loss) do
+    not count."""
 
 
 class Evaluator(SpecModel):
     """One pod that runs `evaluate` on new parameters; `{}` selects the defaults."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
-    """PodTemplateSpec merged strategically over what the operator builds; the container is called `trainer`."""
+    """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training
+    container is `trainer`."""
 
     max_restarts: int = 10
-    """Crashes of this role, in all, before the job fails. Disruptions (eviction, preemption, node loss) are
-    not charged."""
+    """The job fails after more crashes of this role than this number. Disruptions (eviction, preemption, node loss) do
+    not count."""
 
 
 class Update(SpecModel):
@@ -123,19 +126,20 @@ class Update(SpecModel):
     `Async`: every gradient is a separate update."""
 
     backups: int | str = 0
-    """Sync only: workers that an update does not wait for. A number of pods, or whole percents: "5%" is N + N*5% pods
-    for an update of N gradients."""
+    """Sync only: workers that an update does not wait for. A number of pods, or whole percents: with "5%", an update of
+    N gradients has N + N*5% workers."""
 
     grace: str = "0s"
     """Sync only: how long an update still waits for more gradients when (workers - backups) of them are complete. It is
     a duration such as `500ms` or `2s`, or `Auto`: the wait that gives the most applied gradients a second. An update
-    never waits for a worker that is known to be dead, replaced or stalled. May change while the job runs."""
+    never waits for a worker that is dead, replaced or stalled. May change while the job runs."""
 
     weighting: Weighting = "Equal"
     """Sync only: `Equal` weighs all gradients of an update alike, `Examples` by their numbers of examples."""
 
     max_non_finite: int = 3
-    """This many non-finite gradients in a row fail the job; fewer are counted, and change nothing."""
+    """The job fails after this many updates in a row that have a gradient with NaN or infinity. Such an update is
+    skipped and counted, and does not change the parameters."""
 
     max_staleness: int | None = None
     """Async only: a gradient computed more than this many versions ago is rejected and computed again.
@@ -154,14 +158,15 @@ class Wire(SpecModel):
     exactly, and so do checkpoints."""
 
     gradients: GradientCodec = "Exact"
-    """The encoding of contributions. `BFloat16` halves the bytes; `Int8` takes about a quarter, `Int4` an eighth."""
+    """The encoding of gradients. `BFloat16` needs half of the bytes, `Int8` about a quarter, and `Int4` about an
+    eighth."""
 
     parameters: ParameterCodec = "Exact"
     """The encoding of parameters. With `BFloat16` the servers keep full precision."""
 
     error_feedback: bool | None = None
-    """Whether a worker adds what rounding took from a contribution to its next one. Needs `gradients: Int8` or `Int4`.
-    Absent: with local steps."""
+    """Whether a worker adds the rounding error of a contribution to its next contribution. Needs `gradients: Int8` or
+    `Int4`. Absent: only with local steps."""
 
 
 class Checkpoint(SpecModel):
@@ -172,22 +177,22 @@ class Checkpoint(SpecModel):
     `file:///shared/folder`."""
 
     volume: Annotated[Json | None, Shape(Volume)] = None
-    """A Volume source without its name, such as `persistentVolumeClaim: {claimName: ckpt}`. Mounted at
-    /backstay/checkpoints in servers and evaluator; servers on several nodes need one that can be shared
+    """A Volume source without its name, such as `persistentVolumeClaim: {claimName: ckpt}`. The operator mounts it at
+    /backstay/checkpoints in servers and evaluator. Servers on several nodes need a volume that they can share
     (ReadWriteMany)."""
 
     every_steps: int | None = None
-    """Store after this many updates. With `everySeconds` too, the earlier of both."""
+    """Number of updates between two checkpoints. `everySeconds` also applies, and the earlier of both counts."""
 
     every_seconds: int = 60
-    """Store after this many seconds; 0: not by time. A job's last step is always stored."""
+    """Number of seconds between two checkpoints; 0: not by time. The last step of a job is always stored."""
 
     keep: int = 3
-    """How many whole checkpoints of the job are kept. Files of another history are never deleted."""
+    """How many complete checkpoints of the job are kept. Files of another history are never deleted."""
 
     continue_from: ContinueFrom = "SameJob"
-    """Which checkpoints in the folder training may start from. `SameJob`: those of a job with this namespace, name and
-    seed; a folder with other checkpoints is refused. `Any`: the newest one of any job."""
+    """The checkpoints in the folder from which training may continue. `SameJob`: those of a job with this namespace,
+    name and seed; the job fails if the folder has other checkpoints. `Any`: the newest one of any job."""
 
 
 class Trace(SpecModel):
@@ -199,28 +204,29 @@ class Trace(SpecModel):
 
 
 class RunPolicy(SpecModel):
-    """When the job runs, how long it may, and what is left of it afterwards."""
+    """When the job runs, how long it may run, and which of its objects stay afterwards."""
 
     suspend: bool = False
     """Delete the job's pods, workers first, and keep its state in its checkpoint. A suspended job may be
     edited freely."""
 
     active_deadline_seconds: int | None = None
-    """The job fails when it has run this long, not counting the time it was suspended. Absent: no limit."""
+    """The job fails when it has run this long, without the time in which it was suspended. Absent: no limit."""
 
     pending_deadline_seconds: int = 600
-    """The job fails when a pod that an update needs could not be started for this long. Before the first update, this
-    includes a pod that started and did not join the others. Later such a pod is replaced."""
+    """The job fails when a pod that an update needs has not started for this long. Before the first update, this
+    includes a pod that started and did not join the others. After the first update, the operator replaces such a
+    pod."""
 
     after_training_seconds: int = 600
-    """The job fails when the script of worker 0 has not ended this long after the end of training. Its code after
-    `train` exports or uploads the model. The last checkpoint stays."""
+    """Time limit for the code after `train` in worker 0, which may export or upload the model. If the script has not
+    ended by then, the job fails. The last checkpoint stays."""
 
     ttl_seconds_after_finished: int | None = None
     """Delete the TrainingJob this long after it ended. Absent: never."""
 
     clean_pods: CleanPods = "Running"
-    """Which pods are deleted when the job ended: those still `Running`, `All`, or `None`."""
+    """Which pods the operator deletes when the job has ended: those that still run (`Running`), `All`, or `None`."""
 
 
 class Gang(SpecModel):
@@ -269,7 +275,7 @@ class TrainingJobSpec(SpecModel):
     """The training, its pods, and how gradients become updates."""
 
     image: str
-    """Container image of every role; a role's template may name another."""
+    """Container image of every role. The template of a role may name another image."""
 
     command: list[str] = Field(default_factory=list)
     """Command of every role, such as `[python, train.py]`. Absent: the image's entrypoint."""
@@ -278,13 +284,14 @@ class TrainingJobSpec(SpecModel):
     """Arguments of the command."""
 
     env: Annotated[list[Json], Shape(EnvVar)] = Field(default_factory=list)
-    """Environment variables of every role, as in a container. Names beginning with `BACKSTAY_` are the operator's."""
+    """Environment variables of every role, as in a container. The prefix `BACKSTAY_` is reserved."""
 
     env_from: Annotated[list[Json], Shape(EnvFrom)] = Field(default_factory=list)
     """Sources of environment variables of every role, as in a container."""
 
     working_dir: str | None = None
-    """Working directory of every role. `backstay run` takes a relative or absent one as the folder of the YAML file."""
+    """Working directory of every role. For `backstay run`, a relative path begins at the folder of the YAML file, and
+    the default is that folder."""
 
     code: Code | None = None
     """Files to mount as the working directory."""
@@ -296,7 +303,7 @@ class TrainingJobSpec(SpecModel):
     """The workers."""
 
     evaluator: Evaluator | None = None
-    """The evaluator. Absent: none; worker 0 then evaluates once, at the end."""
+    """The evaluator. Absent: the job has none, and worker 0 evaluates once at the end."""
 
     update: Update = Field(default_factory=Update)
     """How gradients become updates."""
@@ -311,7 +318,7 @@ class TrainingJobSpec(SpecModel):
     """The timeline of what each pod did."""
 
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
-    """When the job runs, and what is left of it afterwards."""
+    """When the job runs, and which of its objects stay afterwards."""
 
     scheduling: Scheduling = Field(default_factory=Scheduling)
     """Where the pods run."""

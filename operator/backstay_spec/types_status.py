@@ -124,7 +124,7 @@ class Condition(StatusModel):
     """When `status` last changed."""
 
     observed_generation: int | None = None
-    """The `metadata.generation` that the condition was seen for."""
+    """The `metadata.generation` that the operator used for this condition."""
 
 
 class RoleStatus(StatusModel):
@@ -154,13 +154,13 @@ class Backoff(StatusModel):
 
 
 class CheckpointStatus(StatusModel):
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
 
     step: int
     """The version that it holds."""
 
     uri: str = ""
-    """Where it is: `backstay.load` reads it."""
+    """The URI of its manifest, which `backstay.load` reads."""
 
     time: Time | None = None
     """When the operator first observed it."""
@@ -185,13 +185,13 @@ class HistoryEntry(StatusModel):
     """The slot whose pod died, such as `worker-3`."""
 
     incarnation: int | None = None
-    """Of the pod that died."""
+    """The incarnation of the pod that died."""
 
     recovered: PreciseTime | None = None
     """When the slot took part in training again: a worker with a contribution, a server with an update."""
 
     report: str | None = None
-    """Where the report about the pod that died is stored."""
+    """The URI of the report about the pod that died."""
 
 
 class WaitedForStatus(StatusModel):
@@ -204,10 +204,10 @@ class WaitedForStatus(StatusModel):
     """The server that received its contributions much later than the others."""
 
     part: str
-    """Of the rank's step: `batch_wait`, `compute`, `push` (sending) or `pull` (receiving)."""
+    """The slow part of the rank's step: `batch_wait`, `compute`, `push` (sending) or `pull` (receiving)."""
 
     seconds: float
-    """Added up over the updates of the last 5 minutes."""
+    """The sum over the updates of the last 5 minutes."""
 
     updates: int
     """How many updates waited."""
@@ -223,7 +223,7 @@ class TrainingJobStatus(StatusModel):
     """The state of the job as standard conditions."""
 
     observed_generation: int | None = None
-    """The `metadata.generation` that this status answers."""
+    """The `metadata.generation` that the operator used for this status."""
 
     start_time: Time | None = None
     """When the job began to run; after a suspension, when it began again."""
@@ -235,10 +235,10 @@ class TrainingJobStatus(StatusModel):
     """Updates applied."""
 
     goal_steps: int | None = None
-    """Updates that training ends with: `steps` of `backstay.train`."""
+    """The number of updates at which training ends: `steps` of `backstay.train`."""
 
     local_steps: int | None = None
-    """Steps that each worker makes by itself between two updates (`backstay.LocalSteps`); absent: none."""
+    """Optimizer steps that each worker makes between two updates (`backstay.LocalSteps`); absent: none."""
 
     examples_per_second: FiniteFloat = None
     """Examples trained on per second, over all workers, lately."""
@@ -253,10 +253,10 @@ class TrainingJobStatus(StatusModel):
     """The seconds of all worker pods, and of slots without one, by part. See docs/goodput.md."""
 
     worker_seconds_gone: dict[str, float] = Field(default_factory=dict)
-    """Those of pods that no longer exist, and of slots without a pod: the operator's memory."""
+    """The part of `workerSeconds` of deleted pods and of slots without a pod. Only the operator uses it."""
 
     worker_seconds_until: PreciseTime | None = None
-    """Slots without a pod are counted up to here: the operator's memory."""
+    """The time up to which slots without a pod are counted. Only the operator uses it."""
 
     loss: FiniteFloat = None
     """Loss of the newest update; absent when it is not finite."""
@@ -286,23 +286,23 @@ class TrainingJobStatus(StatusModel):
     """The pods by role."""
 
     incarnations: dict[str, int] = Field(default_factory=dict)
-    """The newest incarnation of each slot, such as `worker-3: 2`: the fencing tokens. Written before the
-    pod is created."""
+    """The newest incarnation of each slot, such as `worker-3: 2`. The operator writes it before it creates the pod, and
+    pods refuse calls of older incarnations."""
 
     active: dict[str, int] = Field(default_factory=dict)
-    """With standbys: which incarnation of each shard's servers serves; a newer one is its standby."""
+    """With standbys: the incarnation of the active server of each shard. A newer incarnation is its standby."""
 
     backoff: dict[str, Backoff] = Field(default_factory=dict)
-    """The slots, such as `worker-3`, whose next pod waits."""
+    """The slots, such as `worker-3`, for which the operator waits before it creates the next pod."""
 
     term: int | None = None
-    """The stretch of history without a rollback that the job is in."""
+    """The current term: it grows with each rollback and each start from a checkpoint."""
 
     world: int | None = None
-    """The number of ranks in force, as the coordinator last put it in force."""
+    """The number of ranks that the coordinator uses now."""
 
     checkpoint: CheckpointStatus | None = None
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
 
     waited_for: list[WaitedForStatus] = Field(default_factory=list)
     """The ranks that the updates of the last minutes waited for, the longest first; at most three. Async: the ranks

@@ -106,7 +106,7 @@ def test_t7_files_without_a_manifest_are_not_a_checkpoint(tmp_path: Path) -> Non
     store = CheckpointStore(str(tmp_path))
     store.write_shard([Entry("params/a", 0, 2, np.zeros(2))], version=3, **SHARD)
     assert store.newest().manifest is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         load(str(tmp_path))
 
 

@@ -331,9 +331,9 @@ def test_exported_as_safetensors_and_started_from_again(
         "model.safetensors.index.json",
     ]
     equal(started(f"{tmp_path}/several"), TREE)
-    with pytest.raises(CheckpointError, match="is not empty: nothing is replaced"):
+    with pytest.raises(CheckpointError, match="is not empty, and is not replaced"):
         backstay.export(store.uri, f"{tmp_path}/several")
-    with pytest.raises(CheckpointError, match=r"one\.safetensors exists: nothing is replaced"):
+    with pytest.raises(CheckpointError, match=r"one\.safetensors exists, and is not replaced"):
         backstay.export(store.uri, f"{tmp_path}/one.safetensors")
     with pytest.raises(ConfigurationError, match="out is empty"):
         backstay.export(store.uri, "")
@@ -373,7 +373,7 @@ def test_orbax_reads_what_the_command_exports(tmp_path: Path, write_named: Write
     with ocp.StandardCheckpointer() as checkpointer:
         equal(checkpointer.restore(out, jax.tree.map(np.zeros_like, TREE)), TREE)
     equal(started(str(out)), TREE)
-    with pytest.raises(CheckpointError, match="exists: nothing is replaced"):
+    with pytest.raises(CheckpointError, match="exists, and is not replaced"):
         backstay.export(store.uri, str(out), "orbax")
     with pytest.raises(CheckpointError, match="is not a checkpoint of Backstay, nor a folder with checkpoints"):
         backstay.export(str(out), str(tmp_path / "x"))

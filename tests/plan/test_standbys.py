@@ -146,7 +146,7 @@ def test_the_status_states_which_shards_would_lose_updates(training):
     training.settle()
     said = training.condition("StandbysInSync")
     assert (said["status"], said["reason"]) == ("False", "Filling")
-    assert said["message"] == "without a standby that holds all of it: shard 0"
+    assert said["message"] == "no standby in sync: shard 0"
     answer(training, shard_0=2, shard_1=2)
     training.settle()
     assert training.condition("StandbysInSync")["status"] == "True"

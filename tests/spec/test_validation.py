@@ -217,9 +217,8 @@ BAD = [
     (
         "spec/env/0",
         {"name": "BACKSTAY_ROLE", "value": "x"},
-        'spec.env[0].name: is "BACKSTAY_ROLE": must not begin with BACKSTAY_: these variables are the '
-        "operator's; choose "
-        "another name",
+        'spec.env[0].name: is "BACKSTAY_ROLE": must not begin with BACKSTAY_: this prefix is '
+        "reserved; choose another name",
     ),
     (
         "spec/env/0",
@@ -240,8 +239,7 @@ BAD = [
         f"{TRAINER}/env",
         [{"name": "A"}, {"name": "BACKSTAY_TOKEN"}],
         'spec.workers.template.spec.containers[0].env[1].name: is "BACKSTAY_TOKEN": must not begin with '
-        "BACKSTAY_: these "
-        "variables are the operator's; choose another name",
+        "BACKSTAY_: this prefix is reserved; choose another name",
     ),
     (
         f"{TRAINER}/name",

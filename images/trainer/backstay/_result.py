@@ -11,17 +11,17 @@ __all__ = ["Result"]
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a training.
+    """The result of training.
 
     Attributes:
         params: the parameters after the last update, the same pytree as `init` returned.
         state: the model state after the last update; None for a model without state.
         step: how many updates were applied.
         loss: the loss of the newest gradient that this process computed; None when it computed none.
-        metrics: what `evaluate` returned for `params`, in a job the same in every worker; empty where it was not called
-            or failed.
-        checkpoint: where the last checkpoint is; None when none is stored.
-        train_metrics: what `loss` returned beside the loss, of the newest gradient.
+        metrics: the metrics that `evaluate` returned for `params`, the same in every worker of a job. Empty if
+            `evaluate` was not called, or failed.
+        checkpoint: the URI of the last checkpoint; None if there is none.
+        train_metrics: the metrics that `loss` returned for the newest gradient of this process.
         rank: the rank of this worker; 0 in a single process.
     """
 
@@ -36,8 +36,8 @@ class Result:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the one process of the job that exports, uploads or prints: the worker of rank 0.
+        """Whether this is worker 0, the process that exports, uploads or prints. True if there is no job.
 
-        The job waits for the script of this worker, and stops the other workers when it ends.
+        The job ends when the script of this worker ends. The operator then stops the other workers.
         """
         return self.rank == 0

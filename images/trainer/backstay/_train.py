@@ -67,52 +67,54 @@ def train(
     wire: Wire | None = None,
     local: LocalSteps | None = None,
 ) -> Result:
-    """Train a model: in this process, or as one pod of the job that the environment names.
+    """Train a model: in this process, or as one pod of a job, if the environment names a job.
 
     Args:
         init: ``init(key)`` returns the parameters, any pytree of arrays; with `has_state` the pair
-            ``(params, state)``. `key` is ``jax.random.key(seed)``. It must return the same in every pod.
+            ``(params, state)``. `key` is ``jax.random.key(seed)``. `init` must return the same values in every pod.
         loss: ``loss(params, batch)`` returns a floating-point scalar, or ``(scalar, {name: scalar})``; with `has_state`
             ``loss(params, state, batch)`` returns ``(scalar, new_state)``, or ``(scalar, new_state, {name: scalar})``;
             with `has_rng` a key is its last argument.
-        batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays; a pure function. It is
-            called before the batch is needed, in another thread.
-        optimizer: any optax optimizer that shards can compute exactly. With `local` it is the outer optimizer, and may
-            be left out. The default is SGD with learning rate 0.7. In Sync mode it has Nesterov momentum 0.9. In Async
-            mode it has none, and contributions are weighted by ``1 / (1 + staleness)``.
-        steps: how many updates to make.
-        evaluate: ``evaluate(params)``, with `has_state` ``evaluate(params, state)``, returns ``{name: number}``; called
-            once after the last update or, in a job with an evaluator, for each checkpoint.
+        batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays. It must be a pure function.
+            Another thread calls it before the batch is needed.
+        optimizer: any optax optimizer that shards can compute exactly. With `local`, this is the outer optimizer, and
+            it is optional. The default is SGD with learning rate 0.7. In Sync mode, the default has Nesterov momentum
+            0.9. In Async mode, it has no momentum, and contributions are weighted by ``1 / (1 + staleness)``.
+        steps: the number of updates, counted from the start of the first run.
+        evaluate: ``evaluate(params)`` returns ``{name: number}``; with `has_state` it is ``evaluate(params, state)``.
+            `train` calls it once after the last update or, in a job with an evaluator, for each checkpoint.
         has_state: whether the model has a state: values that gradients do not train, such as batch statistics, any
-            pytree of arrays. The new state of an update is the weighted mean of the new states that the contributions
-            of its ranks hold, in order of rank; of integers and booleans it is the lowest rank's.
-        has_rng: whether `loss` gets a random key, which is `BatchKey.key`: of (seed, step, rank) alone, so a
-            replacement of a worker gets the same one.
-        seed: of `init` and of the keys of batches.
+            pytree of arrays. The new state of an update is the weighted mean of the new states of its ranks. Integers
+            and booleans have no mean: the update uses those of the lowest rank.
+        has_rng: whether `loss` gets a random key, `BatchKey.key`. The key depends only on (seed, step, rank), so a
+            replacement of a worker gets the same key.
+        seed: the seed of `init` and of the keys of batches.
         clip_norm: upper bound of the norm of the mean gradient, over all parameters; with `local`, of the mean
             contribution. `optax.clip_by_global_norm` in the inner optimizer bounds the gradients of local steps.
-        deterministic: ask the backend for kernels that give the same bits run after run.
+        deterministic: whether XLA must select kernels that give the same bits in every run.
         log_every: seconds between lines of progress. A single process on a terminal shows a progress bar instead.
-        start_from: the place of the initial parameters, by name, instead of `init`: a checkpoint of Backstay, a
-            safetensors file or a folder of them, or an Orbax checkpoint. `StartFrom` maps names, or takes a part. The
-            optimizer's state is new, and the first update makes version 1. A job that has its own checkpoints already
-            continues from those.
-        on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update, in one
-            place: in a job, in the server of shard 0, where it delays nothing. `metrics` is what `loss` returned beside
-            the loss, the mean over the ranks of the update.
-        stop_when: ``stop_when(metrics)`` is called with what each evaluation returned, in the same place; when it
-            returns true, training ends with the next update, and the job succeeds (``StoppedEarly``). In a job it needs
-            an evaluator.
-        evaluate_every: in a single process, updates between two calls of `evaluate`; by default, with `stop_when`, a
-            twentieth of `steps`, else it is called only at the end. In a job each checkpoint is evaluated.
-        wire: how tensors are encoded between workers and servers. In a job, `spec.wire` of the TrainingJob says it, and
-            an argument that differs is an error. One process rounds as a job does, so that results can be compared.
-        local: optimizer steps that each worker makes by itself between two updates.
+        start_from: the source of the initial parameters, instead of `init`: a checkpoint of Backstay, a safetensors
+            file or a folder of them, or an Orbax checkpoint. The parameters are found by their names. `StartFrom` maps
+            names, or loads a part. The optimizer's state is new, and the first update makes version 1. A job that
+            already has its own checkpoints continues from those.
+        on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update. In a
+            job, the server of shard 0 calls it in another thread, so it does not delay updates. `metrics` is the mean
+            over the ranks of the update of the metrics that `loss` returned.
+        stop_when: ``stop_when(metrics)`` is called with the result of each evaluation, in the same process as
+            `on_update`. When it returns true, training ends with the next update, and the job succeeds
+            (``StoppedEarly``). A job needs an evaluator for this.
+        evaluate_every: in a single process, the number of updates between two calls of `evaluate`. The default with
+            `stop_when` is a twentieth of `steps`; without it, `evaluate` is called only at the end. In a job, the
+            evaluator evaluates each checkpoint.
+        wire: how tensors are encoded between workers and servers. In a job, `spec.wire` of the TrainingJob selects the
+            encoding, and a different argument is an error. One process rounds like a job, so that you can compare
+            results.
+        local: optimizer steps that each worker makes alone between two updates.
 
     Returns:
-        The last parameters and model state. Only in a single process and in workers: parameter servers and
-        evaluators end their process. The job succeeds when the script of the worker of rank 0 has ended too, with exit
-        code 0 (`Result.is_leader`).
+        The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
+        and evaluators end their process. The job succeeds when the script of worker 0 has ended with exit code 0
+        (`Result.is_leader`).
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -171,8 +173,8 @@ def _refuse_in_child() -> None:
     spawned = processes is not None and getattr(processes.current_process(), "_inheriting", False)
     if spawned or (_CALLED and _CALLED[0] != os.getpid()):
         raise ConfigurationError(
-            "train was called in a process that multiprocessing started. It imports or continues the script "
-            "of the first process: call train under `if __name__ == '__main__':`, and only in the first process."
+            "train was called in a process that multiprocessing started. Such a process imports or continues the "
+            "script: call train under `if __name__ == '__main__':`, and only in the first process."
         )
 
 
@@ -263,7 +265,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     show_role(environment, standby=environment.standby)
     if script.stop_when is not None and not environment.config.evaluator:
         raise ConfigurationError(
-            "stop_when judges evaluations, and this job has no evaluator: set spec.evaluator, or use "
+            "stop_when needs evaluations, but this job has no evaluator: set spec.evaluator, or use "
             "backstay run --evaluator"
         )
     stop = Stop()

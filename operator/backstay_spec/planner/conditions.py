@@ -334,7 +334,7 @@ def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstruct
     spent = any(_given_up(facts, record, shard) for shard in behind)
     budget = " (spec.parameterServers.maxRestarts is used up)" if spent else ""
     reason = stuck.obstacle.blocked if stuck is not None else "BudgetSpent" if spent else "Filling"
-    text = f"without a standby that holds all of it: shard {which}{budget}{why}"
+    text = f"no standby in sync: shard {which}{budget}{why}"
     event = warning("BudgetSpent", f"no further standby is created: {text}") if reason == "BudgetSpent" else None
     return [Statement(kind, False, reason, text, event)]
 

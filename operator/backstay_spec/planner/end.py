@@ -65,7 +65,7 @@ def active_deadline(facts: Facts) -> Effects:
     deadline = (started or status.whole_seconds(facts.now)) + timedelta(seconds=limit)
     if facts.now < deadline:
         return Effects(wake=deadline)
-    text = f"ran for spec.runPolicy.activeDeadlineSeconds: {limit} s"
+    text = f"the job ran for {limit} s, the limit of spec.runPolicy.activeDeadlineSeconds"
     return Effects(failure=Failure("DeadlineExceeded", text))
 
 

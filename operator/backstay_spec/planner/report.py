@@ -251,7 +251,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:
-    """The newest whole checkpoint; its time stays if it was known before."""
+    """The newest complete checkpoint; its time stays if it was known before."""
     known = before.checkpoint
     if known is not None and (known.step, known.uri) == (step, uri):
         return known

@@ -73,7 +73,7 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
     """A reference to the present content of `uri`. `open_arrays` refuses the reference when the content has changed.
 
     Args:
-        uri: a manifest, a folder with manifests (its newest whole checkpoint), a safetensors file, a folder of them,
+        uri: a manifest, a folder with manifests (its newest complete checkpoint), a safetensors file, a folder of them,
             or an Orbax checkpoint.
         skip: in a folder with manifests, skip those whose origin makes it true. The manifests of all histories are
             considered then.
@@ -103,14 +103,14 @@ def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
             newest = store.newest()
             if newest.manifest is not None:
                 return store.uri_of(newest.manifest)
-            damaged = "".join(f"\n  passed over {line}" for line in newest.skipped)
-            raise CheckpointError(f"there is no whole checkpoint in {uri}{damaged}")
+            damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
+            raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
         for key in store.contents().manifests:
             with contextlib.suppress(CheckpointError):
                 manifest = store.open(str(key))
                 if not skip(manifest.origin):
                     return store.uri_of(manifest)
-        raise CheckpointError(f"there is no whole checkpoint of another job or seed in {uri}")
+        raise CheckpointError(f"there is no complete checkpoint of another job or seed in {uri}")
     return f"{uri}#{_fingerprint(uri)}"
 
 

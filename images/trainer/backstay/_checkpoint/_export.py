@@ -48,7 +48,7 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
     """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
 
     Args:
-        checkpoint: one checkpoint (its manifest), or a job's ``checkpoint.uri``: then the newest whole checkpoint is
+        checkpoint: one checkpoint (its manifest), or a job's ``checkpoint.uri``: then the newest complete checkpoint is
             exported.
         out: a path or any fsspec URI, which does not exist yet. For ``safetensors`` it is a file if it ends in
             ``.safetensors``, else a folder with ``model.safetensors``. Above 5 GB the folder has several files, and
@@ -60,7 +60,7 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
 
     Raises:
         ConfigurationError: `format` is not one of these.
-        CheckpointError: there is no whole checkpoint, or `out` exists or cannot be written.
+        CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written.
     """
     if format not in ("safetensors", "orbax"):
         raise ConfigurationError(f"format is {format!r}: must be safetensors or orbax")
@@ -113,10 +113,10 @@ def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metad
     parent, _, last = out.rstrip("/").rpartition("/")
     folder = open_folder((parent or ("/" if out.startswith("/") else ".")) if out.endswith(_SUFFIX) else out)
     if not out.endswith(_SUFFIX) and folder.names():
-        raise CheckpointError(f"{out} is not empty: nothing is replaced; name a folder that does not exist")
+        raise CheckpointError(f"{out} is not empty, and is not replaced: name a folder that does not exist")
     if out.endswith(_SUFFIX):
         if folder.size(last) is not None:
-            raise CheckpointError(f"{out} exists: nothing is replaced; name a file that does not exist")
+            raise CheckpointError(f"{out} exists, and is not replaced: name a file that does not exist")
         files = [(last, dict(named))]
     else:
         parts = _parts(named)

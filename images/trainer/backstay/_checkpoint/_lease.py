@@ -175,7 +175,10 @@ class FolderLease:
                 if self._wait(self.times.renew * random.random()):  # noqa: S311
                     raise Interrupted("a signal to stop arrived while the process waited for the checkpoint folder")
             else:
-                raise CheckpointInUse(f"several runs try to write checkpoints into {self._store.uri} at the same time")
+                raise CheckpointInUse(
+                    f"several runs try to write checkpoints into {self._store.uri} at the same time: a folder has one "
+                    "writer at a time; use another checkpoint.uri"
+                )
             self._name = name
             for old in self._store.contents().leases:
                 if old.number < name.number:
@@ -297,8 +300,8 @@ class FolderLease:
                     record = self._read(name)
                     if record is not None and record.job != self._holder.job:
                         raise CheckpointInUse(
-                            f"{record.holder} took over {self._store.uri} while this process was silent: nothing more "
-                            "is stored"
+                            f"{record.holder} took over {self._store.uri} while this process did not renew its lease: "
+                            "this process stores nothing more"
                         )
                 if self._name not in contents.leases:
                     self._folder.write(str(self._name), self._text(self._name.number))  # the folder was emptied

@@ -18,7 +18,7 @@ from ._structure import rebuild
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint in memory.
+    """A complete checkpoint in memory.
 
     Attributes:
         params: the parameters, as NumPy arrays in their own shapes and dtypes.
@@ -41,7 +41,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
     """Read a checkpoint's parameters and model state.
 
     Args:
-        uri: one checkpoint (its manifest), or a job's ``checkpoint.uri``, of which the newest whole one is taken.
+        uri: one checkpoint (its manifest), or a job's ``checkpoint.uri``, whose newest complete one is read.
             A path or any fsspec URI.
         like: a tree of the structure that `init` returned, for a model with state the pair ``(params, state)``; its
             leaves are arrays or ``jax.ShapeDtypeStruct``. It is needed when a tree has other nodes than dicts, lists
@@ -51,7 +51,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         A `Checkpoint`; its leaves are NumPy arrays of the stored shapes and dtypes.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or `like` has other leaves (the message names the first).
+        CheckpointError: there is no complete checkpoint, or `like` has other leaves (the message names the first).
     """
     uri = str(uri)
     skipped: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         store = CheckpointStore(uri)
         newest = store.newest()
         if newest.manifest is None:
-            damaged = "".join(f"\n  passed over {line}" for line in newest.skipped)
-            raise CheckpointError(f"there is no whole checkpoint in {uri}{damaged}")
+            damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
+            raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
         manifest, skipped = newest.manifest, newest.skipped
     reader = Reader(store, manifest, cache=len(manifest.files))
     has_state = manifest.state_structure is not None
@@ -116,8 +116,8 @@ def _tree(
     wanted, treedef = jax.tree.flatten(like)
     if len(wanted) != len(leaves):
         raise CheckpointError(
-            f"`like` has {len(wanted)} leaves, the checkpoint {name} has {len(leaves)}: "
-            f"the first of them is {specs[0].path if specs else 'none'}"
+            f"`like` has {len(wanted)} leaves, but the checkpoint {name} has {len(leaves)}: "
+            f"the first of these is {specs[0].path if specs else 'none'}"
         )
     for leaf, array in zip(specs, wanted, strict=True):
         shape = tuple(getattr(array, "shape", ()))

@@ -55,10 +55,10 @@ class Origin(_Model):
     """Where a checkpoint comes from.
 
     Attributes:
-        history: random, drawn when the history's first term begins.
-        job: the job that wrote it.
+        history: random text, chosen when the first term of the history begins.
+        job: the job that wrote the checkpoint.
         seed: the script's seed.
-        digest: digest of the partition that the pods of the term agreed on; hex.
+        digest: hexadecimal digest of the partition that the pods of the term use.
         structure: digest of the structure of parameters and optimizer state. Training continues only with an equal one.
         settings: settings that may differ between two runs of a job, as text. A difference is reported.
     """
@@ -159,7 +159,7 @@ class StateRecord(_Model):
 
 
 class Manifest(_Model):
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Attributes:
         leaves, structure: of the parameters.
@@ -228,7 +228,7 @@ class Claim(_Model):
 
     Attributes:
         base: the manifest that the term begins at; empty for the initial parameters.
-        start_from: what initial parameters are read from; empty: `init` returns them.
+        start_from: the source of the initial parameters; empty: `init` returns them.
     """
 
     format: Literal[2] = 2

@@ -77,7 +77,7 @@ def write_orbax(uri: str, tree: Any) -> None:
     ocp = _orbax()
     folder = _path(uri)
     if folder.exists():
-        raise CheckpointError(f"{uri} exists: nothing is replaced; name a folder that does not exist")
+        raise CheckpointError(f"{uri} exists, and is not replaced: name a folder that does not exist")
     try:
         # Threads of Orbax end only after minutes if Orbax cannot create the folder.
         folder.mkdir(parents=True)

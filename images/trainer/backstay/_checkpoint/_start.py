@@ -35,8 +35,8 @@ class StartFrom:
 
     Attributes:
         uri: a path or any fsspec URI of one of these: a checkpoint of Backstay (a manifest); a folder with checkpoints
-            (its newest whole one); a safetensors file; a folder of safetensors files; an Orbax checkpoint; the folder
-            of a ``CheckpointManager`` (its newest step).
+            (its newest complete one); a safetensors file; a folder of safetensors files; an Orbax checkpoint; the
+            folder of a ``CheckpointManager`` (its newest step).
         mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
             ``layers.0.kernel``. The names of a model state begin with ``state/``. `arrays` is a mapping of names to
             NumPy arrays; it reads an array when the function looks it up. The function returns an array of the

@@ -1,4 +1,4 @@
-"""Writes checkpoints and finds the newest whole one (T6, T7).
+"""Writes checkpoints and finds the newest complete one (T6, T7).
 
 A shard's server writes its file with `write_shard`. The coordinator collects the results and makes the checkpoint with
 `write_manifest`. `prune` deletes only files of the coordinator's history.
@@ -54,11 +54,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest whole checkpoint, and the newer ones that were skipped.
+    """The newest complete checkpoint, and the newer ones that were skipped.
 
     Attributes:
         skipped: names of manifests, each with the reason.
-        unusable: those of `skipped` that may be of this history, and cannot be read.
+        unusable: manifests in `skipped` that may belong to this history, and that cannot be read.
     """
 
     manifest: Manifest | None
@@ -100,13 +100,13 @@ class Contents:
 
     @property
     def newest_term(self) -> int:
-        """The highest term that any name has; 0 when there is none."""
+        """The highest term in any name; 0 if there is none."""
         terms = [name.term for name in self.manifests] + [name.term for name in self.claims]
         return max([*terms, *(name.term for name in self.shards)], default=0)
 
     @property
     def newest_lease(self) -> int:
-        """The highest number of a lease that any name has; 0 when there is none."""
+        """The highest number of a lease in any name; 0 if there is none."""
         numbers = [name.lease for name in self.manifests] + [name.lease for name in self.claims]
         return max([*numbers, *(name.number for name in self.leases)], default=0)
 
@@ -188,7 +188,7 @@ class CheckpointStore:
         return FileInfo(name=name, size=size, sha256=sha256, ranges=tuple(ranges))
 
     def write_manifest(self, manifest: Manifest) -> Manifest:
-        """Store the manifest: from then on, this checkpoint is the newest whole one.
+        """Store the manifest: from then on, this checkpoint is the newest complete one.
 
         Returns:
             The manifest as it is stored, with the first `attempt` that no file has.
@@ -221,8 +221,8 @@ class CheckpointStore:
     def prune(self, *, keep: int, newest: Manifest) -> list[str]:
         """Delete all but the newest `keep` checkpoints of a history, and its shard files that no manifest names.
 
-        Files of another history are never deleted. Neither is anything as new as `newest`: it may be a part of an
-        unfinished checkpoint. Once a newer lease is in use, nothing at all is deleted (T6).
+        This never deletes files of another history. It also keeps files as new as `newest`, which may be a part of an
+        unfinished checkpoint. When a newer lease is in use, it deletes no files (T6).
 
         Args:
             newest: the last manifest that this process stored.
@@ -231,7 +231,7 @@ class CheckpointStore:
             The names of the deleted files.
 
         Raises:
-            CheckpointError: the folder cannot be read, or a file not be deleted.
+            CheckpointError: the folder cannot be read, or a file cannot be deleted.
         """
         own, contents = newest.key, self.contents()
         if contents.newest_lease > own.lease or (contents.manifests and contents.manifests[0] > own):
@@ -297,7 +297,7 @@ class CheckpointStore:
     def newest(
         self, *, verify: bool = True, contents: Contents | None = None, up_to: tuple[int, int] | None = None
     ) -> Newest:
-        """The newest whole checkpoint.
+        """The newest complete checkpoint.
 
         Args:
             verify: read every file and compare its SHA-256; otherwise only sizes are compared.
@@ -305,10 +305,10 @@ class CheckpointStore:
             up_to: the highest (term, version) to consider; None: no limit.
 
         Returns:
-            The manifest, or None when there is no whole checkpoint; and what was skipped, with the reason.
+            The manifest, or None when there is no complete checkpoint; and what was skipped, with the reason.
 
         Raises:
-            StorageError: the folder cannot be listed, or a file in it not be read.
+            StorageError: the folder cannot be listed, or a file in it cannot be read.
         """
         contents = contents or self.contents()
         claims = self._readable_claims(contents)
@@ -339,7 +339,7 @@ class CheckpointStore:
         return claims[0][1] if claims else None
 
     def open(self, name: str, *, verify: bool = True) -> Manifest:
-        """The manifest called `name`, if all its files are whole.
+        """The manifest called `name`, if all its files are complete.
 
         Raises:
             CheckpointError: the manifest or one of its files is missing, truncated or damaged; the message says which.

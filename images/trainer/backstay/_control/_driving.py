@@ -225,7 +225,7 @@ class Driving:
 
     @property
     def checkpoint(self) -> str:
-        """The newest whole checkpoint of this history; empty when there is none."""
+        """The newest complete checkpoint of this history; empty when there is none."""
         with self._lock:
             return self._coordinator.checkpoint
 

@@ -33,7 +33,7 @@ class Conclusion:
 
     Attributes:
         schedule: when to write checkpoints, and which are being written.
-        checkpoint: the URI of the newest whole one; empty: there is none.
+        checkpoint: the URI of the newest complete one; empty: there is none.
         finished: how the job ended; None while it has not.
     """
 
@@ -57,7 +57,7 @@ class Conclusion:
         """Continue for a coordinator that ended.
 
         Args:
-            checkpoint, version: the newest whole checkpoint.
+            checkpoint, version: the newest complete checkpoint.
             since: seconds since its last checkpoint began.
         """
         self.checkpoint, self._checkpoint_version = checkpoint, version

@@ -105,7 +105,7 @@ class Coordinator:
             prepared: the gradients whose mean shard 0 holds for `state.version`: the next commit may name them.
             incarnation: of this coordinator's server.
             infos: of `prepared`, in that order.
-            checkpoint, checkpoint_at: the newest known whole checkpoint, and its (term, version).
+            checkpoint, checkpoint_at: the newest known complete checkpoint, and its (term, version).
             since_checkpoint: seconds since the last one began.
         """
         new = cls(rules, state, desired_world=desired_world, intervals=intervals, now=now)
@@ -139,7 +139,7 @@ class Coordinator:
 
     @property
     def checkpoint(self) -> str:
-        """The URI of the newest whole checkpoint; empty: there is none."""
+        """The URI of the newest complete checkpoint; empty: there is none."""
         return self._conclusion.checkpoint
 
     @property
@@ -183,7 +183,7 @@ class Coordinator:
         prepared: Iterable[Contribution] = (),
         begun: int = 0,
     ) -> list[Decision]:
-        """A shard's server connected and is at (term, version); (0, 0) when it holds nothing yet.
+        """A shard's server connected. It holds (term, version), or (0, 0) if it has no state yet.
 
         After this, it reports again the gradients that it holds.
 
@@ -258,7 +258,7 @@ class Coordinator:
         return [*out, Send(None, self._history.start), *self._conclusion.end_if_over(now)]
 
     def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
-        """A shard holds a whole gradient."""
+        """A shard holds a complete gradient."""
         out, complete = self._intake.staged(shard, staged)
         if complete:
             self._grace.arrived(now, staged.id)
@@ -269,7 +269,7 @@ class Coordinator:
         return out
 
     def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
-        """A gradient's stream to a shard ended before its end mark, or the whole gradient came too late to be used."""
+        """A gradient's stream to a shard ended before its end mark, or the complete gradient arrived too late."""
         self._intake.ledger.lose(shard, gradient)
         if not self._came_late(shard, gradient):
             return []
@@ -369,7 +369,7 @@ class Coordinator:
         return []
 
     def save(self, now: float) -> list[Decision]:
-        """Write the newest version now: a server is going to stop."""
+        """Write the newest version now, because a server will stop."""
         return self._conclusion.save(now)
 
     def fail(self, reason: str, why: str) -> list[Decision]:
@@ -382,7 +382,7 @@ class Coordinator:
 
     @property
     def wakes_at(self) -> float | None:
-        """When an update stops to wait for more contributions; None: none waits."""
+        """The time at which an update no longer waits for more contributions; None: no update waits."""
         return self._grace.until
 
     # ---- Decisions ----

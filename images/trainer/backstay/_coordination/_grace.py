@@ -1,7 +1,7 @@
 """How long a synchronous update waits for more contributions after its quorum is complete (T2).
 
-The wait ends at once when every rank that can still contribute has. Ranks that are known to be dead, replaced or
-stalled are not waited for: a rank counts only if its newest incarnation has contributed before.
+The wait ends at once when every rank that can still contribute has contributed. The update does not wait for ranks
+that are dead, replaced or stalled: a rank counts only if its newest incarnation has contributed before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Choice:
     """
     Attributes:
         wait: in seconds.
-        per_second: the applied contributions per second that are estimated for it; None: not estimated.
+        per_second: the estimate of applied contributions per second with this wait; None: there is no estimate.
     """
 
     wait: float
@@ -65,23 +65,23 @@ class Grace:
 
     @property
     def choice(self) -> Choice:
-        """The wait in force."""
+        """The current wait."""
         return self._choice
 
     @property
     def waits(self) -> bool:
-        """Whether updates may take more than their quorum."""
+        """Whether an update may contain more contributions than its quorum."""
         return self._seconds != 0.0
 
     def change(self, seconds: float | None) -> None:
-        """`update.grace` has this value from now on."""
+        """`update.grace` has changed to this value."""
         if seconds != self._seconds:
             self._seconds, self._choice, self._updates = seconds, Choice(seconds or 0.0), 0
 
     # ---- What happens ----
 
     def joined(self, rank: int, incarnation: int) -> None:
-        """A worker joined: older incarnations of it contribute no more."""
+        """A worker joined: its older incarnations no longer contribute."""
         self._newest[rank] = max(incarnation, self._newest.get(rank, -1))
 
     def gone(self, rank: int, incarnation: int) -> None:
@@ -141,12 +141,12 @@ class Grace:
         return now >= self._complete_since + self._choice.wait or not self._expected(world) - complete
 
     def incomplete(self) -> None:
-        """The quorum is not complete, or not any more."""
+        """The quorum is not complete, or no longer complete."""
         self._complete_since = None
 
     @property
     def until(self) -> float | None:
-        """When the present wait ends at the latest; None: there is none."""
+        """The latest end of the current wait; None: no update waits."""
         return None if self._complete_since is None else self._complete_since + self._choice.wait
 
     def _expected(self, world: int) -> set[int]:
@@ -178,7 +178,7 @@ def best_wait(durations: Mapping[int, Sequence[float]], quorum: int) -> Choice:
 
 
 def _candidates(durations: Mapping[int, Sequence[float]], quorum: int, limit: float) -> list[float]:
-    """For each possible set of ranks, the shortest wait for it, if all ranks had begun at the same time."""
+    """The shortest wait for each possible set of ranks, if all ranks begin at the same time."""
     rounds = min(len(seconds) for seconds in durations.values())
     found: set[float] = set()
     for k in range(1, rounds + 1):
@@ -191,9 +191,9 @@ def _candidates(durations: Mapping[int, Sequence[float]], quorum: int, limit: fl
 
 
 def replay(durations: Mapping[int, Sequence[float]], quorum: int, wait: float) -> float:
-    """Applied contributions per second, if ranks took these durations and each update waited so long.
+    """Applied contributions per second, if ranks need these durations and each update waits this long.
 
-    A rank that is late finishes what it computes, and continues with the version that is newest then.
+    A late rank finishes its computation, and continues with the newest version.
     """
     ranks = sorted(durations)
     busy_until = dict.fromkeys(ranks, 0.0)

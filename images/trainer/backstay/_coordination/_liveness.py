@@ -1,6 +1,6 @@
 """Which pods are alive, stalled or slow: bookkeeping over heartbeats, with the time passed in.
 
-This module reports. The operator replaces (O5). A worker that waits for others owes no gradient and is not stalled.
+This module only reports pods; the operator replaces them (O5). A worker that waits for other workers is not stalled.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Liveness:
         return True
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
-        """A heartbeat arrived. One of a peer that did not join is ignored."""
+        """A heartbeat arrived. The heartbeat of a peer that did not join is ignored."""
         self._wake(now)
         member = self._member(peer)
         if member is None:
@@ -125,7 +125,7 @@ class Liveness:
         return found
 
     def stragglers(self, now: float, world: int) -> list[Straggler]:
-        """Living workers of the world whose gradient takes 1.5 times the median of the others'."""
+        """Living workers of the world whose gradient takes more than 1.5 times the median of the others."""
         self._wake(now)
         times = {
             index: median(member.step_seconds)

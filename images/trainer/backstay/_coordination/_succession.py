@@ -37,7 +37,7 @@ class Succession:
         Args:
             prepared: the gradients whose mean shard 0 holds for the next version.
             infos: of `prepared`, in that order.
-            checkpoint_at: (term, version) of the newest whole checkpoint.
+            checkpoint_at: (term, version) of the newest complete checkpoint.
         """
         self._prepared, self._infos = prepared, infos
         # The history is longer than the part that this server held as a standby.

@@ -16,13 +16,14 @@ __all__ = ["BatchKey"]
 
 @dataclass(frozen=True)
 class BatchKey:
-    """Names one batch; `batches(key)` must be a pure function of it.
+    """The identity of one batch. `batches(key)` must be a pure function of it.
 
     Attributes:
         step: in Sync mode the version of the parameters; in Async mode the number of this rank's gradients before it.
-            With local steps, their number: in Sync mode ``version * count + i``, in Async mode the rank's own.
+            With local steps, the number of local steps before it: in Sync mode ``version * count + i``, in Async mode
+            the rank's own count.
         rank: this worker's index, ``0 <= rank < world``.
-        world: the number of ranks in force.
+        world: the current number of ranks.
         seed: the job's seed.
         offset: 0 until the world changes; then a value that keeps `number` unique. It may be negative.
     """
@@ -35,10 +36,10 @@ class BatchKey:
 
     @property
     def number(self) -> int:
-        """The number of this batch among all that ranks draw: ``offset + step * world + rank``, 0 or more.
+        """The number of this batch among the batches of all ranks: ``offset + step * world + rank``, 0 or more.
 
-        No two batches of a job have the same number, even when the world changes. In Sync mode no number is left out,
-        except with local steps when the world shrinks.
+        No two batches of a job have the same number, even when the number of ranks changes. In Sync mode, the numbers
+        have no gaps, except with local steps when the number of ranks falls.
         """
         return self.offset + self.step * self.world + self.rank
 

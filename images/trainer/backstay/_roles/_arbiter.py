@@ -64,7 +64,7 @@ class Arbiter:
         Raises:
             Superseded: it was promoted, or this server ends.
         """
-        _LOG.warning("the standby is lost: asking whether it was promoted")
+        _LOG.warning("the standby is lost: updates wait until it is certain that the operator did not promote it")
         patience = self._times.standby_closed if closed else self._times.standby_silent
         self.asking = True
         try:
@@ -72,7 +72,7 @@ class Arbiter:
                 if self._confirmed_at > when or connects_again():
                     return
                 if patience <= 0:
-                    _LOG.warning("the operator does not say whether the standby was promoted: continuing without it")
+                    _LOG.warning("the operator does not answer: this server continues without a standby")
                     return
                 began = time.monotonic()
                 self._changed.wait(0.2)

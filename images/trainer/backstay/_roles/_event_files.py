@@ -68,7 +68,7 @@ class EventFiles:
             self._folder.append(self._file, content, self._stored)
         except CheckpointError as error:
             if not self._failed:
-                _LOG.warning("scalars for TensorBoard could not be stored, this is tried again: %s", error)
+                _LOG.warning("scalars for TensorBoard could not be stored; the server tries again: %s", error)
             self._failed = True
         else:
             self._failed, self._stored = False, len(content)

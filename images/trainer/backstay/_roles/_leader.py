@@ -278,7 +278,7 @@ class Leader:
         if finished.reason:
             _LOG.error("the job has failed: %s: %s", finished.reason, finished.why)
         else:
-            _LOG.info("done at step %d", finished.version)
+            _LOG.info("training is complete at step %d", finished.version)
 
     # ---- Calls of the server ----
 
@@ -371,7 +371,7 @@ class Leader:
 
     @property
     def checkpoint(self) -> CheckpointReport:
-        """The newest whole one."""
+        """The newest complete one."""
         with self._lock:
             copy = CheckpointReport()
             copy.CopyFrom(self._checkpoint)

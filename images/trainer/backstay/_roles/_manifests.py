@@ -221,7 +221,7 @@ class ManifestStorage:
             except (CheckpointInUse, Superseded) as error:
                 _LOG.debug("the checkpoint folder is lost: %s", error)  # the lease has reported it
             except BackstayError as error:
-                _LOG.warning("the newest checkpoint is not known: %s", error)
+                _LOG.warning("cannot read the newest checkpoint: %s", error)
 
         thread = threading.Thread(target=look, name="backstay-newest", daemon=True)
         thread.start()
@@ -274,7 +274,7 @@ class ManifestStorage:
                 self._claim()
             except CheckpointError as error:
                 # The claim is written before the first manifest; until then only this run can read another one.
-                _LOG.warning("the start of term %d could not be stored, it is stored later: %s", term, error)
+                _LOG.warning("the start of term %d could not be stored; the server stores it later: %s", term, error)
             return state, "" if manifest is None else self._store.uri_of(manifest)
 
     def closing(self) -> None:
@@ -338,7 +338,7 @@ class ManifestStorage:
         try:
             acquire()
         except StorageError as error:
-            _LOG.warning("the lease of the checkpoint folder could not be taken over, it is tried again: %s", error)
+            _LOG.warning("the lease of the checkpoint folder could not be acquired; the server tries again: %s", error)
 
     # ---- The owner of the history ----
 

@@ -88,7 +88,7 @@ class Metrics:
             of, Gauge, "gradient_norm", "Norm of the newest mean gradient before it is clipped; only with clip_norm."
         )
         self._learning_rate = self._family(
-            of, Gauge, "learning_rate", "Of the newest update; only where optax.inject_hyperparams keeps it."
+            of, Gauge, "learning_rate", "Learning rate of the newest update; only if optax.inject_hyperparams keeps it."
         )
         self._contributions = self._family(
             of,
@@ -103,7 +103,7 @@ class Metrics:
         self.quorum_seconds = self._histogram(
             of,
             "quorum_wait_seconds",
-            "From the first contribution to a version to the decision of its update.",
+            "From the first contribution of an update to the decision about the update.",
             _SECONDS,
         )
         self.grace_seconds = self._gauge(
@@ -112,20 +112,20 @@ class Metrics:
         self.grace_rate = self._gauge(
             of,
             "grace_applied_per_second",
-            "Applied gradients a second that update.grace: Auto expects of the wait it chose; 0: no estimate.",
+            "Applied gradients a second that update.grace: Auto expects with the current wait; 0: no estimate.",
         )
         self.live_workers = self._gauge(of, "live_workers", "Workers with a heartbeat in the last 10 s.")
-        self.world = self._gauge(of, "world_size", "Ranks in force.")
+        self.world = self._gauge(of, "world_size", "Number of ranks that the coordinator uses now.")
         self._loss = self._family(
             of, Gauge, "loss", "Mean loss of the newest update's contributions. No series before the first update."
         )
         self.examples_per_second = self._gauge(
             of, "examples_per_second", "Examples in applied contributions a second, over the last 30 s."
         )
-        self.term = self._gauge(of, "term", "Number of the stretch of history without a rollback.")
-        self.redone = self._counter(
-            of, "steps_redone", "Updates lost by a return to a checkpoint, which are applied again."
+        self.term = self._gauge(
+            of, "term", "The current term: it grows with each rollback and each start from a checkpoint."
         )
+        self.redone = self._counter(of, "steps_redone", "Updates that a rollback discarded, and that are made again.")
         self._evaluation = self._family(
             of, Gauge, "evaluation", "The newest result of evaluate, by its name.", (*_WHO, "name")
         )
@@ -154,12 +154,12 @@ class Metrics:
             "Async: seconds that its contributions took beyond the median of all ranks.",
             (*_WHO, "rank", "part"),
         )
-        self.checkpoints = self._counter(of, "checkpoints", "Whole checkpoints stored.")
+        self.checkpoints = self._counter(of, "checkpoints", "Complete checkpoints stored.")
         self._checkpoint_timestamp = self._family(
             of,
             Gauge,
             "checkpoint_timestamp_seconds",
-            "Unix time at which the newest whole checkpoint was stored. No series before the first.",
+            "Unix time at which the newest complete checkpoint was stored. No series before the first.",
         )
         self.checkpoint_failures = self._counter(of, "checkpoint_failures", "Checkpoints that could not be stored.")
 
@@ -167,7 +167,7 @@ class Metrics:
         of = _SERVER
         self.joins = self._counter(of, "joins", "Pods that joined this server; an incarnation counts once.")
         self.apply_seconds = self._histogram(
-            of, "apply_seconds", "From a commit's arrival at a shard to its update being applied.", _SECONDS
+            of, "apply_seconds", "From the arrival of a commit at a shard until the update is applied.", _SECONDS
         )
         self.staged_bytes = self._gauge(
             of, "staged_bytes", "Contributions in this server's memory, the most at one time in the last second."
@@ -196,8 +196,8 @@ class Metrics:
             of,
             Counter,
             "worker_contributions",
-            "This worker's contributions by the outcome that the servers answered. lost: a server was lost before it "
-            "answered.",
+            "This worker's contributions by the outcome that the servers reported. lost: a server was lost before it "
+            "reported one.",
             (*_WHO, "outcome"),
         )
         self._bytes = self._family(
@@ -213,8 +213,8 @@ class Metrics:
             of,
             Gauge,
             "mfu_ratio",
-            "Model FLOPs utilization: the share of what the devices of the worker reach at most in BFloat16. No series "
-            "where their peak is not known.",
+            "Model FLOPs utilization: operations a second, as a share of the BFloat16 peak of the worker's devices. No "
+            "series if their peak is not known.",
         )
         self._memory = self._family(
             of,

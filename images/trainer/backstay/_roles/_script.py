@@ -109,7 +109,7 @@ class Script:
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
         if self.stop_when is not None and self.evaluate is None:
-            raise ConfigurationError("stop_when judges evaluations, but train was called without evaluate")
+            raise ConfigurationError("stop_when needs evaluations, but train was called without evaluate")
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         every = self.evaluate_every

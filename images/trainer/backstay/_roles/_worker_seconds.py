@@ -94,7 +94,7 @@ class WorkerSeconds:
         """The seconds until now; what is being done counts as what it most likely is.
 
         Args:
-            saved: the version of the newest whole checkpoint.
+            saved: the version of the newest complete checkpoint.
         """
         with self._lock:
             self._saved = max(saved, self._saved)

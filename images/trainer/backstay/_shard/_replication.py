@@ -242,7 +242,7 @@ class Replication:
             assert isinstance(prepared, Prepared)
             replica.put(prepared.kept().frames)
         self._current = replica
-        _LOG.info("filling the standby (incarnation %d) from version %d", replica.incarnation, state.version)
+        _LOG.info("sending the state of version %d to the standby (incarnation %d)", state.version, replica.incarnation)
 
     def send_prepared(self, prepared: Operand) -> Hold:
         """See `Standbys`."""
