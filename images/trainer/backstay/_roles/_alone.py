@@ -1,13 +1,14 @@
 """`train` in one process: one compiled function a step, whose results the host reads later.
 
 Parameters, model state and optimizer state stay on the devices, in donated buffers. The host is a few steps ahead of
-the devices. It reads the loss and the finite flag of a step after it has dispatched later steps.
+the devices. It reads the loss and the finite flag of a step after it has dispatched later steps (`Lead`).
 `train_local` is the same loop as a reference; a test compares them.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -36,6 +37,9 @@ from ._script import Script, evaluation_of
 __all__ = ["Report", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
+
+_LEAD_SECONDS: Final = 0.02
+_LEAD_STEPS: Final = 16
 
 _NO_WORDS: Final = np.zeros(2, np.uint32)
 
@@ -107,13 +111,14 @@ def train_alone(
     carry = _first(model, tree, script, placement, rounding)
     step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
     fetch, close = _fetching(script, placement)
-    judge = _Judge(tree, max_non_finite)
+    judge, lead = _Judge(tree, max_non_finite), Lead()
     waiting: deque[Report] = deque()
     newest: Report | None = None
 
     def settle() -> bool:
         report = waiting.popleft()
         judge.examine(report)
+        lead.settled()
         return on_update is not None and on_update(report)
 
     ended = script.steps
@@ -125,7 +130,7 @@ def train_alone(
             newest = Report(number + 1, examples, outcome, _model(carry, tree) if shown else None)
             waiting.append(newest)
             stops = False
-            while len(waiting) > (0 if shown else AHEAD):
+            while len(waiting) > (0 if shown else lead.steps):
                 stops = settle()
             newest.model = None  # the next step consumes it
             if shown and stops:
@@ -335,6 +340,33 @@ def _clipped(gradients: list[Any], clip_norm: float) -> list[Any]:
     norm = scale * jnp.sqrt(sum(jnp.sum(jnp.square(size / scale)) for size in sizes))
     factor = jnp.where(norm <= clip_norm, 1, clip_norm / norm)
     return [leaf * factor.astype(leaf.real.dtype) for leaf in gradients]
+
+
+class Lead:
+    """How many steps are dispatched before the host waits for the first of them.
+
+    A host that reads each step of a millisecond leaves the devices without work when another program runs in its
+    place. So short steps are dispatched about `_LEAD_SECONDS` ahead.
+
+    Attributes:
+        steps: from `AHEAD` to `_LEAD_STEPS`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps = AHEAD
+        self._clock = clock
+        self._began = 0.0
+        self._count = 0
+
+    def settled(self) -> None:
+        """The host has read a step."""
+        now = self._clock()
+        if not self._count:
+            self._began = now  # without the time of compilation
+        elif now > self._began:
+            rate = self._count / (now - self._began)
+            self.steps = int(min(max(AHEAD, rate * _LEAD_SECONDS), _LEAD_STEPS))
+        self._count += 1
 
 
 class _Judge:
