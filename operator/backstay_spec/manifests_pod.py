@@ -46,6 +46,7 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
         max_non_finite=spec.update.max_non_finite,
         max_staleness=spec.update.max_staleness,
         staleness_damping=spec.update.staleness_damping,
+        overlap=spec.update.overlap,
         wire=WireConfig(
             gradients=spec.wire.gradients,
             parameters=spec.wire.parameters,

@@ -304,6 +304,14 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be false in mode Sync, where no gradient is stale; it is for mode Async",
     ),
     Rule(
+        at="spec.update",
+        field="overlap",
+        reads=("mode", "overlap"),
+        cel="self.mode == 'Async' || !self.overlap",
+        holds=lambda update: update["mode"] == "Async" or not update["overlap"],
+        message="must be false in mode Sync, where a gradient needs the newest parameters; it is for mode Async",
+    ),
+    Rule(
         at="spec.wire",
         field="errorFeedback",
         reads=("gradients", "errorFeedback"),
@@ -520,6 +528,7 @@ CHANGES: Final[tuple[Change, ...]] = tuple(
         "update.maxNonFinite",
         "update.maxStaleness?",
         "update.stalenessDamping",
+        "update.overlap",
         "wire",
         "checkpoint.uri?",
         "checkpoint.volume?",

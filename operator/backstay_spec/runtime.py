@@ -53,6 +53,7 @@ class RuntimeConfig(BaseModel):
     max_non_finite: int = Field(default=3, ge=1)
     max_staleness: int | None = Field(default=None, ge=0)
     staleness_damping: bool = False
+    overlap: bool = False
     wire: WireConfig = Field(default_factory=WireConfig)
     stall_seconds: float = Field(default=300, gt=0)
     standbys: int = Field(default=0, ge=0, le=1)

@@ -148,6 +148,11 @@ class Update(SpecModel):
     staleness_damping: bool = False
     """Async only: scale a gradient by 1/(1+staleness)."""
 
+    overlap: bool = False
+    """Async only: a worker computes its next gradient while the last one is in flight. Each gradient is then computed
+    from parameters without the worker's last one, which counts in its staleness. Local steps have
+    `LocalSteps(overlap=...)` instead."""
+
     def quorum(self, world: int) -> int:
         """How many gradients make one update, with `world` workers."""
         return quorum_of(self.backups, world) if self.mode == "Sync" else 1

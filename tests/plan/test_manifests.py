@@ -106,6 +106,7 @@ def test_the_runtime_configuration_has_the_whole_spec():
         "weighting": "Examples",
         "wire": {"gradients": "Int8", "parameters": "BFloat16", "error_feedback": True},
         "staleness_damping": False,
+        "overlap": False,
         "stall_seconds": 20,
         "standbys": 0,
         "evaluator": True,

@@ -112,6 +112,7 @@ SPECS = st.fixed_dictionaries(
             maxNonFinite=SMALL,
             maxStaleness=SMALL,
             stalenessDamping=st.booleans(),
+            overlap=st.booleans(),
         ),
         "checkpoint": optional(
             uri=st.sampled_from(["s3://b/f", "/x", "x", "memory://a", ""]),
@@ -189,9 +190,10 @@ def test_cel_and_python_agree_on_every_kind_of_update() -> None:
         ("Equal", "Examples"),
     )
     rules = [rule for rule in RULES if "update" in f"{rule.at}.{rule.field}"]
-    assert len(rules) == 6
+    assert len(rules) == 7
     for mode, backups, bound, damping, replicas, grace, weighting in kinds:
         update = {"mode": mode, "backups": backups, "stalenessDamping": damping, "grace": grace, **bound}
+        update["overlap"] = damping
         update["weighting"] = weighting
         spec = {"update": update, "workers": {"replicas": replicas}}
         for rule in rules:

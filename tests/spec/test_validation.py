@@ -165,6 +165,12 @@ BAD = [
         "mode Async",
     ),
     (
+        "spec/update/overlap",
+        True,
+        "spec.update.overlap: is true: must be false in mode Sync, where a gradient needs the newest parameters; it is "
+        "for mode Async",
+    ),
+    (
         "spec/update/stalenessDamping",
         True,
         "spec.update.stalenessDamping: is true: must be false in mode Sync, where no gradient is stale; it is for mode "

@@ -208,6 +208,19 @@ class Script:
         """Whether Async updates weigh contributions by their staleness."""
         return config.staleness_damping or self.damps
 
+    def overlaps(self, config: RuntimeConfig) -> bool:
+        """Whether a worker computes its next gradient while the last one is in flight.
+
+        Raises:
+            ConfigurationError: with local steps, which have their own overlap.
+        """
+        if config.overlap and self.local is not None:
+            raise ConfigurationError(
+                "spec.update.overlap is true and train was called with local: leave spec.update.overlap out, and use "
+                "LocalSteps(overlap=...)"
+            )
+        return config.overlap
+
     def from_seed(self) -> Any:
         """The result of `init`."""
         from .._compute._initial import initial

@@ -48,6 +48,7 @@ from .._wire.buffers import Arrangement, ParamBuffers
 from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled, flow_of
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
+from ._ahead import Ahead
 from ._black_box import hang_report
 from ._key_steps import KEY_STEPS
 from ._metrics import STEP_PARTS, HttpPort, Metrics
@@ -138,6 +139,7 @@ class Worker:
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
+        self._overlaps, self._ahead = script.overlaps(environment.config), Ahead()
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
@@ -196,9 +198,9 @@ class Worker:
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
-                contribution = self._compute(pulled, params)
+                contribution, at = self._compute(pulled, params)
                 del params  # its memory receives the next ones but one
-                pulled, params = self._exchange(pulled, contribution)
+                pulled, params = self._exchange(at, contribution)
             result = self._finish(pulled, params)
             if result is not None:
                 self._returns = True
@@ -207,21 +209,23 @@ class Worker:
 
     # ---- A step ----
 
-    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> Contribution:
+    def _compute(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Contribution, Pulled]:
+        """The next contribution, and what it was computed from."""
         step = self._key_steps.next(pulled.version)
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self._compiled else COMPILING
         began = time.monotonic()
         start = Start(params, key, self._fragments)
-        if (first := self._computation.first_batch(start)) is not None:
-            self._prepared = first, self._batch(first)
+        ahead = self._ahead.take(self._term, key)
+        if ahead is None:
+            self._draw(start)
         point = "compute" if self._compiled else "compile"  # the first one is mostly compiling
         # `backstay trace --jax-profile` finds the steps of a profile by the annotation.
         with _instrument.span(point, step), StepTraceAnnotation("train", step_num=step):
             if not self._compiled:
                 _instrument.reach("compute", step)
             start = replace(start, params=_instrument.alter("params", params))
-            contribution = self._computation.start(start)
+            contribution, at = ahead or (self._computation.start(start), pulled)
             contribution.wait()
         if self._compiled:
             self.seconds.computed()
@@ -231,7 +235,16 @@ class Worker:
         else:
             self.seconds.ended("compiling")
         self._compiled = True
-        return contribution
+        if self._overlaps:
+            following = replace(start, key=replace(key, step=step + 1))
+            self._draw(following)
+            self._ahead.keep(self._term, self._computation.start(following), pulled)
+        return contribution, at
+
+    def _draw(self, start: Start) -> None:
+        """Wait for the first batch of a contribution, before its computation is measured."""
+        if (first := self._computation.first_batch(start)) is not None:
+            self._prepared = first, self._batch(first)
 
     def _batch(self, key: BatchKey) -> Any:
         prepared, self._prepared = self._prepared, None
