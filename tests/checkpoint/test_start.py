@@ -231,6 +231,9 @@ def test_errors_about_places_and_options_name_what_would_be_valid(tmp_path: Path
     (tmp_path / "x.safetensors").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"x\.safetensors is not a safetensors file"):
         started(str(tmp_path))
+    (tmp_path / "x.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"x\.npz is a file of another kind: must be a manifest"):
+        started(str(tmp_path / "x.npz"))
     with pytest.raises(ConfigurationError, match="missing is 'keep': must be error or init"):
         StartFrom("x", missing="keep")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="mapping is dict: must be a function"):

@@ -86,6 +86,11 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
         return _fixed(uri, skip)
     except StorageError as error:
         cause = error.__cause__
+        if isinstance(cause, NotADirectoryError):
+            raise CheckpointError(
+                f"{uri} is a file of another kind: must be a manifest (*{MANIFEST_SUFFIX}), a safetensors file "
+                f"(*{_SAFETENSORS}), or a folder"
+            ) from error
         # A storage may answer a text that cannot be decoded, and another one later. The URI stays the same.
         if not isinstance(cause, NotImplementedError | ValueError) or isinstance(cause, JSONDecodeError | UnicodeError):
             raise
