@@ -122,7 +122,9 @@ def test_a_profile_that_does_not_fit_is_refused(profile: list[dict[str, Any]], r
         joined(read(timeline(computed({1: (10.0, 10.2)}))), profile, rank)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\x1f\x8b torn", gzip.compress(b'{"traceEvents": 3}')])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"\x1f\x8b torn", gzip.compress(b'{"traceEvents": 3}', mtime=0)]
+)
 def test_a_file_that_is_no_profile_is_named(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has no \*.trace.json.gz"):
         read_profile(tmp_path)
