@@ -111,7 +111,7 @@ class JoinReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans", "hang_report")
+    __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans", "hang_report", "kept")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class HeartbeatRequest(_message.Message):
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     HANG_REPORT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
@@ -139,7 +140,8 @@ class HeartbeatRequest(_message.Message):
     worker_seconds: WorkerSeconds
     spans: bytes
     hang_report: HangReport
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., worker_seconds: _Optional[_Union[WorkerSeconds, _Mapping]] = ..., spans: _Optional[bytes] = ..., hang_report: _Optional[_Union[HangReport, _Mapping]] = ...) -> None: ...
+    kept: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., activity: _Optional[_Union[Activity, str]] = ..., step_seconds: _Optional[float] = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., parts: _Optional[_Mapping[str, float]] = ..., worker_seconds: _Optional[_Union[WorkerSeconds, _Mapping]] = ..., spans: _Optional[bytes] = ..., hang_report: _Optional[_Union[HangReport, _Mapping]] = ..., kept: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HangReport(_message.Message):
     __slots__ = ("stacks", "output", "doing")
@@ -249,7 +251,7 @@ class Doing(_message.Message):
     def __init__(self, point: _Optional[str] = ..., step: _Optional[int] = ..., has_step: bool = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation", "clock")
+    __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation", "clock", "spans")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +274,7 @@ class HeartbeatReply(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     world: int
     done: bool
     incarnations: _containers.ScalarMap[str, int]
@@ -280,7 +283,8 @@ class HeartbeatReply(_message.Message):
     checkpoint_step: int
     evaluation: _containers.ScalarMap[str, float]
     clock: float
-    def __init__(self, world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ...) -> None: ...
+    spans: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ..., spans: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")

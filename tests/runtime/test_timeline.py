@@ -17,7 +17,7 @@ from backstay import _instrument
 from backstay._checkpoint import CheckpointStore, PosixFolder, Records, record_name
 from backstay._checkpoint._records import KEPT
 from backstay._control import Outbox
-from backstay._control._spans import columns
+from backstay._control._spans import Kept, columns
 from backstay._process._environment import Environment
 from backstay._roles._metrics import HttpPort, Metrics, Turns
 from backstay._roles._timeline import Collector, Tracing
@@ -185,6 +185,41 @@ def test_a_server_that_took_over_stores_what_the_workers_sent_again(tmp_path: Pa
     tracing.tick()
     tracing.records.close(10)
     assert names(tmp_path) == ["trace-000000001005-12345678-2.pb.gz"]
+
+
+def test_a_worker_keeps_what_a_killed_server_did_for_its_successor(tmp_path: Path) -> None:
+    clock = Clock()
+    tracing = Tracing(environment(tmp_path), SERVER, None, None, clock=clock, unix_clock=clock)
+    kept, other = Kept(), Kept()
+    for name in ("a", "b", "c"):
+        record(name)
+        tracing.tick()
+        assert kept.of_previous(1) == []
+        kept.answered(1, tracing.copies(4))
+        other.answered(1, tracing.copies(2))
+        clock.now += 2
+    assert other.of_previous(2) == [], "one worker keeps them"
+    points = [list(Spans.FromString(message).points) for message in kept.of_previous(2)]
+    assert points == [["a"], ["b"], ["c"]]
+    assert kept.of_previous(2), "an answer that is lost loses nothing"
+    kept.answered(2, [b"of the second server"])
+    assert kept.of_previous(2) == []
+    assert kept.of_previous(3) == [b"of the second server"]
+
+    record("d")
+    tracing.tick()
+    assert tracing.copies(2) == []
+    clock.now += 6
+    assert len(tracing.copies(2)) == 1, "the worker that kept them is silent"
+
+
+def test_a_worker_keeps_a_bounded_number_of_bytes_and_drops_the_oldest() -> None:
+    kept = Kept(most=10)
+    for number in range(5):
+        kept.answered(1, [bytes([number]) * 4])
+    assert kept.of_previous(2) == [b"\x03" * 4, b"\x04" * 4]
+    kept.answered(1, [b"x" * 11])
+    assert kept.of_previous(2) == []
 
 
 def replace_incarnation(peer: Peer, incarnation: int) -> Peer:

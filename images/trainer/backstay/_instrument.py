@@ -122,7 +122,9 @@ class _Clocks:
         with self._lock:
             known = self._known.get(server)
             if known is None or error <= known.error or ended - known.seen > _CLOCK_LIFE:
-                self._known = {key: clock for key, clock in self._known.items() if key[0] != server[0]}
+                # Of the previous server too: the offsets of both relate its spans to the clock of this one.
+                previous = max((key for key in self._known if key[0] == server[0] and key != server), default=None)
+                self._known = {k: clock for k, clock in self._known.items() if k[0] != server[0] or k == previous}
                 self._known[server] = _Clock(offset, error, ended)
 
     def offsets(self) -> dict[Server, tuple[float, float]]:

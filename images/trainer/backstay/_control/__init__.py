@@ -11,7 +11,7 @@ from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
 from ._link import Link
 from ._service import ControlServer, Host, Peers
-from ._spans import Outbox
+from ._spans import Kept, Outbox
 
 __all__ = [
     "Agreement",
@@ -21,6 +21,7 @@ __all__ = [
     "Heartbeats",
     "Host",
     "JobState",
+    "Kept",
     "Link",
     "Observer",
     "Outbox",

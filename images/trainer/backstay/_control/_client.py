@@ -33,7 +33,7 @@ from .._timeouts import Timeouts
 from ..errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
 from ._auth import refusal_of
-from ._spans import Outbox
+from ._spans import Kept, Outbox
 
 __all__ = ["ControlClient", "Heartbeats", "JobState"]
 
@@ -76,7 +76,7 @@ class ControlClient:
         self._servers = tuple(servers)
         self._metadata = Credentials(token).metadata
         self._lock = threading.Lock()
-        self._outbox = Outbox(peer)
+        self._outbox, self._kept = Outbox(peer), Kept()
         self._opened: dict[int, tuple[grpc.Channel, ControlStub]] = {}  # of the shards that were called
 
     @property
@@ -188,7 +188,10 @@ class ControlClient:
         if shard == 0:
             request.parts.update(_instrument.means(_PARTS))
             request.spans = self._spans(incarnation)
+            request.kept.extend(self._kept.of_previous(incarnation))
         reply: HeartbeatReply = self._call(shard, "Heartbeat", request)
+        if shard == 0:
+            self._kept.answered(incarnation, reply.spans)
         if reply.clock:
             _instrument.clocks.observe((shard, incarnation), began, reply.clock, time.monotonic())
         return reply

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans
 
 from .. import _instrument
 
-__all__ = ["MOST_AT_ONCE", "Outbox", "columns"]
+__all__ = ["KEPT_BYTES", "MOST_AT_ONCE", "Kept", "Outbox", "columns"]
 
 MOST_AT_ONCE: Final = 2000
 """Spans of one message. Steps of less than a few milliseconds make more: then older ones are left out."""
+
+KEPT_BYTES: Final = 1 << 20
+"""Bytes of spans of shard 0's server that a worker keeps."""
 
 _NANOSECONDS: Final = 1e9
 
@@ -65,6 +69,32 @@ class Outbox:
         message.clock, message.unix_seconds = self._clock(), self._unix_clock()
         message.offsets.extend(offsets)
         return message
+
+
+class Kept:
+    """The newest spans of shard 0's server, on a worker: the next server gets them if this one is killed. Not
+    thread-safe.
+    """
+
+    def __init__(self, most: int = KEPT_BYTES) -> None:
+        """
+        Args:
+            most: bytes that are kept.
+        """
+        self._most = most
+        self._messages: deque[tuple[int, bytes]] = deque()  # the incarnation of the server, and a `Spans`
+
+    def of_previous(self, incarnation: int) -> list[bytes]:
+        """The messages of servers before this one."""
+        return [spans for server, spans in self._messages if server < incarnation]
+
+    def answered(self, incarnation: int, spans: Iterable[bytes]) -> None:
+        """This server answered: it has the messages of servers before it, and its own newest spans are these."""
+        own = [one for one in self._messages if one[0] >= incarnation]
+        self._messages = deque([*own, *((incarnation, message) for message in spans)])
+        size = sum(len(kept) for _, kept in self._messages)
+        while size > self._most:
+            size -= len(self._messages.popleft()[1])
 
 
 def columns(spans: Sequence[_instrument.Span], lost: int = 0) -> Spans:

@@ -493,6 +493,8 @@ class Server:
             self._liveness.beat(time.monotonic(), request.peer, request.activity, request.step_seconds)
         self._page.beat(request)
         self._tracing.add_spans(request.peer, request.spans)
+        for spans in request.kept:
+            self._tracing.add_spans(Peer(role=self._env.role, index=self.shard), spans)
         if request.HasField("hang_report"):
             self._tracing.black_box.hangs(request.peer, request.hang_report)
         reply = HeartbeatReply(
@@ -506,6 +508,8 @@ class Server:
             reply.checkpoint, reply.checkpoint_step = checkpoint.uri, checkpoint.step
             if reply.done:
                 reply.evaluation.update(self._leader.evaluation_of(self._runtime.version))
+        if request.peer.role == contract.ROLE_WORKER:
+            reply.spans.extend(self._tracing.copies(request.peer.index))
         return reply
 
     def left(self, peer: Peer, *, trained: bool = False) -> bool:

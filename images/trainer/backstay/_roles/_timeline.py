@@ -32,6 +32,12 @@ _SOONEST: Final = 60.0
 
 _CLOSE: Final = 5.0
 
+_COPIES: Final = 8
+"""Messages about this server, one a second, that wait for the heartbeat of the worker that keeps them."""
+
+_SILENT: Final = 6.0
+"""Seconds after which another worker keeps them."""
+
 _LARGEST: Final = 1 << 20
 """Bytes of one message that are kept. A pod sends a tenth of it."""
 
@@ -138,6 +144,8 @@ class Tracing:
         self.records = Records(folders)
         self.black_box = BlackBox(environment, self.records, self._collector.spans, clock=clock, unix_clock=unix_clock)
         self._lock = threading.Lock()
+        self._copies: deque[bytes] = deque(maxlen=_COPIES)  # of the messages about this server
+        self._keeper, self._copied = -1, clock() - _SILENT
         self._incarnations: dict[str, int] = {f"{peer.role}-{peer.index}": 1}
         self._due: float | None = None
         self._stored = -_SOONEST
@@ -157,6 +165,19 @@ class Tracing:
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         """Keep the spans of another pod: a serialized `Spans`."""
         self._collector.add(peer, spans)
+
+    def copies(self, rank: int) -> list[bytes]:
+        """What this server did since the last call, for the heartbeat of the worker `rank`. One worker keeps it for the
+        next server; another one takes its place when it is silent.
+        """
+        with self._lock:
+            now = self._clock()
+            if not self._copies or (rank != self._keeper and now - self._copied < _SILENT):
+                return []
+            self._keeper, self._copied = rank, now
+            copies = list(self._copies)
+            self._copies.clear()
+        return copies
 
     def replaced(self, incarnations: Mapping[str, int]) -> None:
         """The newest incarnations, such as ``{"worker-3": 2}``: one that is newer than before means that a pod died."""
@@ -204,7 +225,10 @@ class Tracing:
         if self._link is not None:
             self._link.send_spans(self._outbox.take)
         elif (spans := self._outbox.take(0)) is not None:
-            self._collector.add(self._peer, spans.SerializeToString())
+            message = spans.SerializeToString()
+            self._collector.add(self._peer, message)
+            with self._lock:
+                self._copies.append(message)
 
     def _store(self) -> None:
         if self._keeps:
