@@ -167,8 +167,8 @@ class Tracing:
         self._collector.add(peer, spans)
 
     def copies(self, rank: int) -> list[bytes]:
-        """What this server did since the last call, for the heartbeat of the worker `rank`. One worker keeps it for the
-        next server; another one takes its place when it is silent.
+        """The messages about this server since the last call, for the heartbeat of the worker `rank`. One worker keeps
+        them for the next server; another one takes its place when it is silent.
         """
         with self._lock:
             now = self._clock()
