@@ -58,6 +58,22 @@ def test_an_exception_of_the_script_fails_the_job_with_its_traceback() -> None:
     assert (found.succeeded, found.reason, len(found.deaths)) == (False, "RestartsExhausted", 2)
 
 
+def test_a_job_continues_in_the_folder_of_a_previous_one(tmp_path: Path) -> None:
+    """T7: the second job finds the training complete, and its workers return the same parameters."""
+    first = testing.run(SCRIPT, checkpoint_every=5, folder=tmp_path, faults="kill server/0 @8")
+    assert [(back.term, len(first.updates)) for back in first.rollbacks] == [(2, 12)]
+    again = testing.run(SCRIPT, checkpoint_every=5, folder=tmp_path)
+    assert (again.updates, again.result.step) == ((), 12)
+    np.testing.assert_array_equal(first.params["w"], again.params["w"])
+
+
+def test_a_script_that_does_not_train_fails_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("print('nothing')\n")
+    with pytest.raises(JobFailed, match="ended before train returned\nnothing"):
+        testing.run(script)
+
+
 def test_invalid_arguments_are_refused_before_a_pod_starts(tmp_path: Path) -> None:
     for arguments, message in (
         ({"script": tmp_path / "none.py"}, "none.py"),

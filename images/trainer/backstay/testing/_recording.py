@@ -182,6 +182,7 @@ def account(
     updates: dict[int, Update] = {}
     contributions: dict[tuple[int, ...], Contribution] = {}
     rollbacks: dict[int, Rollback] = {}
+    term = 0
     for event in events:
         match event["point"]:
             case "update":
@@ -193,9 +194,13 @@ def account(
                     event["world"],
                     event["loss"],
                 )
-                known = updates.get(update.step)
-                if known is None or update.term >= known.term:
-                    updates[update.step] = update
+                if update.term > term > 0 and update.term not in rollbacks:
+                    # A coordinator that was replaced begins its term without an event.
+                    again = sum(step >= update.step for step in updates)
+                    rollbacks[update.term] = Rollback(update.term, update.step, again)
+                    updates = {step: one for step, one in updates.items() if step < update.step}
+                term = max(term, update.term)
+                updates[update.step] = update
             case "contribution":
                 one = Contribution(
                     event["rank"],
@@ -211,6 +216,7 @@ def account(
             case "rollback":
                 back = Rollback(event["term"], event["step"], event["redone"])
                 rollbacks[back.term] = back
+                term = max(term, back.term)
                 updates = {step: update for step, update in updates.items() if step < back.step}
             case _:
                 pass

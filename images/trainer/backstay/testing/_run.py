@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import json
+import math
 import os
 import signal
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +20,7 @@ from pydantic import ValidationError
 
 from backstay_cli.preload import imports_of
 from backstay_spec import contract
-from backstay_spec.runtime import RuntimeConfig
+from backstay_spec.runtime import RuntimeConfig, Trained
 
 from .._faults import ENV_FAULTS, parse
 from ..errors import ConfigurationError, JobFailed
@@ -54,7 +57,12 @@ class _Recorded(Job):
     """A job whose pods record what `JobResult` has."""
 
     def variables(self, name: str) -> dict[str, str]:
-        return {ENV_RECORD: str(self.folder / name)}
+        return {ENV_RECORD: str(self.folder / name), contract.ENV_JOB_UID: self._uid}
+
+    @functools.cached_property
+    def _uid(self) -> str:
+        """Another one in each job, as in a cluster: a job in the same folder is a new run."""
+        return uuid.uuid4().hex
 
 
 class _Ending(Exception):  # noqa: N818
@@ -88,8 +96,8 @@ def run(
     """Run a training script as a job on this machine, and return what happened.
 
     Each pod is a process, as in a cluster; there is no Kubernetes. Pods that die are replaced at once, and standbys are
-    promoted. The processes are forked from one that has imported JAX, so a small job takes a few seconds. This
-    process's own JAX is not used, and files and variables of the script are those of the pods.
+    promoted. The processes are forked from one that has imported JAX, so a small job takes a few seconds. They train
+    on the CPU, unless `JAX_PLATFORMS` names another device.
 
     Args:
         script: the training script, as a path; or a function at the top level of a file. Each pod runs it.
@@ -107,8 +115,8 @@ def run(
         silent: seconds without a heartbeat after which a pod counts as lost. Shorter than in a cluster, a pod that is
             only slow may count as lost.
         env: more variables of each pod.
-        folder: for logs and checkpoints; it exists. None: a folder that is deleted at the end. With a folder that
-            has checkpoints, the job continues from the newest.
+        folder: for logs and checkpoints; it exists. None: a folder that is deleted at the end. A job in the folder of
+            a previous one continues from the newest checkpoint.
         seconds: the limit for the whole job.
         check: raise an error if the job fails.
         settings: more fields of the pods' configuration, such as ``max_staleness=4`` or ``wire={"gradients": "Int8"}``.
@@ -148,7 +156,8 @@ def run(
         file = Path(target.partition("::")[0])
         forker = _forker(file)
         argv = [*forker.command(_PROGRAM, file), target, *arguments]
-        with _Recorded(argv, here, forker, shards=servers, workers=workers, **config) as job:
+        pods = Path(tempfile.mkdtemp(prefix="pods-", dir=here))
+        with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
             job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
             job.environment |= {ENV_FAULTS: text} if text else {}
             found = _Course(job, max_restarts, seconds).run()
@@ -167,6 +176,8 @@ class _Course:
         self._newest: dict[tuple[str, int], int] = {}
         self._deaths: list[Death] = []
         self._deadline = time.monotonic() + seconds
+        self._trained = ""  # how training ended, for workers that start afterwards
+        self._trained_at = 0.0  # when workers that have not returned by then start again
 
     def run(self) -> JobResult:
         """Start the pods, replace those that die, and return when the job has ended."""
@@ -204,6 +215,7 @@ class _Course:
                 raise TimeoutError(f"the job did not end within {self._seconds:.0f} s:\n{ends}")
             self._reap(replacing=True)
             self._end_stalled()
+            self._return_from_checkpoint()
             time.sleep(_POLL)
 
     def _start(self, role: str, index: int) -> None:
@@ -211,7 +223,8 @@ class _Course:
         if role == contract.ROLE_SERVER:
             pod = self._supervisor.server(index, incarnation)
         else:
-            pod = self._job.start(role, index, incarnation)
+            trained = {contract.ENV_TRAINED: self._trained} if self._trained else {}
+            pod = self._job.start(role, index, incarnation, environment=trained)
         self._running[role, index, incarnation] = pod
 
     def _in_sync(self, shard: int) -> int:
@@ -228,6 +241,16 @@ class _Course:
             if pod is not None:
                 pod.process.send_signal(signal.SIGKILL)
 
+    def _return_from_checkpoint(self) -> None:
+        """Replace the worker of rank 0 if it started after the servers had ended: it returns from the checkpoint."""
+        if not self._trained or time.monotonic() < self._trained_at:
+            return
+        self._trained_at = math.inf  # once
+        key = contract.ROLE_WORKER, 0, self._newest[contract.ROLE_WORKER, 0]
+        if (pod := self._running.pop(key, None)) is not None:
+            pod.process.kill()
+            self._start(contract.ROLE_WORKER, 0)
+
     def _reap(self, *, replacing: bool) -> None:
         for (role, index, incarnation), pod in list(self._running.items()):
             code = pod.process.poll()
@@ -235,6 +258,14 @@ class _Course:
                 continue
             del self._running[role, index, incarnation]
             if code == 0:
+                if role == contract.ROLE_WORKER and not (self._job.folder / f"{pod.name}.{RESULT}").exists():
+                    why = f"{_SHORT[role]}/{index}: the script ended before train returned\n{pod.output()[-2000:]}"
+                    raise _Ending("ExitedEarly", why)
+                ended = pod.final_message()
+                if role == contract.ROLE_SERVER and index == 0 and ended.get("checkpoint"):
+                    fields = {name: ended[name] for name in Trained.model_fields if name in ended}
+                    waits = 0.0 if ended.get("result") == "AlreadyComplete" else _LEFT
+                    self._trained, self._trained_at = json.dumps(fields), time.monotonic() + waits
                 continue
             words = pod.final_message()
             message = str(words.get("message", ""))
@@ -320,7 +351,9 @@ def _forker(script: Path) -> Forker:
     if _forkers and not _forkers[0].imports >= set(imports_of(script)):
         _forkers.pop().close()
     if not _forkers:
-        _forkers.append(Forker({**os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}, script))
+        _forkers.append(
+            Forker({"JAX_PLATFORMS": "cpu", **os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}, script)
+        )
     return _forkers[0]
 
 
