@@ -127,6 +127,7 @@ def combine(
     if coordinator is not None:
         stored = coordinator.checkpoint if coordinator.HasField("checkpoint") else None
         fields = {
+            "coordinator": coordinator.incarnation,
             # A server that is still loading has no term and no step.
             "term": coordinator.term or None,
             "step": coordinator.step if coordinator.term else None,

@@ -288,9 +288,9 @@ class Reconciler:
         if progress.step is not None:
             before = memory.updates
             memory.updates = (
-                Updates(progress.step, progress.taken)
+                Updates(progress.step, progress.taken, coordinator=progress.coordinator)
                 if before is None
-                else before.after(progress.step, progress.taken)
+                else before.after(progress.step, progress.taken, progress.coordinator)
             )
             # The condition Training becomes True again with the first update, and not with the next paced write.
             resumed = before is not None and before.step != progress.step and self._trains(key) is False

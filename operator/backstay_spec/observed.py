@@ -89,6 +89,7 @@ class Progress:
     Attributes:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
+        coordinator: the incarnation of the coordinator that answered; 0: none did.
         in_sync: shard -> the incarnation of the standby that is in sync, by the last answer of its server.
         term, step, loss, examples_per_second, metrics: of the coordinator; None where its answer has none.
         goal_steps: the updates that training ends with.
@@ -117,6 +118,7 @@ class Progress:
 
     taken: datetime
     reached: frozenset[int] = frozenset()
+    coordinator: int = 0
     in_sync: Mapping[int, int] = field(default_factory=dict)
     term: int | None = None
     step: int | None = None
@@ -175,19 +177,25 @@ class Updates:
         step: the newest step.
         at: when it was first seen, aware.
         seconds: between the last two updates; None: not known yet.
+        coordinator: the incarnation that reported the step.
+        began: when this coordinator reported another step than its first one; None: not yet.
     """
 
     step: int
     at: datetime
     seconds: float | None = None
+    coordinator: int = 0
+    began: datetime | None = None
 
-    def after(self, step: int, at: datetime) -> Updates:
-        """The same after the coordinator reported `step`."""
+    def after(self, step: int, at: datetime, coordinator: int = 0) -> Updates:
+        """The same after the coordinator, of this incarnation, reported `step`."""
+        same = coordinator == self.coordinator
+        began = (self.began or (at if step != self.step else None)) if same else None
         if step == self.step:
-            return self
-        if step < self.step:  # a rollback
-            return Updates(step, at, self.seconds)
-        return Updates(step, at, (at - self.at).total_seconds() / (step - self.step))
+            return replace(self, coordinator=coordinator, began=began)
+        # After a rollback, the time between two updates is not known again.
+        seconds = self.seconds if step < self.step else (at - self.at).total_seconds() / (step - self.step)
+        return Updates(step, at, seconds, coordinator, began)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ def test_all_shards_are_called_and_their_replies_are_merged() -> None:
         assert progress == Progress(
             taken=NOW,
             reached=frozenset({0, 1}),
+            coordinator=1,
             term=2,
             step=7,
             loss=0.5,

@@ -398,7 +398,10 @@ class Cluster:
         defaults = {"taken": self.now, "reached": frozenset({0}), "world": self.job.spec.workers.replicas}
         self.progress = Progress(**{**defaults, **fields})
         if (step := self.progress.step) is not None:
-            self.updates = Updates(step, self.now) if self.updates is None else self.updates.after(step, self.now)
+            server, before = self.progress.coordinator, self.updates
+            self.updates = (
+                Updates(step, self.now, coordinator=server) if before is None else before.after(step, self.now, server)
+            )
 
     def living(self) -> set[str]:
         return {

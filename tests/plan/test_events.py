@@ -116,6 +116,28 @@ def test_the_history_states_when_a_slot_took_part_in_training_again(running):
     assert entry in cluster.status["history"], "the first time counts"
 
 
+def test_a_server_takes_part_again_with_its_first_update_and_not_with_its_first_report(running):
+    """The standby holds updates that no report to the operator contained before the server died."""
+    cluster = running({"parameterServers": {"replicas": 1, "standbys": 1}, "checkpoint": {"uri": "file:///c"}})
+    cluster.answer(term=1, step=5, coordinator=1, in_sync={0: 2})
+    cluster.settle()
+    cluster.end(cluster.named(contract.ROLE_SERVER, 0, 1), 137)
+    cluster.settle()
+    cluster.tick(0.05)
+    cluster.answer(term=1, step=9, coordinator=2)
+    cluster.settle()
+    (death,) = (entry for entry in cluster.status["history"] if entry.get("slot") == "parameter-server-0")
+    assert "recovered" not in death
+    cluster.tick(1)
+    cluster.answer(term=1, step=10, coordinator=2)
+    cluster.tick(12)  # the status is written every 10 s
+    cluster.answer(term=1, step=11, coordinator=2)
+    cluster.settle()
+    (death,) = (entry for entry in cluster.status["history"] if entry.get("slot") == "parameter-server-0")
+    before = datetime.fromisoformat(death["time"])
+    assert (datetime.fromisoformat(death["recovered"]) - before).total_seconds() == 1.05
+
+
 def test_an_interruption_is_one_event_whatever_is_missing_first(running):
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5)

@@ -137,6 +137,9 @@ def _recovery(entry: HistoryEntry, progress: Progress | None, updates: Updates |
         return max(entry.time, progress.taken) if contributes else None
     if role != contract.ROLE_SERVER or int(index) not in progress.reached or updates is None:
         return None
+    if int(index) == 0:
+        # A standby that takes over reports the step that it holds. Its server may have applied it before it died.
+        return updates.began if updates.coordinator > entry.incarnation else None
     return updates.at if updates.at > entry.time else None
 
 
