@@ -69,7 +69,7 @@ class CheckpointFolderUnusable(CheckpointError):  # noqa: N818
 
 
 class StorageError(CheckpointError):
-    """The storage of checkpoints fails now. The checkpoints in it may be complete."""
+    """The storage of checkpoints fails at present. Its checkpoints may be complete, and another attempt may succeed."""
 
 
 class Refused(BackstayError):  # noqa: N818  # as in "connection refused"

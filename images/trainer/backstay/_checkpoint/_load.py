@@ -22,11 +22,11 @@ class Checkpoint:
 
     Attributes:
         params: the parameters, as NumPy arrays in their own shapes and dtypes.
-        state: the model state likewise; None for a model without state.
-        step: how many updates had been applied.
-        uri: the manifest it was read from.
-        metrics: what the newest evaluation before it returned.
-        skipped: newer checkpoints that were not whole, each with the reason.
+        state: the model state, also as NumPy arrays; None for a model without state.
+        step: the number of applied updates.
+        uri: the manifest of the checkpoint.
+        metrics: the result of the newest evaluation before the checkpoint.
+        skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
 
     params: Any
@@ -43,9 +43,9 @@ def load(uri: str, like: Any = None) -> Checkpoint:
     Args:
         uri: one checkpoint (its manifest), or a job's ``checkpoint.uri``, whose newest complete one is read.
             A path or any fsspec URI.
-        like: a tree of the structure that `init` returned, for a model with state the pair ``(params, state)``; its
-            leaves are arrays or ``jax.ShapeDtypeStruct``. It is needed when a tree has other nodes than dicts, lists
-            and tuples.
+        like: a tree with the structure that `init` returned; for a model with state, the pair ``(params, state)``. Its
+            leaves are arrays or ``jax.ShapeDtypeStruct``. Needed if the parameters contain other containers than
+            dicts, lists and tuples.
 
     Returns:
         A `Checkpoint`; its leaves are NumPy arrays of the stored shapes and dtypes.

@@ -31,7 +31,7 @@ _STATES: Final = (MODEL_STATE, "state.", "batch_stats.")
 
 @dataclass(frozen=True)
 class StartFrom:
-    """Where initial parameters come from, for ``train(start_from=...)``.
+    """The source of the initial parameters, for ``train(start_from=...)``.
 
     Attributes:
         uri: a path or any fsspec URI of one of these: a checkpoint of Backstay (a manifest); a folder with checkpoints
@@ -39,13 +39,13 @@ class StartFrom:
             folder of a ``CheckpointManager`` (its newest step).
         mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
             ``layers.0.kernel``. The names of a model state begin with ``state/``. `arrays` is a mapping of names to
-            NumPy arrays; it reads an array when the function looks it up. The function returns an array of the
+            NumPy arrays, and reads an array when the function looks it up. The function returns an array of the
             parameter's shape, or the name of an array, or None for a parameter without a value.
-            Without `mapping`, arrays have the names of the parameters. A ``params`` around all of them is ignored. A
-            ``state`` or ``batch_stats`` beside it is the model state.
+            Without `mapping`, arrays have the names of the parameters. A key ``params`` around all of them is ignored.
+            A key ``state`` or ``batch_stats`` beside ``params`` is the model state.
         missing: the treatment of a parameter without a value: an ``error``, or the value that `init` returns
             (``init``). A model state without any value begins as `init` returns it.
-        unexpected: the treatment of an array that no parameter took: an ``error``, or ``ignore``.
+        unexpected: the treatment of an array that no parameter uses: an ``error``, or ``ignore``.
     """
 
     uri: str

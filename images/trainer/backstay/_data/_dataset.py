@@ -29,12 +29,12 @@ class Indexable(Protocol):
 
 
 class Batches:
-    """`batches` of a data set: call it with a `BatchKey`. Made by `from_dataset`.
+    """The function `batches` of a data set, which `from_dataset` makes. Its argument is a `BatchKey`.
 
     Attributes:
         size: samples in an epoch.
         batch_size: samples of one rank's batch.
-        batches_per_epoch: how many batches of all ranks together make one epoch; not always a whole number.
+        batches_per_epoch: the number of batches of all ranks in one epoch; not always a whole number.
         workers, ahead, ahead_bytes: see `from_dataset`.
     """
 
@@ -114,29 +114,30 @@ def from_dataset(
 ) -> Batches:
     """Make `batches` of a data set, shuffled again in each epoch by (seed, epoch).
 
-    In Sync mode without backups, each sample is used exactly once in an epoch over all ranks. This stays so when the
+    In Sync mode without backups, the ranks together use each sample exactly once in an epoch. This also holds when the
     number of ranks changes or pods die. Epochs follow one another without a gap, so every batch has the same shape. One
-    batch may hold the end of an epoch and the beginning of the next. With backups, the samples of late gradients are
-    not used. The job's log states at the end of each epoch how many were used, dropped and repeated.
+    batch may contain the end of an epoch and the beginning of the next. With backups, the samples of late gradients are
+    not used. At the end of each epoch, the job logs how many samples were used, dropped and repeated.
 
     Args:
-        source: an array, or a dict or tuple of arrays of one length (also memory-mapped ones), of which a batch holds
-            rows; a data frame of pandas or Polars, of which a batch is a dict of columns; a Hugging Face
-            ``datasets.Dataset``; a `TokenFile`; anything else with ``len`` and ``[]`` that gives
-            one sample: a list, a Grain data source, a ``grain.MapDataset``.
+        source: one of these. An array, or a dict or tuple of arrays of one length, also memory-mapped: a batch contains
+            rows. A data frame of pandas or Polars: a batch is a dict of columns. A Hugging Face ``datasets.Dataset``. A
+            `TokenFile`. An object with ``len`` whose ``[]`` returns one sample, such as a list, a Grain data source or
+            a ``grain.MapDataset``.
         batch_size: samples of one rank's batch.
         transform: ``transform(sample)`` returns the sample to train with, a pytree of arrays or numbers.
         has_rng: whether `transform` is called as ``transform(sample, rng)``, with a ``numpy.random.Generator`` of that
             (seed, epoch, sample).
-        seed: of the shuffling and of `transform`; by default the job's.
-        shuffle: False takes the samples in their order.
+        seed: the seed of the shuffling and of `transform`. The default is the seed of the job.
+        shuffle: whether the samples are shuffled. With False, they keep their order.
         workers: threads that prepare batches at the same time. More than one helps where samples come from a disk or a
             network, and where `transform` releases the interpreter's lock, as NumPy and image decoders do.
-        ahead: batches that are ready or in preparation at most; by default 2, or `workers` + 1 if that is more.
-        ahead_bytes: fewer batches are prepared ahead where they would take more memory than this; one always is.
+        ahead: the largest number of batches that are ready or in preparation. The default is 2, or `workers` + 1 if
+            that is more.
+        ahead_bytes: the memory limit for these batches. At least one batch is always prepared.
 
     Returns:
-        A `Batches` to hand to `train`.
+        A `Batches`: the argument `batches` of `train`.
 
     Raises:
         ConfigurationError: an argument is invalid, columns have different lengths, or there are fewer samples than a

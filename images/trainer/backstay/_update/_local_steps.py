@@ -22,23 +22,23 @@ OUTER_MOMENTUM: Final = 0.9
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Optimizer steps that each worker makes by itself between two updates (DiLoCo, https://arxiv.org/abs/2311.08105).
+    """Optimizer steps that each worker makes alone between two updates (DiLoCo, https://arxiv.org/abs/2311.08105).
 
     The contribution of a worker to an update is ``old - new`` parameters. The argument `optimizer` of `train` is the
     outer optimizer, which applies the mean contribution on the servers.
 
     Attributes:
         count: how many steps, at least 1.
-        optimizer: the inner optimizer, any optax optimizer. Shards do not compute it, so it may mix leaves, such as
-            ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))``.
-        inner_state: ``"keep"``: the state of the inner optimizer stays on the worker from update to update, and a
-            replacement of the worker begins with a fresh one. ``"reset"``: fresh after every update, so the result
-            does not depend on replacements (T4).
-        fragments: the layers of the model are divided into so many parts. An update exchanges one part, in turn, and a
-            worker makes ``count / fragments`` steps between two updates. `count` must be a multiple.
-        overlap: while a contribution travels and is applied, the worker makes so many steps of the next contribution,
-            at most all of them. The parameters that arrive then are mixed with its own.
-        mixing: the share of the worker's own parameters in that mean, at least 0 and below 1.
+        optimizer: the inner optimizer, any optax optimizer. The worker computes it on the whole model, so an update may
+            depend on several arrays: ``optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))``.
+        inner_state: ``"keep"``: the worker keeps the state of the inner optimizer after an update, and a replacement of
+            the worker begins with a new state. ``"reset"``: the state is new after every update, so the result does
+            not depend on replacements (T4).
+        fragments: the number of parts into which the layers of the model are divided. An update exchanges one part, in
+            turn, and a worker makes ``count / fragments`` steps between two updates. It must divide `count`.
+        overlap: the number of steps of the next contribution that the worker makes while the servers receive and apply
+            the current one. Then the worker mixes the new parameters of the servers with its own.
+        mixing: the share of the worker's own parameters in this mean, at least 0 and below 1.
 
     Raises:
         ConfigurationError: a value is not one of these.
