@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from backstay import _faults, _instrument
@@ -144,3 +146,16 @@ def test_a_corrupt_frame_is_one_that_the_rules_of_the_stream_refuse() -> None:
         Cover([4096]).announce(damaged.push_begin.bytes)
     Cover([4096]).announce(frame.push_begin.bytes)
     assert injector.alter("frame", frame) is frame
+
+
+def test_nan_makes_the_parameters_of_one_contribution_not_finite() -> None:
+    """Of each dtype that has NaN; integers stay. The next contribution is computed from the parameters as they are."""
+    injector = Injector(parse("nan worker/1 @3"), contract.ROLE_WORKER, 1, 1)
+    params = [jnp.ones(2), jnp.ones(2, jnp.bfloat16), np.ones(2, np.float32), jnp.int32(4)]
+    injector.reach("compute", 2)
+    assert injector.alter("params", params) is params
+    injector.reach("compute", 3)
+    altered = injector.alter("params", params)
+    assert [leaf.dtype for leaf in altered] == [leaf.dtype for leaf in params]
+    assert [bool(jnp.isnan(leaf).all()) for leaf in altered] == [True, True, True, False]
+    assert injector.alter("params", params) is params

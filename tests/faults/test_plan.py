@@ -67,6 +67,8 @@ def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
         ("exit worker/1 @12", "with which status?"),
         ("exit worker/1 @12 256", "'256' is not valid here"),
         ("fill worker/1 @12 3s", "only servers write checkpoints"),
+        ("nan server/0 @12", "only workers compute"),
+        ("nan worker/1 @12 push", "only workers compute"),
         ("corrupt evaluator/0 @12", "an evaluator sends no tensors"),
         ("stop server/0 @1 5s; stop server/1 @1 5s 6s", "'stop server/1 @1 5s 6s': '6s' is not valid here"),
     ],
