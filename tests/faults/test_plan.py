@@ -14,7 +14,7 @@ from backstay_spec import contract
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
     action = draw(st.sampled_from(sorted(DURATIONS)))
-    roles = {"fill": ["server"], "corrupt": ["server", "worker"]}.get(action, sorted(ROLES))
+    roles = {"fill": ["server"], "corrupt": ["server", "worker"], "nan": ["worker"]}.get(action, sorted(ROLES))
     role = ROLES[draw(st.sampled_from(roles))]
     seconds = draw(st.integers(1, 86_400_000)) / 1000 if DURATIONS[action] != "no" else None
     if DURATIONS[action] == "may" and draw(st.booleans()):
@@ -25,7 +25,7 @@ def faults(draw: st.DrawFn) -> Fault:
         index=draw(st.none() | st.integers(0, 999)),
         incarnation=draw(st.none() | st.integers(1, 99)),
         step=draw(st.integers(0, 10**9 - 1)),
-        point=draw(st.sampled_from(POINTS[role])),
+        point=POINTS[role][0] if action == "nan" else draw(st.sampled_from(POINTS[role])),
         seconds=seconds,
         code=draw(st.integers(0, 255)) if action == "exit" else None,
     )
