@@ -478,6 +478,7 @@ class Server:
             term=self._runtime.term,
             version=self._runtime.version,
             data_address=f"{self._env.pod_ip}:{self._data.port}",
+            done=self._done is not None and not self._done.failed,
             failed=self._failed(),
         )
         if self._driving is not None and peer.role == contract.ROLE_EVALUATOR:
@@ -548,6 +549,7 @@ class Server:
             step=self._runtime.version,
             world=self._world,
             done=self._done is not None and not self._done.failed,
+            failed=self._failed(),
         )
         self._tracing.replaced(request.incarnations)
         self._tracing.black_box.record(request.record, request.record_id)
