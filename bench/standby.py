@@ -115,7 +115,7 @@ def standby(mib: int) -> None:
     from backstay._update._partition import partition
     from backstay._update._rules import analyse
     from backstay._update._tree import describe
-    from backstay._wire.flight import ClientStream
+    from backstay._wire.tcp import ClientStream
     from backstay_rpc.control_pb2 import Hello, Peer
 
     described = describe(tree(mib))

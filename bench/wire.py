@@ -1,18 +1,27 @@
 """Push + update + pull of 64 MiB float32 as a share of the one-way rate of a raw TCP socket, in the same run.
 
-    python bench/wire.py [--rounds 15]
+    python bench/wire.py [--rounds 15] [--gigabits 1]
 
 The rate is the bytes of both directions, divided by the time. The table shows the median of rounds that are measured
 in turns, because the machine may do other work. With codecs, the bytes are those on the wire. `of exact` is the time as
-a share of the time of SGD with one worker.
+a share of the time with exact codecs and as many workers. `jax.distributed` is what a JAX user would use instead: data
+parallelism of 2 processes, whose gradients XLA adds with Gloo. `of gloo` is the time as a share of its time.
+
+With `--gigabits`, the kernel limits the link of the servers in each direction (bench/_link.py, needs root). `of exact`
+should then be the ratio of the bytes. Gloo and the raw socket are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
+import time
+from functools import partial
 from typing import Any
 
+import _link
 from _common import (
     RAW_BYTES,
     Process,
@@ -28,7 +37,8 @@ from _common import (
     table,
 )
 
-CASES = ("sgd", "adam", "sgd2", "bfloat16", "int8", "int4")
+CASES = ("sgd", "adam", "bfloat16", "int8", "int4", "sgd2", "bfloat16x2")
+TWO_WORKERS = ("sgd2", "bfloat16x2")
 NAMES = {
     "sgd": "SGD, 1 worker",
     "adam": "Adam, 1 worker",
@@ -36,13 +46,14 @@ NAMES = {
     "bfloat16": "SGD, BFloat16 both ways",
     "int8": "SGD, Int8 and BFloat16",
     "int4": "SGD, Int4 and BFloat16",
+    "bfloat16x2": "SGD, 2 workers, BFloat16 both ways",
 }
 GOALS = {"sgd": "0.75", "adam": "0.65", "sgd2": "0.80"}
 ARRAYS, ELEMENTS = 4, (16 << 20) // 4
-
-
-WIRES = {"bfloat16": ("BFloat16", "BFloat16"), "int8": ("Int8", "BFloat16"), "int4": ("Int4", "BFloat16")}
-OF_EXACT = {"bfloat16": "0.60", "int8": "0.50", "int4": ""}
+HALF = ("BFloat16", "BFloat16")
+WIRES = {"bfloat16": HALF, "int8": ("Int8", "BFloat16"), "int4": ("Int4", "BFloat16"), "bfloat16x2": HALF}
+OF_EXACT = {"bfloat16": "0.60", "int8": "0.50"}
+OF_GLOO = {"sgd2": "1.00", "bfloat16x2": "0.67"}
 
 
 def wire_of(case: str) -> Any:
@@ -61,7 +72,7 @@ def optimizer(case: str) -> Any:
 def server() -> None:
     params = float_tree(ARRAYS, ELEMENTS)
     raw = RawServer()
-    servers = {case: Server(params, optimizer(case), 2 if case == "sgd2" else 1, wire_of(case)) for case in CASES}
+    servers = {case: Server(params, optimizer(case), 2 if case in TWO_WORKERS else 1, wire_of(case)) for case in CASES}
     reply(raw=raw.port, ports={case: s.server.port for case, s in servers.items()})
     for _ in commands():
         pass
@@ -74,7 +85,7 @@ def worker(rank: int) -> None:
     for command in commands():
         if command["do"] == "connect":
             raw = RawClient(command["raw"])
-            cases = CASES if rank == 0 else ("sgd2",)
+            cases = CASES if rank == 0 else TWO_WORKERS
             workers = {
                 case: Worker(params, optimizer(case), command["ports"][case], rank, wire_of(case)) for case in cases
             }
@@ -86,9 +97,54 @@ def worker(rank: int) -> None:
             reply(seconds=workers[command["do"]].seconds(command["steps"]))
 
 
-def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds of one step by case and of the raw socket, and the bytes of a step of one worker."""
-    times: dict[str, list[float]] = {name: [] for name in ("raw", *CASES)}
+def gloo(rank: int, coordinator: str) -> None:
+    """One of two processes of data parallelism in JAX: the mean of both gradients by Gloo, and SGD."""
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Gloo writes to the standard output
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, num_processes=2, process_id=rank)
+    mesh = Mesh(jax.devices(), "rank")
+    everywhere, apart = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("rank"))
+    params = {name: jax.device_put(leaf, everywhere) for name, leaf in float_tree(ARRAYS, ELEMENTS).items()}
+    gradients = {
+        name: jax.make_array_from_process_local_data(apart, jnp.full((1, *leaf.shape), 1e-3, leaf.dtype))
+        for name, leaf in params.items()
+    }
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=everywhere)
+    def step(params: Any, gradients: Any) -> Any:
+        return jax.tree.map(lambda leaf, each: leaf - 1e-3 * each.mean(axis=0), params, gradients)
+
+    params = jax.block_until_ready(step(params, gradients))
+    reply(ready=True)
+    for command in commands():
+        seconds = []
+        for _ in range(command["steps"]):
+            begin = time.perf_counter()
+            params = jax.block_until_ready(step(params, gradients))
+            seconds.append(time.perf_counter() - begin)
+        reply(seconds=seconds)
+
+
+def started_gloo(running: list[Process]) -> list[Process]:
+    """Both processes of `gloo`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    both = [Process("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]
+    running.extend(both)
+    for process in both:
+        process.receive()
+    return both
+
+
+def measure(rounds: int, steps: int, limited: bool) -> tuple[dict[str, float], dict[str, int]]:
+    """Median seconds of one step by case, of the raw socket and of Gloo, and the bytes of a step of one worker."""
+    others = () if limited else ("raw", "gloo")
+    times: dict[str, list[float]] = {name: [] for name in (*others, *CASES)}
     with processes() as running:
         running.append(server_process := Process("wire.py", "server"))
         workers = [Process("wire.py", "worker", "--rank", str(rank)) for rank in range(2)]
@@ -97,10 +153,12 @@ def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
         for process in workers:
             process.send(do="connect", **ports)
         nbytes = [process.receive()["nbytes"] for process in workers]
+        both = [] if limited else started_gloo(running)
         for turn in range(rounds + 1):
             for case in CASES:
-                for name in ("raw", case):
-                    asked = workers if name == "sgd2" else workers[:1]
+                beside = ("gloo",) if case in TWO_WORKERS else ("raw",)
+                for name in (case,) if limited else (*beside, case):
+                    asked = both if name == "gloo" else workers if name in TWO_WORKERS else workers[:1]
                     for process in asked:
                         process.send(do=name, steps=steps)
                     answers = [process.receive()["seconds"] for process in asked]
@@ -110,28 +168,52 @@ def measure(rounds: int, steps: int) -> tuple[dict[str, float], dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a case in each round")
-    parser.add_argument("--role", choices=("server", "worker"), help=argparse.SUPPRESS)
+    parser.add_argument("--gigabits", type=float, help="a second on the link of the servers; default: no limit")
+    parser.add_argument("--role", choices=("server", "worker", "gloo"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "server":
         return server()
     if arguments.role == "worker":
         return worker(arguments.rank)
-    seconds, nbytes = measure(arguments.rounds, arguments.steps)
-    raw = RAW_BYTES / seconds["raw"] / 1e9
-    rows = [("64 MiB float32", "ms", "MB", "GB/s", "of raw", "goal", "of exact", "goal")]
-    size = f"{RAW_BYTES / 1e6:.1f}"
-    rows.append(("raw TCP socket, one way", f"{seconds['raw'] * 1e3:.1f}", size, f"{raw:.2f}", "1.00", "", "", ""))
+    if arguments.role == "gloo":
+        return gloo(arguments.rank, arguments.coordinator)
+    if arguments.gigabits is not None:
+        _link.enter(arguments.gigabits)
+    seconds, nbytes = measure(arguments.rounds, arguments.steps, arguments.gigabits is not None)
+    rows = [("64 MiB float32", "ms", "MB", "GB/s", "of raw", "goal", "of exact", "goal", "of bytes", "of gloo", "goal")]
+    size, raw = RAW_BYTES / 1e6, seconds.get("raw", 0.0)
+    if raw:
+        rows.append(("raw TCP socket, one way", f"{raw * 1e3:.1f}", f"{size:.1f}", f"{size / raw / 1e3:.2f}", "1.00"))
+        rows.append(("jax.distributed, 2 processes", f"{seconds['gloo'] * 1e3:.1f}"))
     for case in CASES:
-        sent = nbytes[case] * (2 if case == "sgd2" else 1)
-        rate = sent / seconds[case] / 1e9
-        of_exact = f"{seconds[case] / seconds['sgd']:.2f}" if case in WIRES else ""
-        times = (f"{seconds[case] * 1e3:.1f}", f"{sent / 1e6:.1f}", f"{rate:.2f}", f"{rate / raw:.2f}")
-        rows.append((NAMES[case], *times, GOALS.get(case, ""), of_exact, OF_EXACT.get(case, "")))
-    print(table(rows))
+        workers, exact = (2, "sgd2") if case in TWO_WORKERS else (1, "sgd")
+        sent = workers * nbytes[case] / 1e6
+        rate, of_exact, of_bytes = (
+            sent / seconds[case] / 1e3,
+            seconds[case] / seconds[exact],
+            nbytes[case] / nbytes[exact],
+        )
+        rows.append(
+            (
+                NAMES[case],
+                f"{seconds[case] * 1e3:.1f}",
+                f"{sent:.1f}",
+                f"{rate:.2f}",
+                f"{rate * raw / size * 1e3:.2f}" if raw else "",
+                GOALS.get(case, "") if raw else "",
+                f"{of_exact:.2f}" if case in WIRES else "",
+                OF_EXACT.get(case, "") if raw else "",
+                f"{of_exact / of_bytes:.2f}" if case in WIRES else "",
+                f"{seconds[case] / seconds['gloo']:.2f}" if raw and workers == 2 else "",
+                OF_GLOO.get(case, "") if raw else "",
+            )
+        )
+    print(table([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]))
     return None
 
 

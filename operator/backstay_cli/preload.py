@@ -23,7 +23,6 @@ TRAINER: Final = (
     "optax",
     "ml_dtypes",
     "safetensors",
-    "pyarrow.flight",
     "grpc",
     "fsspec",
     "backstay._train",
@@ -34,7 +33,8 @@ TRAINER: Final = (
     "backstay._roles._local",
     "backstay._data._dataset",
 )
-# Arrow's other allocator would start a thread; forked processes have no threads of the parent.
+# A script may import pyarrow. One of its allocators would start a thread, and forked processes have no threads of the
+# parent.
 ENVIRON: Final = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Variables that the C libraries of these modules read, and those that fsspec finds in the whole environment.
 PREFIXES: Final = (

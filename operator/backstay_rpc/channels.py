@@ -1,7 +1,7 @@
 """The one place where gRPC channels and servers of Backstay are configured: options, limits, and who may call.
 
-Control messages travel on grpcio, and tensors on Arrow Flight, which has its own copy of gRPC. Neither is encrypted
-now. TLS will change the functions below and nothing else.
+Control messages travel on grpcio. Tensors travel on other TCP connections (`backstay._wire.tcp`), whose callers are
+checked by the same `Credentials`. Neither is encrypted now.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ __all__ = [
     "REFUSAL",
     "Credentials",
     "Options",
-    "flight_client_options",
-    "flight_headers",
-    "flight_uri",
     "listen",
     "open_aio_channel",
     "open_channel",
@@ -121,6 +118,10 @@ class Credentials:
         value = values[0] if isinstance(values[0], bytes) else values[0].encode()
         return hmac.compare_digest(value, f"Bearer {self.token}".encode())
 
+    def proven(self, given: bytes) -> bool:
+        """Whether `given` is the token; compares in constant time."""
+        return bool(self.token) and hmac.compare_digest(given, self.token.encode())
+
     def admits_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """The same, of all metadata of a gRPC call."""
         return self.admits(value for key, value in metadata if key == AUTHORIZATION)
@@ -171,27 +172,3 @@ def listen(handler: grpc.GenericRpcHandler, bind: str, port: int) -> tuple[grpc.
             f"the control service cannot listen on {bind} port {port}: it is taken, or it is not this pod's address"
         )
     return server, bound
-
-
-def flight_client_options() -> Options:
-    """For `pyarrow.flight.FlightClient(generic_options=...)`.
-
-    A stream's liveness is watched by heartbeats, so there is no keepalive. An address that does not answer is given up
-    after 5 s.
-    """
-    return [
-        *_COMMON,
-        ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.max_reconnect_backoff_ms", 250),
-        ("grpc.min_reconnect_backoff_ms", 5_000),
-    ]
-
-
-def flight_headers(credentials: Credentials) -> list[tuple[bytes, bytes]]:
-    """The headers that a caller adds to a Flight call."""
-    return [(key.encode(), value.encode()) for key, value in credentials.metadata]
-
-
-def flight_uri(address: str) -> str:
-    """Where a Flight client connects: `address` is ``host:port``."""
-    return f"grpc://{address}"

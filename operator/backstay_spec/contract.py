@@ -31,7 +31,7 @@ CONTAINER: Final = "trainer"
 
 # Ports inside a pod. Each pod has its own address, so they are the same in every pod.
 PORT_CONTROL: Final = 7077  # gRPC, the control service of backstay_rpc
-PORT_DATA: Final = 7078  # Arrow Flight (gRPC), tensors
+PORT_DATA: Final = 7078  # tensors, over TCP
 PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz, /status, /trace
 PORT_NAME_CONTROL: Final = "rpc"
 PORT_NAME_DATA: Final = "data"

@@ -85,16 +85,17 @@ import backstay
 import backstay._roles._worker, backstay._roles._server, backstay._roles._standby, backstay._roles._evaluator
 backstay.train, backstay.from_dataset
 print(",".join(sorted(set(loaded) - before)) or "-")
-import jax.numpy as jnp, pyarrow as pa, pyarrow.flight, grpc
+import jax.numpy as jnp, grpc
 assert float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64)))) == 64.0**3
 assert numpy.linalg.norm(numpy.ones((300, 300)) @ numpy.ones((300, 300))) > 0
-server = pyarrow.flight.FlightServerBase("grpc://127.0.0.1:0")
-client = pyarrow.flight.connect(f"grpc://127.0.0.1:{server.port}")
-try:
-    list(client.list_flights())
-except NotImplementedError:
-    print("answered", end=" ")
-client.close(); server.shutdown()
+from backstay._wire.tcp import ClientStream, Listener
+from backstay_rpc.control_pb2 import Frame, Hello, Pull
+listener = Listener("127.0.0.1", 0, "token", lambda hello, stream: stream.write(stream.read()[0]))
+stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), "token")
+stream.write(Frame(pull=Pull()))
+stream.read()
+print("answered", end=" ")
+stream.close(); listener.close()
 from concurrent import futures
 server = grpc.server(futures.ThreadPoolExecutor(1))
 port = server.add_insecure_port("127.0.0.1:0")
@@ -109,8 +110,8 @@ server.stop(None)
 
 
 async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
-    """Nothing that it imports is left to import; no thread, backend or random number is shared; JAX, BLAS, Arrow Flight
-    and gRPC work after the fork, in two processes."""
+    """Nothing that it imports is left to import; no thread, backend or random number is shared; JAX, BLAS, data
+    streams and gRPC work after the fork, in two processes."""
     (tmp_path / "looks.py").write_text(LOOKS)
     environ = python_environment()
     wanted = Preload(**json.loads(preload()))

@@ -39,7 +39,7 @@ from backstay._process._guard import (
 )
 from backstay._process._sockets import peer_address, socket_address
 from backstay._timeouts import Timeouts
-from backstay._wire.flight import ClientStream, Listener
+from backstay._wire.tcp import ClientStream, Listener
 from backstay_rpc import bearer
 from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
 from backstay_rpc.control_pb2 import (
@@ -456,60 +456,59 @@ def exchange() -> Iterator[Callable[..., Exchange]]:
         each.close()
 
 
-FLIGHT = "/arrow.flight.protocol.FlightService/"
+WRONG = struct.pack("<8sHI", b"backsty1", 5, 0) + b"wrong"
 
 
-@pytest.mark.parametrize("method", ["DoExchange", "DoPut", "Handshake"])
-def test_o7_data_streams_without_a_token_are_refused_by_their_headers(
-    exchange: Callable[..., Exchange], strangers: list[Connection], method: str
+def test_o7_data_streams_without_a_token_are_refused_by_their_first_bytes(
+    exchange: Callable[..., Exchange], strangers: list[Connection]
 ) -> None:
     data = exchange(unproven=3600.0)
     data.continues()
-    streams = {2 * number + 1 for number in range(40)}
-    strangers.append(Connection(data.port))
-    for stream in sorted(streams):
-        strangers[-1].call(stream, FLIGHT + method)
-    assert strangers[-1].answered(streams) == streams
+    for _ in range(40):
+        stranger = Connection(data.port, silent=True)
+        strangers.append(stranger)
+        stranger.send(WRONG)
+        assert b"does not carry this job's token" in stranger.socket.recv(200)
     data.continues()
 
 
-@pytest.mark.parametrize("method", ["GetFlightInfo", "GetSchema", "DoAction", "DoGet", "ListFlights", "DoExchange"])
-def test_o7_large_messages_without_a_token_do_not_grow_the_data_port(
-    exchange: Callable[..., Exchange], strangers: list[Connection], method: str
+@pytest.mark.parametrize("opening", [WRONG, b"x" * 14, struct.pack("<8sHI", b"backsty1", 5, 1 << 31) + b"wrong"])
+def test_o7_bytes_without_a_token_do_not_grow_the_data_port(
+    exchange: Callable[..., Exchange], strangers: list[Connection], opening: bytes
 ) -> None:
-    """gRPC receives the one message of such a method before Flight sees the call: the connection is closed instead."""
     data = exchange(unproven=3600.0)
     data.continues()
-    before, peak = memory(), 0
-    stranger = Connection(data.port)
+    before, sent = memory(), 0
+    stranger = Connection(data.port, silent=True)
     strangers.append(stranger)
-    stranger.call(1, FLIGHT + method)
-    size, chunk = 1 << 30, 16 << 10
-    # The windows of HTTP/2 grow with the message, as far as the server reads it.
-    windows, initial, sent, open_ = [65535, 65535], 65535, 0, True
-    payload = b"\0" + struct.pack(">I", size) + bytes(chunk - 5)
-    while open_ and sent < size:
-        if min(windows) - sent >= chunk:
-            open_ = stranger.send(frame(DATA, 0, 1, payload))
-            payload, sent = bytes(chunk), sent + chunk
-            peak = max(peak, memory()) if sent % MIB == 0 else peak
-            continue
-        came = stranger.frames()
-        open_ = bool(came)
-        for kind, flags, stream, body in came:
-            if kind == 8:  # WINDOW_UPDATE
-                windows[int(stream != 0)] += int.from_bytes(body, "big")
-            elif kind == 4 and not flags:  # SETTINGS
-                for at in range(0, len(body), 6):
-                    if int.from_bytes(body[at : at + 2], "big") == 4:  # INITIAL_WINDOW_SIZE
-                        value = int.from_bytes(body[at + 2 : at + 6], "big")
-                        windows[1] += value - initial
-                        initial = value
-            elif kind in (1, 3):  # HEADERS, RST_STREAM: refused
-                open_ = False
-    assert sent < size
+    stranger.send(opening)
+    while sent < 256 * MIB and stranger.send(bytes(MIB)):
+        sent += MIB
+    assert sent < 256 * MIB
+    assert memory() - before < 64 * MIB
     data.continues()
-    assert peak - before < 512 * MIB
+
+
+def test_t8_a_caller_that_sends_a_byte_now_and_then_is_closed(
+    exchange: Callable[..., Exchange], strangers: list[Connection]
+) -> None:
+    """O7: the time of the first bytes is bounded, and not the time between two of them."""
+    data = exchange(unproven=0.3)
+    stranger = Connection(data.port, silent=True)
+    strangers.append(stranger)
+    while stranger.send(b"b"):
+        time.sleep(0.02)
+    data.continues()
+
+
+def test_t8_the_oldest_of_too_many_silent_callers_is_closed(
+    exchange: Callable[..., Exchange], strangers: list[Connection]
+) -> None:
+    data = exchange(unproven=3600.0)
+    strangers.extend(Connection(data.port, silent=True) for _ in range(300))  # at most 256 of one host stay
+    data.continues()
+    assert all(stranger.closed() for stranger in strangers[:20])
+    data.continues()
 
 
 def test_t8_idle_connections_to_the_data_port_are_closed(

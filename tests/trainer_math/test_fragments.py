@@ -189,12 +189,19 @@ class Script:
     def __init__(self, frames: Iterator[tuple[Frame, Any]]) -> None:
         self._frames = frames
 
-    def read(self) -> tuple[Frame, Any]:
+    def read(self, place: Any = None) -> tuple[Frame, Any]:
         found = next(self._frames, None)
         if found is None:
             raise PeerLost("the end of the script")
         frame, body = found
-        return frame, None if body is None else np.asarray(body).reshape(-1).view(np.uint8)
+        if body is None:
+            return frame, None
+        came = np.asarray(body).reshape(-1).view(np.uint8)
+        target = None if place is None else place(frame, came.nbytes)
+        if target is None:
+            return frame, came
+        target[:] = came
+        return frame, target
 
     def write(self, frame: Frame) -> None:
         assert frame.WhichOneof("kind")

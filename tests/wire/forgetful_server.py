@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from backstay._wire import frames
-from backstay._wire.flight import Listener
+from backstay._wire.tcp import Listener
 
 
 def serve(hello: Any, stream: Any) -> None:

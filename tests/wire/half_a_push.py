@@ -7,14 +7,13 @@ import sys
 import numpy as np
 
 from backstay._wire import frames
-from backstay._wire.flight import ClientStream
+from backstay._wire.tcp import ClientStream
 from backstay_rpc.control_pb2 import Frame, GradientId, Hello, Part, PushBegin
 
 address, token, hello_hex, gradient_hex, size = sys.argv[1:]
 nbytes = int(size)
 stream = ClientStream(address, Hello.FromString(bytes.fromhex(hello_hex)), token)
-# As a real worker does: the server's first answer shows that the call was authenticated. Before that, the guard of the
-# port closes a connection that sends much.
+# As a real worker does.
 stream.write(frames.pull(0))
 while True:
     received = stream.read()

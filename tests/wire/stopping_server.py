@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from backstay._wire.flight import Listener
+from backstay._wire.tcp import Listener
 
 
 def serve(hello: Any, stream: Any) -> None:

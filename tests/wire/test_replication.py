@@ -23,6 +23,7 @@ from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._wire.frames import WHOLE_BYTES, kind_of
+from backstay._wire.seam import Place
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import Commit, Contribution, Frame, GradientId, Hello, Peer, ReplicaState
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
@@ -52,7 +53,7 @@ class Standby:
         if kind in ("whole", "commit", "alive") or (kind == "mean" and frame.replica.mean.whole):
             self._answers.put((HELD, None))
 
-    def read(self) -> tuple[Frame, None] | None:
+    def read(self, place: Place | None = None) -> tuple[Frame, None] | None:
         return self._answers.get()
 
     def end(self) -> None:
@@ -120,7 +121,7 @@ class Commits:
         self._frames = [Frame(replica=ReplicaFrame(commit=commit))]
         self._answered = answered
 
-    def read(self) -> tuple[Frame, None]:
+    def read(self, place: Place | None = None) -> tuple[Frame, None]:
         if not self._frames:
             raise PeerLost("the stream ended")
         return self._frames.pop(), None

@@ -1,4 +1,4 @@
-"""Data streams over Arrow Flight: valid calls, refused calls, and peers that misbehave."""
+"""Data streams over TCP: valid streams, refused streams, and peers that misbehave."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,15 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.flight as fl
 import pytest
 
 from backstay._update._codecs import CODECS, GROUP, BlockWire, ShardWire
 from backstay._wire import frames
 from backstay._wire.client import Push
-from backstay._wire.flight import ClientStream, PortTaken
 from backstay._wire.server import DataServer
+from backstay._wire.tcp import ClientStream, PortTaken
 from backstay.errors import JobFailed, PeerLost, Refused, Superseded
 from backstay_rpc.control_pb2 import (
     Chunk,
@@ -53,8 +52,7 @@ def push_of(kit: SimpleNamespace, shard: Any, value: float, **more: Any) -> Push
 
 
 def pulled(client: Any, shard: Any) -> Any:
-    """The client once it has pulled, as a worker does before it pushes. The guard of the port closes a connection that
-    sends much before the server has looked at the call."""
+    """The client once it has pulled, as a worker does before it pushes."""
     client.exchange_all(None, 0, [shard.buffers()])
     return client
 
@@ -106,48 +104,49 @@ def test_what_was_received_does_not_change_with_the_next_update(
 def test_a_wrong_token_is_refused(make_shard: Make, dial: Make, token: str) -> None:
     """O7."""
     shard = make_shard((SMALL,), serve=True)
-    with pytest.raises(Refused, match="does not know this job's token") as refused:
+    with pytest.raises(Refused, match="does not carry this job's token") as refused:
         dial(shard, token=token).exchange_all(None, 0, [shard.buffers()])
     assert refused.value.code == "UNAUTHENTICATED"
 
 
-METHODS: dict[str, Callable[[Any, Any], Any]] = {
-    "list_flights": lambda c, o: list(c.list_flights(options=o)),
-    "get_flight_info": lambda c, o: c.get_flight_info(fl.FlightDescriptor.for_command(b"x"), o),
-    "get_schema": lambda c, o: c.get_schema(fl.FlightDescriptor.for_command(b"x"), o),
-    "do_get": lambda c, o: c.do_get(fl.Ticket(b"x"), o).read_all(),
-    "do_put": lambda c, o: _put(c, o),  # noqa: PLW0108
-    "do_action": lambda c, o: list(c.do_action(fl.Action("x", b""), o)),
-    "list_actions": lambda c, o: c.list_actions(o),
-    "do_exchange": lambda c, o: c.do_exchange(fl.FlightDescriptor.for_command(b""), o)[1].read_chunk(),
-    "handshake": lambda c, o: c.authenticate_basic_token(b"user", b"password", o),
+def opening(token: bytes, hello: bytes = b"", magic: bytes = b"backsty1", announced: int | None = None) -> bytes:
+    """The first bytes of a connection. `announced`: the length of the hello, where it is false."""
+    return struct.pack("<8sHI", magic, len(token), len(hello) if announced is None else announced) + token + hello
+
+
+STRANGE: dict[str, bytes] = {
+    "another protocol": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
+    "another version": opening(b"token", magic=b"backsty0"),
+    "without a token": opening(b""),
+    "another token": opening(b"b" * 64),
+    "a longer token": opening(b"b" * 60_000),
+    "a huge hello": opening(b"b" * 64, announced=0xFFFFFFFF),
 }
 
 
-def _put(client: Any, options: Any) -> None:
-    writer, _ = client.do_put(fl.FlightDescriptor.for_command(b"x"), pa.schema([]), options)
-    writer.close()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_served_without_the_token(make_shard: Make, method: str) -> None:
-    """O7: every method of Flight."""
+@pytest.mark.parametrize("case", STRANGE)
+def test_nothing_is_served_without_the_token(make_shard: Make, dial: Make, case: str) -> None:
+    """O7: at most a refusal is sent, and the connection is closed."""
     shard = make_shard((SMALL,), serve=True)
-    with fl.FlightClient(f"grpc://{shard.address}") as client:
-        with pytest.raises((fl.FlightError, pa.ArrowException, NotImplementedError, OSError)) as error:
-            METHODS[method](client, fl.FlightCallOptions())
-        assert "does not carry this job's token" in str(error.value) or method == "handshake"
+    assert len(STRANGE[case]) < 100_000
+    answer = said(shard, STRANGE[case])
+    if "token" in case and "longer" not in case:
+        assert b"does not carry this job's token" in answer
+        assert len(answer) < 200
+    else:
+        assert not answer
+    dial(shard).exchange_all(None, 0, [shard.buffers()])
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("do_exchange", "handshake")])
-def test_no_method_but_exchange_is_served(kit: SimpleNamespace, make_shard: Make, method: str) -> None:
-    shard = make_shard((SMALL,), serve=True)
-    options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + kit.token.encode())])
-    with (
-        fl.FlightClient(f"grpc://{shard.address}") as client,
-        pytest.raises((fl.FlightUnauthorizedError, OSError), match="only DoExchange"),
-    ):
-        METHODS[method](client, options)
+def said(shard: Any, data: bytes) -> bytes:
+    """The bytes that the server answers before it closes the connection."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", shard.server.port), 20) as sock:
+        sock.sendall(data)
+        with contextlib.suppress(ConnectionResetError):
+            while some := sock.recv(4096):
+                answer += some
+    return answer
 
 
 def test_a_server_without_a_token_does_not_start(make_shard: Make) -> None:
@@ -435,43 +434,33 @@ def test_garbage_ends_only_its_senders_stream(
     assert good.exchange_all(push_of(kit, shard, 1.0, rank=1), 0, [into]).version == 1
 
 
-def raw_batch(column: Any) -> Any:
-    return pa.RecordBatch.from_arrays([column], names=["body"])
+MESSAGES: dict[str, bytes] = {
+    "not a frame": struct.pack("<II", 10, 0) + b"\xff" * 10,
+    "an empty frame": struct.pack("<II", 0, 0),
+    "a long header": struct.pack("<II", 100_000, 0),
+    "a huge body": struct.pack("<II", 2, 0xFFFFFFFF),
+}
 
 
-@pytest.mark.parametrize(
-    ("schema", "write"),
-    [
-        (pa.schema([("body", pa.uint8())]), lambda w: w.write_metadata(b"\xff" * 10)),
-        (pa.schema([("body", pa.uint8())]), lambda w: w.write_metadata(b"\x00" * 100_000)),
-        (pa.schema([("body", pa.uint8())]), lambda w: w.write_batch(raw_batch(pa.array([1], pa.uint8())))),
-        (pa.schema([("body", pa.string())]), lambda w: w.write_batch(raw_batch(pa.array(["x"])))),
-        (pa.schema([]), lambda w: w.write_metadata(b"")),
-    ],
-)
-def test_messages_that_are_not_frames(
-    kit: SimpleNamespace, make_shard: Make, dial: Make, schema: Any, write: Callable[[Any], None]
-) -> None:
-    """O7: a peer with the token that sends other messages."""
+@pytest.mark.parametrize("case", MESSAGES)
+def test_messages_that_are_not_frames(kit: SimpleNamespace, make_shard: Make, dial: Make, case: str) -> None:
+    """O7: a peer with the token that sends other messages. Nothing of a body is awaited."""
     shard = make_shard((SMALL,), serve=True)
-    options = fl.FlightCallOptions(headers=[(b"authorization", b"Bearer " + kit.token.encode())])
-    descriptor = fl.FlightDescriptor.for_command(kit.hello(0).SerializeToString())
-    with fl.FlightClient(f"grpc://{shard.address}") as client:
-        writer, reader = client.do_exchange(descriptor, options)
-        writer.begin(schema)
-        try:
-            write(writer)
-            answer = Frame.FromString(reader.read_chunk().app_metadata.to_pybytes())
-            assert answer.refused.code == "INVALID_ARGUMENT"
-        except (fl.FlightError, pa.ArrowException):
-            pass  # ended without words
-        reader.cancel()
-        with pytest.raises((fl.FlightError, pa.ArrowException)):
-            writer.close()
+    begin = opening(kit.token.encode(), kit.hello(0).SerializeToString())
+    with socket.create_connection(("127.0.0.1", shard.server.port), 20) as sock:
+        sock.sendall(begin + MESSAGES[case])
+        header, body = struct.unpack("<II", sock.recv(8, socket.MSG_WAITALL))
+        answer = Frame.FromString(sock.recv(header, socket.MSG_WAITALL))
+        assert (answer.refused.code, body) == ("INVALID_ARGUMENT", 0)
     dial(shard, rank=1).exchange_all(None, 0, [shard.buffers()])
 
 
-def test_bytes_that_are_no_grpc(make_shard: Make, dial: Make) -> None:
+def test_a_hello_that_is_not_a_hello(kit: SimpleNamespace, make_shard: Make) -> None:
+    shard = make_shard((SMALL,), serve=True)
+    assert b"not a Hello" in said(shard, opening(kit.token.encode(), b"\xff" * 20))
+
+
+def test_random_bytes(make_shard: Make, dial: Make) -> None:
     shard = make_shard((SMALL,), serve=True)
     with socket.create_connection(("127.0.0.1", shard.server.port)) as sock:
         sock.sendall(os.urandom(10_000))

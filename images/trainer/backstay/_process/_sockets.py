@@ -1,8 +1,7 @@
 """Ends TCP connections of gRPC from outside.
 
-gRPC and Arrow Flight have waits without an end (T8). A Flight server can neither end a call nor stop while one is
-open. A client's write to a paused peer does not return, even when the call is cancelled. A fenced pod would stay
-connected (T6). But the sockets belong to this process: a reset of a socket ends every call on it at once, both ways.
+A server of gRPC cannot close the connection of one peer: a caller without a token would stay connected (T8). But the
+sockets belong to this process: a reset of a socket ends every call on it at once, both ways.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 __all__ = [
+    "NO_LINGER",
     "Address",
     "Connection",
     "connection_of",
-    "connections",
     "peer_address",
     "received_bytes",
     "reserve_descriptors",
@@ -40,7 +39,7 @@ Connection: TypeAlias = tuple[Address, Address]
 """(own address, peer's address)."""
 
 # Closing sends a reset. Without it, a peer whose data is not read any more waits forever for room to send.
-_NO_LINGER: Final = struct.pack("ii", 1, 0)
+NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 
 # tcpi_bytes_received in struct tcp_info of Linux (include/uapi/linux/tcp.h): a u64 at byte 128.
@@ -78,11 +77,6 @@ def reserve_descriptors() -> None:
     """From now on, the functions of this module work even while the process can open no further file."""
     if not _spares:
         _spares.append(_Spare())
-
-
-def connections() -> set[Connection]:
-    """All TCP connections of this process."""
-    return {connection for number, _ in socket_descriptors() if (connection := connection_of(number)) is not None}
 
 
 def reset(wanted: Callable[[Connection], bool]) -> int:
@@ -130,7 +124,7 @@ def reset_one(number: int, connection: Connection) -> bool:
     """Close a connection, if the descriptor still belongs to it."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:
         if (socket_address(sock.getsockname()), socket_address(sock.getpeername())) == connection:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
             sock.shutdown(socket.SHUT_RDWR)
             return True
     return False

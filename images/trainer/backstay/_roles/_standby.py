@@ -26,7 +26,7 @@ from .._process._environment import Environment
 from .._process._exit import Stop
 from .._shard._follower import Follower, Held
 from .._update._engine import ShardEngine
-from .._wire.flight import ClientStream
+from .._wire.tcp import ClientStream
 from ..errors import PeerLost, Refused, Superseded
 from ._metrics import HttpPort, Metrics
 from ._ports import control_port, http_port

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import Commit, Frame, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
@@ -27,7 +27,7 @@ from ._replication import HELD
 if TYPE_CHECKING:
     from .._update._partition import Partition
     from .._update._rules import Rule
-    from .._wire.flight import ClientStream
+    from .._wire.tcp import ClientStream
 
 __all__ = ["Follower", "Held"]
 
@@ -196,18 +196,20 @@ class Follower:
                     staging.blocks[block][:] = body[at : at + stop - start]
             except Refusal as refusal:
                 raise PeerLost(refusal.message) from None
+
+        def place(frame: Frame, nbytes: int) -> Bytes | None:
+            if kind_of(frame) != "chunk":
+                return None
+            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
+            return staging.blocks[block][start:stop]
+
         while not mean.whole:
-            frame, body = stream.read()
+            frame, body = stream.read(place)
             if kind_of(frame) == "chunk" and body is not None:
-                try:
-                    block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
-                except Refusal as refusal:
-                    raise PeerLost(refusal.message) from None
-                staging.blocks[block][start:stop] = body
-            elif kind_of(frame) == "replica" and frame.replica.whole and not cover.missing:
+                continue  # in its place
+            if kind_of(frame) == "replica" and frame.replica.whole and not cover.missing:
                 break
-            else:
-                raise PeerLost(f"a frame {kind_of(frame)!r} cannot come inside a mean gradient")
+            raise PeerLost(f"a frame {kind_of(frame)!r} cannot come inside a mean gradient")
 
         def change() -> None:
             held = self._must_hold("a mean gradient")

@@ -1,8 +1,7 @@
 """The worker's side of data streams: contributions out, parameters in, all shards at the same time. No transport here.
 
 One thread uses a stream. It writes a push and then reads the answer. On the way it reads, window by window, whether the
-server still accepts the rest. Arrow's documentation allows writing and reading at the same time. But when the
-connection breaks while one thread writes, the other thread's read never returns (ADR 8).
+server still accepts the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .._coordination import MODES, Mode
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import Bytes, DataClient, FrameStream, LayoutLike, PartPush, Pulled, Refusal
+from .seam import Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal
 
 if TYPE_CHECKING:
     from .._update._codecs import ShardWire
@@ -210,6 +209,13 @@ class StreamClient:
             fragments = self._wire.fragments_of(steps)
             wires = self._wire.only(fragments).parameters
         cover = Cover([wire.nbytes for wire in wires])
+
+        def place(frame: Frame, nbytes: int) -> Bytes | None:
+            if kind_of(frame) != "chunk":
+                return None
+            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
+            return into[block][start:stop] if wires[block].codec is None else None
+
         try:
             cover.announce(begin.bytes)
             if begin.whole:
@@ -220,11 +226,13 @@ class StreamClient:
                         wires[block].receive(into[block], offset, body[at + offset : at + offset + size])
                         offset += size
             while not begin.whole:
-                frame, body = self._read()
+                frame, body = self._read(place)
                 kind = kind_of(frame)
                 if kind == "chunk" and body is not None:
-                    block, start, _ = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
-                    if (why := wires[block].receive(into[block], start, body)) is not None:
+                    wire = wires[frame.chunk.block]
+                    if wire.codec is None:
+                        continue  # in its place
+                    if (why := wire.receive(into[frame.chunk.block], frame.chunk.offset, body)) is not None:
                         raise self._nonsense(why)
                 elif kind == "end":
                     cover.end(frame.end.bytes)
@@ -248,8 +256,8 @@ class StreamClient:
             ask=begin.ask,
         )
 
-    def _read(self) -> tuple[Frame, Bytes | None]:
-        item = self._stream.read()
+    def _read(self, place: Place | None = None) -> tuple[Frame, Bytes | None]:
+        item = self._stream.read(place)
         if item is None:
             raise PeerLost(f"shard {self._shard} ended the stream")
         return item
@@ -416,7 +424,7 @@ def connect(
     mode: Mode,
     wires: Sequence[ShardWire] | None = None,
 ) -> ShardedClient:
-    """Opens a stream to every shard, over Arrow Flight.
+    """Opens a stream to every shard, over TCP.
 
     Args:
         addresses: ``host:port`` of each shard's data server (`JoinReply.data_address`).
@@ -431,7 +439,7 @@ def connect(
             by the first exchange only.
     """
     from .._update._codecs import ShardWire
-    from .flight import ClientStream
+    from .tcp import ClientStream
 
     clients: list[StreamClient] = []
     wires = wires or [ShardWire.exactly(layout.blocks) for layout in layouts]

@@ -2,7 +2,7 @@
 
 Each of them depends only on this module. So a test, a benchmark or another transport can replace any of them. The
 vocabulary is that of `backstay_rpc.control_pb2`. `_coordination.seam` has the messages between a shard and the
-coordinator. No clock, no I/O, no pyarrow, no JAX here.
+coordinator. No clock, no I/O, no JAX here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "Incoming",
     "LayoutLike",
     "PartPush",
+    "Place",
     "Pulled",
     "Refusal",
     "ShardPort",
@@ -108,27 +109,33 @@ the work to another thread and returns."""
 # ---- The transport ----
 
 
+Place: TypeAlias = Callable[[Frame, int], "Bytes | None"]
+
+
 class FrameStream(Protocol):
     """One end of a data stream: frames with an optional body, in order, both ways at once.
 
     Used by one thread at a time. It does not interpret the frames.
     """
 
-    def read(self) -> tuple[Frame, Bytes | None] | None:
+    def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None] | None:
         """The next frame; None when the other end closed or vanished (a server cannot distinguish these).
 
-        The body is valid for as long as it is referenced, and read-only.
+        Args:
+            place: called with a frame and the size of its body, before the body is received. It returns the memory of
+                that size where the body belongs, or None. Its exceptions are passed on, and the body is dropped.
+
+        Returns:
+            The frame, and its body: the memory of `place`, or memory that is valid until the next call.
 
         Raises:
             PeerLost: client end: the stream broke, the server ended it with an error, or `cancel` was called.
-            Refused: client end: the server did not accept the call at all (token, method).
             Refusal: server end: bytes that are not a frame.
         """
         ...
 
     def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
-        """Sends a frame; blocks while the other end does not keep up. `body` is sent without a copy. It must not change
-        afterwards as long as other objects reference it.
+        """Sends a frame; blocks while the other end does not keep up. `body` is not used after the call.
 
         Raises:
             PeerLost: the stream is broken.

@@ -27,7 +27,7 @@ from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow
 
 if TYPE_CHECKING:
     from .._update._codecs import ShardWire
-    from .flight import Listener
+    from .tcp import Listener
 
 __all__ = ["DataServer", "StreamServer"]
 
@@ -114,19 +114,24 @@ class StreamServer:
             return True
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
+
+        def place(frame: Frame, nbytes: int) -> Bytes | None:
+            if kind_of(frame) != "chunk":
+                return None
+            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
+            return blocks[block][start:stop]
+
         reported = 0
         while True:
             if self._shard.moved_on(incoming):
                 stream.write(frames.MOVED_ON)
                 return False
-            item = stream.read()
+            item = stream.read(place)
             if item is None:
                 return None
             frame, body = item
             kind = kind_of(frame)
             if kind == "chunk" and body is not None:
-                block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, body.nbytes)
-                np.copyto(blocks[block][start:stop], body)
                 while cover.received >= reported + WINDOW_BYTES:
                     reported += WINDOW_BYTES
                     stream.write(frames.RECEIVED)
@@ -199,7 +204,7 @@ class StreamServer:
 
 
 class DataServer:
-    """The data streams of a shard, over Arrow Flight."""
+    """The data streams of a shard, over TCP."""
 
     def __init__(
         self,
@@ -226,7 +231,7 @@ class DataServer:
         Raises:
             PortTaken: the address cannot be bound; the message names host and port.
         """
-        from .flight import Listener
+        from .tcp import Listener
 
         self._shard = shard
         workers = StreamServer(shard).serve

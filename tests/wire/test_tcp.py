@@ -1,0 +1,136 @@
+"""Frames on a socket: every division into packets gives the same frames, and a dropped body does not move the next."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._wire.frames import MAX_CHUNK_BYTES
+from backstay._wire.seam import Bytes, Refusal
+from backstay._wire.tcp import ClientStream, Frames, Listener
+from backstay.errors import PeerLost
+from backstay_rpc.control_pb2 import Chunk, Frame, Hello, Refused
+
+BODIES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from(["place", "own", "refuse"])), max_size=6)
+
+
+@contextmanager
+def ends() -> Iterator[tuple[socket.socket, Frames]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        yield sender, Frames(receiver)
+
+
+@given(BODIES, st.integers(0, 60_000), st.lists(st.integers(1, 300_000), min_size=1, max_size=5))
+def test_frames_are_the_same_however_their_bytes_arrive(
+    bodies: list[tuple[int, str]], message: int, cuts: list[int]
+) -> None:
+    """T1: a body is received once, in its place, also after a body that was refused."""
+    sent = [
+        (Frame(chunk=Chunk(block=number)), np.random.default_rng(number).bytes(size))
+        for number, (size, _) in enumerate(bodies)
+    ]
+    sent.append((Frame(refused=Refused(code="ABORTED", message="x" * message)), b""))
+    data = b"".join(
+        len(frame.SerializeToString()).to_bytes(4, "little")
+        + len(body).to_bytes(4, "little")
+        + frame.SerializeToString()
+        + body
+        for frame, body in sent
+    )
+    with ends() as (sender, frames):
+
+        def send() -> None:
+            at, number = 0, 0
+            while at < len(data):
+                size = cuts[number % len(cuts)]
+                sender.sendall(data[at : at + size])
+                at, number = at + size, number + 1
+            sender.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        for (frame, body), (_, how) in zip(sent, [*bodies, (0, "own")], strict=True):
+            memory = np.zeros(len(body), np.uint8)
+
+            def place(_: Frame, nbytes: int, how: str = how, memory: Bytes = memory) -> Bytes | None:
+                assert nbytes == memory.nbytes
+                if how == "refuse":
+                    raise Refusal("INVALID_ARGUMENT", "not here")
+                return memory if how == "place" else None
+
+            if how == "refuse" and body:
+                with pytest.raises(Refusal):
+                    frames.read(place)
+                continue
+            found = frames.read(place)
+            assert found is not None
+            assert found[0] == frame
+            assert (b"" if found[1] is None else found[1].tobytes()) == body
+            assert how != "place" or not body or found[1] is memory
+        assert frames.read() is None
+        thread.join()
+
+
+@pytest.mark.parametrize("cut", [1, 8, 9, 40])
+def test_a_stream_that_ends_inside_a_frame_is_an_error(cut: int) -> None:
+    """T1: never part of a contribution."""
+    with ends() as (sender, frames):
+        frame = Frame(chunk=Chunk(block=1, offset=5)).SerializeToString()
+        data = len(frame).to_bytes(4, "little") + (100).to_bytes(4, "little") + frame + bytes(100)
+        sender.sendall(data[:cut])
+        sender.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="inside a frame"):
+            frames.read()
+
+
+def test_a_frame_is_written_whole_to_a_slow_reader() -> None:
+    body = np.random.default_rng(0).integers(0, 256, MAX_CHUNK_BYTES, dtype=np.uint8)
+    with ends() as (sender, frames):
+        thread = threading.Thread(target=lambda: Frames(sender).write(Frame(chunk=Chunk(block=3)), body))
+        thread.start()
+        found = frames.read()
+        thread.join()
+    assert found is not None
+    assert found[1] is not None
+    np.testing.assert_array_equal(found[1], body)
+
+
+def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel() -> None:
+    entered = threading.Event()
+    done = threading.Event()
+    state = SimpleNamespace(error=None)
+
+    def idle(hello: Hello, stream: object) -> None:
+        done.wait(30)
+
+    listener = Listener("127.0.0.1", 0, "token", idle)
+    stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), "token")
+
+    def write() -> None:
+        entered.set()
+        try:
+            while True:
+                stream.write(Frame(chunk=Chunk()), np.zeros(1 << 20, np.uint8))
+        except PeerLost as error:
+            state.error = error
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    entered.wait()
+    stream.cancel("it takes too long")
+    thread.join(30)
+    assert "it takes too long" in str(state.error)
+    done.set()
+    stream.close()
+    assert listener.close()
