@@ -225,10 +225,10 @@ def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, mo
             named = [Contribution(id=one, weight=1.0) for one in ids]
             given = [gradients(parts, wire, version, rank) for rank in range(2)]
             infos = [GradientInfo(finite=True)] * 2
-            prepared = Prepared.of(engine, version, named, given, infos, copy=True)
+            prepared = Prepared.of(engine, version, named, given, infos, 2.0, copy=True)
             yield from prepared.kept().frames()
             prepared.apply(engine, 1.0)
-            assert Gathered(version, named, given).is_of(version, named)
+            assert Gathered(version, named, given, 2.0).is_of(version, named)
             commit = Commit(term=1, version=version, contributions=named, world=2, clip_factor=1.0)
             yield Frame(replica=ReplicaFrame(commit=commit)), None
 
