@@ -1,4 +1,4 @@
-"""`from_dataset`: samples that can be reached by number, as a pure function of `BatchKey`.
+"""`from_dataset`: samples that have numbers, as a pure function of `BatchKey`.
 
 A replaced worker therefore computes exactly the batch of its predecessor (T4). Every sample of an epoch is used once
 over all ranks, also when their number changes (T9).
@@ -151,11 +151,11 @@ def from_dataset(
     if transform is not None and not callable(transform):
         raise ConfigurationError(f"from_dataset: transform is {type(transform).__name__}, must be a function or None")
     if has_rng and transform is None:
-        raise ConfigurationError("from_dataset: has_rng is True without a transform: give one, or leave has_rng out")
+        raise ConfigurationError("from_dataset: has_rng is True without a transform: pass a transform, or omit has_rng")
     found = source_of(source)
     if found.size < batch_size:
         raise ConfigurationError(
-            f"from_dataset: the source has {found.size} samples, batch_size is {batch_size}: needs at least one batch"
+            f"from_dataset: the source has {found.size} samples: must have at least batch_size, which is {batch_size}"
         )
     return Batches(
         found,

@@ -102,8 +102,8 @@ class _Items:
             self.size = len(source)
         except TypeError:
             raise ConfigurationError(
-                f"from_dataset: {type(source).__name__} has no length: must be samples that can be reached by number; "
-                "for a stream that can only be read on use from_iterator"
+                f"from_dataset: {type(source).__name__} has no length: must have `len` and `[]`, such as a list. For a "
+                "stream, use from_iterator"
             ) from None
         if not hasattr(source, "__getitem__"):
             raise ConfigurationError(
@@ -244,7 +244,7 @@ def source_of(data: Any) -> Source:
     """The argument of `from_dataset`, as a `Source`.
 
     Raises:
-        ConfigurationError: its samples cannot be reached by number.
+        ConfigurationError: its samples have no numbers.
     """
     if isinstance(data, TokenFile | _Items | _Columns):
         return data

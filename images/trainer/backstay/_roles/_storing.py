@@ -131,18 +131,18 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
         has = "no model state" if partition.tree.has_state else "a model state"
         raise CheckpointError(
             f"the checkpoint {manifest.name} does not fit init: it has {has}, and train was called with "
-            f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model it was made with"
+            f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model of the checkpoint"
         )
     for path in [*own, *stored]:
         if own.get(path) != stored.get(path):
             raise CheckpointError(
                 f"the checkpoint {manifest.name} does not fit init: {path} is {_shown(stored.get(path))} in it and "
-                f"{_shown(own.get(path))} here; use another checkpoint.uri, or the parameters it was made with"
+                f"{_shown(own.get(path))} here; use another checkpoint.uri, or the parameters of the checkpoint"
             )
     if manifest.origin.structure != partition.structure_digest.hex():
         raise CheckpointError(
-            f"the checkpoint {manifest.name} does not fit the optimizer: its state has other arrays than this one's; "
-            "use another checkpoint.uri, or the optimizer it was made with"
+            f"the checkpoint {manifest.name} does not fit the optimizer, whose state has other arrays; "
+            "use another checkpoint.uri, or the optimizer of the checkpoint"
         )
 
 
