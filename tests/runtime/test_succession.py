@@ -28,7 +28,7 @@ from backstay._shard._follower import Held
 from backstay._timeouts import Timeouts
 from backstay._update._engine import ShardEngine
 from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
-from backstay_rpc.control_pb2 import Done, Peer, Rollback
+from backstay_rpc.control_pb2 import Activity, Done, Peer, Rollback
 
 TOKEN = "0123456789abcdef"
 HISTORY = "00000000000000aa"
@@ -152,7 +152,8 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     try:
         until(lambda: answers)
         assert answers[0]
-        assert worker.join(1, plan.agreement).done
+        worker.join(1, plan.agreement)
+        assert worker.beat(1, server.incarnation, Activity.WAITING, 0.0).done
     finally:
         worker.close()
         stop.request()
