@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from backstay._compute._local_steps import AHEAD
-from backstay._roles._alone import Lead, train_alone
+from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
 from backstay._update._codecs import Wire
 from backstay._update._kernels import enable_x64
@@ -98,19 +98,6 @@ def test_the_step_is_compiled_once_and_the_host_is_ahead_of_it():
     assert len(traced) == 1
     for step in range(1, 31 - AHEAD):
         assert order.index(("read", step)) > order.index(("batch", step + AHEAD))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "steps"), [(0.0, AHEAD), (0.0001, 16), (0.001, 16), (0.004, 5), (0.02, 2), (90.0, 2)]
-)
-def test_the_host_is_further_ahead_of_short_steps(seconds, steps):
-    """The first step is read after its compilation, of 30 s here."""
-    times = iter([30.0 + number * seconds * 0.999 for number in range(10)])
-    lead = Lead(lambda: next(times))
-    assert lead.steps == AHEAD
-    for _ in range(10):
-        lead.settled()
-    assert lead.steps == steps
 
 
 def bad_at(steps):

@@ -34,7 +34,7 @@ from .._update._untrained import UPDATES, Untrained, ZeroLeaves, warning
 from ..errors import JobFailed
 from ._script import Script, evaluation_of
 
-__all__ = ["Report", "train_alone"]
+__all__ = ["Lead", "Report", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
 
