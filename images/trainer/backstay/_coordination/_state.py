@@ -38,7 +38,8 @@ class Rules:
         evaluates: the job waits for an evaluation of the last version.
         replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
         batches: how many batches each contribution is computed from.
-        held: how many contributions a shard holds at the same time, besides `UpdateMode.spare`.
+        held: how many contributions a shard holds at the same time, besides `UpdateMode.spare`; with backups at least
+            4, because so many are added up together.
         timeouts: the coordinator's deadlines.
     """
 
