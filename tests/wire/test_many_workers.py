@@ -75,6 +75,21 @@ def test_t1_contributions_are_added_up_as_they_complete(kit, make_shard, dial, b
     assert made[0].runtime.memory.most() <= rules.held + 4, "shard 0 decides it for all"
 
 
+@pytest.mark.parametrize("small", [(7,), ()])
+def test_t8_only_the_other_shards_have_large_parts(kit, make_shard, dial, background, small: tuple[int, ...]) -> None:
+    """Shard 0 has little of a fragment, or nothing of it. It gives memory for the parts of the others."""
+    rules = Rules(mode="Sync", shards=2, steps=10, held=1)
+    made = [
+        make_shard(sizes, number=number, serve=True, rules=rules, world=8)
+        for number, sizes in enumerate([small, BLOCKS])
+    ]
+    Driven(rules, 8).attach(made)
+    answers = push_all(kit, dial, background, made, "Sync", range(7, -1, -1))
+    assert {answer.version for answer in answers} == {1}
+    assert np.all(made[1].engine.values[0] == np.mean([1.0 + rank for rank in range(8)]))
+    assert made[0].runtime.memory.most() <= rules.held + 4
+
+
 def test_t2_a_rank_within_the_backups_holds_nothing_up(kit, make_shard, dial, background) -> None:
     """Ranks 0 and 1 never send. The others do not wait for them."""
     rules = Rules(mode="Sync", shards=1, steps=10, held=4, backups=2)

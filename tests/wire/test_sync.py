@@ -111,6 +111,10 @@ class Scripted:
         self.cancelled: str | None = None
         self.closed = False
 
+    def splits(self, key_step: int) -> bool:
+        del key_step
+        return False
+
     def exchange(
         self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
     ) -> Pulled:

@@ -113,6 +113,10 @@ class StreamClient:
             raise self._nonsense(f"version {pulled.version} for a pull of at least {min_version}")
         return pulled
 
+    def splits(self, key_step: int) -> bool:
+        """See `DataClient.splits`."""
+        return self._frames(key_step).total > WHOLE_BYTES
+
     def cancel(self, why: str) -> None:
         self._stream.cancel(f"shard {self._shard}: {why}")
 
@@ -124,12 +128,15 @@ class StreamClient:
             raise ValueError(
                 f"shard {self._shard}: a push has {len(push.blocks)} blocks: the partition has {len(self._sizes)}"
             )
-        out = self._frames(push)
+        out = self._frames(push.part.contribution.key_step)
         begin = PushBegin(part=push.part, bytes=out.total)
-        if out.total <= WHOLE_BYTES:
+        asks = push.turn is not None and self._shard == 0
+        if out.total <= WHOLE_BYTES and not asks:
             body = frames.joined([data for index in out.blocks for data in self._data(push, index)])
             begin.whole.CopyFrom(frames.end_of(out.total, push.info()).end)
             self._stream.write(frames.push_begin(begin), body)
+            return
+        if not out.chunks and not self._begin(push, begin):  # other shards have all of it
             return
         at, sent, reported = -1, 0, 0
         data: Sequence[Bytes] = ()
@@ -167,8 +174,8 @@ class StreamClient:
             self._stream.write(frames.ABANDON)
         return wanted
 
-    def _frames(self, push: PartPush) -> Outgoing:
-        some = self._wire.of(push.part.contribution.key_step)
+    def _frames(self, key_step: int) -> Outgoing:
+        some = self._wire.of(key_step)
         if some not in self._outgoing:
             self._outgoing[some] = Outgoing(some.gradients)
         return self._outgoing[some]
@@ -333,7 +340,8 @@ class ShardedClient:
         every = range(len(self._clients))
         pushes = None
         if push is not None:
-            turn = threading.Event() if self._asks else None
+            asks = self._asks and any(client.splits(push.id.key_step) for client in self._clients)
+            turn = threading.Event() if asks else None
             pushes = [
                 PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info, turn)
                 for s in every

@@ -316,6 +316,10 @@ class DataClient(Protocol):
         """
         ...
 
+    def splits(self, key_step: int) -> bool:
+        """Whether this shard's part of a contribution travels in several frames, so that it waits for memory."""
+        ...
+
     def cancel(self, why: str) -> None:
         """Ends the stream from any thread. A waiting `exchange` raises `PeerLost` with `why`."""
         ...
