@@ -5,9 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, Send
-from backstay_rpc.control_pb2 import Commit, Gather, GradientId, GradientInfo, Reject, RejectReason, Staged
+from backstay_rpc.control_pb2 import Commit, Gather, GradientId, GradientInfo, NormRequest, Reject, RejectReason, Staged
 
 
 def coordinator_of(world: int, *, held: int = 4, **more: object) -> Coordinator:
@@ -15,8 +17,10 @@ def coordinator_of(world: int, *, held: int = 4, **more: object) -> Coordinator:
     return Coordinator(rules, CoordinatorState(term=1, version=0, world=world))
 
 
-def staged(rank: int, *, attempt: int = 1, incarnation: int = 0, examples: int = 1) -> Staged:
-    gradient = GradientId(term=1, version=0, rank=rank, key_step=0, incarnation=incarnation, attempt=attempt)
+def staged(rank: int, *, attempt: int = 1, incarnation: int = 0, examples: int = 1, version: int = 0) -> Staged:
+    gradient = GradientId(
+        term=1, version=version, rank=rank, key_step=version, incarnation=incarnation, attempt=attempt
+    )
     return Staged(id=gradient, info=GradientInfo(finite=True, examples=examples))
 
 
@@ -56,11 +60,63 @@ def test_few_ranks_are_not_added_up_before_the_decision() -> None:
     assert isinstance(commit, Commit)
 
 
+def test_t1_all_that_are_added_up_are_used_when_the_grace_becomes_shorter() -> None:
+    """A sum cannot be divided again."""
+    coordinator = coordinator_of(16, backups=6, grace=60.0)
+    *_, first = [message for rank in range(16) for message in hand_in(coordinator, rank)]
+    assert isinstance(first, Commit)
+    messages = [message for rank in range(12) for message in hand_in(coordinator, rank, version=1)]
+    gathered = [rank for message in messages for rank in ranks_of(message)]
+    (commit,) = [d.message for d in coordinator.set_grace(1.0, 0.0) if isinstance(d, Send)]
+    assert ranks_of(commit) == gathered == list(range(12))
+
+
+@given(st.data())
+def test_t1_every_sum_is_part_of_the_next_commit(data: st.DataObject) -> None:
+    """A shard that adds up what it is sent can always carry out the commit: the same ranks with the same weights."""
+    world, backups = data.draw(st.integers(5, 24)), data.draw(st.integers(0, 8))
+    weighting = data.draw(st.sampled_from(["Equal", "Examples"]))
+    standbys = data.draw(st.booleans())
+    coordinator = coordinator_of(world, held=1, backups=backups, weighting=weighting, grace=5.0, replicates=standbys)
+    examples = data.draw(st.sampled_from([(8, 8), (8, 9)]))
+    attempts, sums = dict.fromkeys(range(world), 0), {}  # by identity
+    for now in range(data.draw(st.integers(20, 80))):
+        event = data.draw(st.sampled_from(["push"] * 12 + ["again", "world", "grace", "link", "tick"]))
+        if event in ("push", "again"):
+            rank = data.draw(st.integers(0, world - 1))
+            attempts[rank] += event == "again" or not attempts[rank]
+            one = staged(rank, attempt=attempts[rank], examples=data.draw(st.sampled_from(examples)))
+            out = [d for shard in (0, 1) for d in coordinator.staged(now, shard, one)]
+        elif event == "world":
+            out = coordinator.configure(now, data.draw(st.integers(1, world)))
+        elif event == "grace":
+            out = coordinator.set_grace(now, data.draw(st.sampled_from([0.0, 5.0, None])))
+        elif event == "link":
+            out = coordinator.hello(now, 1, 1, 0)
+        else:
+            out = coordinator.tick(now)
+        for message in [d.message for d in out if isinstance(d, Send)]:
+            if isinstance(message, Reject) and str(message.id) in sums:
+                attempts[message.id.rank] += 1
+                sums = {}
+            elif isinstance(message, Gather):
+                sums |= {str(one.id): (message.index, one.weight) for one in message.contributions}
+            elif isinstance(message, Commit | NormRequest):
+                used = {str(one.id): one.weight for one in message.contributions}
+                assert {name: used.get(name) for name in sums} == {name: weight for name, (_, weight) in sums.items()}
+                assert sorted(index for index, _ in sums.values()) == [n // 4 for n in range(len(sums))]
+                return
+
+
 def test_weights_of_a_sum_are_the_numbers_of_examples() -> None:
     coordinator = coordinator_of(5, weighting="Examples")
     *_, gather, commit = [m for rank in range(5) for m in hand_in(coordinator, rank, examples=8 + rank % 2)]
     assert [one.weight for one in gather.contributions] == [8, 9, 8, 9]
     assert [one.weight for one in commit.contributions] == [8, 9, 8, 9, 8]
+    coordinator = coordinator_of(5, weighting="Examples")
+    gather, commit = [m for rank in range(5) for m in hand_in(coordinator, rank, examples=8)]
+    assert [one.weight for one in gather.contributions] == [8] * 4
+    assert [one.weight for one in commit.contributions] == [8] * 5
 
 
 def test_t3_a_contribution_that_is_added_up_stays_when_a_link_breaks() -> None:

@@ -94,6 +94,19 @@ def test_equal_weights_give_the_bits_of_no_weights() -> None:
     assert all(weighted.block(b).tobytes() == plain.block(b).tobytes() for b in range(len(plain.blocks)))
 
 
+@pytest.mark.parametrize("examples", [0.0, 10.0])
+def test_equal_numbers_of_examples_give_the_bits_of_no_weights(examples: float) -> None:
+    """The weights of a sum are numbers of examples, because those of other contributions are not known yet."""
+    _, engine = engine_of(params_of(np.float32))
+    given = contributions_of(engine, 5)
+    want = engine.mean(given, weights=[1.0] * 5, divisor=5)
+    tree = Tree(engine.add)
+    for rank, blocks in enumerate(given):
+        tree.put(rank, engine.nodes(blocks, examples))
+    got = engine.finish(tree.root(), 5 * examples)
+    assert [np.asarray(block).tobytes() for block in got] == [np.asarray(block).tobytes() for block in want]
+
+
 def test_another_number_of_contributions_compiles_nothing() -> None:
     rule, engine = engine_of({"b": np.zeros(5, np.float32)})
     engine.compile((FUSED, FUSED + 1), weighted=True, clipped=True)

@@ -38,9 +38,16 @@ class Async:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        desired_world: int,
+        *,
+        more: bool,
+        gathered: int = 0,
     ) -> tuple[Contribution, ...] | None:
-        del desired_world, more  # each update has one contribution
+        del desired_world, more, gathered  # each update has one contribution
         if not complete:
             return None
         gradient = complete[0].id

@@ -391,8 +391,10 @@ class Coordinator:
         """Decide updates while there are enough complete gradients."""
         out: list[Decision] = []
         while not self._history.over and self.finished is None:
-            complete = self._intake.ledger.complete
-            chosen = self._mode.choose(self.state, self.rules, complete, self._desired_world, more=self._grace.waits)
+            complete, gathered = self._intake.ledger.complete, len(self._intake.ledger.gathered)
+            chosen = self._mode.choose(
+                self.state, self.rules, complete, self._desired_world, more=self._grace.waits, gathered=gathered
+            )
             if chosen is None:
                 self._grace.incomplete()
                 break

@@ -32,7 +32,14 @@ class UpdateMode(Protocol):
         """
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        desired_world: int,
+        *,
+        more: bool,
+        gathered: int = 0,
     ) -> tuple[Contribution, ...] | None:
         """The contributions of the next update in order of rank; None while there are too few.
 
@@ -42,6 +49,7 @@ class UpdateMode(Protocol):
             desired_world: the number of ranks that the operator requests. If it is below the world in force, only the
                 ranks that stay contribute.
             more: whether all that are complete contribute, and not only the first that are enough.
+            gathered: so many of the first ones are gathered. They contribute, with the weights that they have there.
         """
 
     def gathers(

@@ -37,16 +37,24 @@ class Sync:
         return _ACCEPTED
 
     def choose(
-        self, state: CoordinatorState, rules: Rules, complete: Sequence[Staged], desired_world: int, *, more: bool
+        self,
+        state: CoordinatorState,
+        rules: Rules,
+        complete: Sequence[Staged],
+        desired_world: int,
+        *,
+        more: bool,
+        gathered: int = 0,
     ) -> tuple[Contribution, ...] | None:
         world = effective_world(state.world, desired_world)
         staying = [staged for staged in complete if staged.id.rank < world]
         quorum = self.quorum(rules.backups, world)
         if len(staying) < quorum:
             return None
-        chosen = sorted(staying if more else staying[:quorum], key=lambda staged: staged.id.rank)
+        enough = staying if more else staying[: max(quorum, gathered)]
+        chosen = sorted(enough, key=lambda staged: staged.id.rank)
         weights = [_raw(rules, staged) for staged in chosen]
-        if len(set(weights)) == 1:
+        if len(set(weights)) == 1 and not gathered:
             weights = [1.0] * len(weights)  # the same mean bit for bit as equal weighting
         return tuple(Contribution(id=staged.id, weight=weight) for staged, weight in zip(chosen, weights, strict=True))
 

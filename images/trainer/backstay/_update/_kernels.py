@@ -212,11 +212,11 @@ def _add(first: Any, rest: Sequence[Any], factors: Any, counts: Any, trained: bo
     return Partial(total, equal, head, values[0].dtype)
 
 
-def _finish(value: Partial, factor: Any, divisor: Any, trained: bool) -> Any:
+def _finish(value: Partial, divisor: Any, trained: bool) -> Any:
     if value.total is None:
         return jnp.copy(value.first)
     wide = value.total.dtype
-    result = (value.total * factor.astype(wide) / divisor.astype(wide)).astype(value.dtype)
+    result = (value.total / divisor.astype(wide)).astype(value.dtype)
     return result if trained else jnp.where(value.equal, value.first, result)
 
 
@@ -327,12 +327,14 @@ class Kernels:
             divisor: of parameters. A block of the model state is divided by the sum of the weights.
         """
         value = node.value if isinstance(node.value, Partial) else self._lifted(node.value, trained)
-        factor = node.factor
         if not trained:
-            factor, divisor = 1.0, len(node.weights) if node.alike else math.fsum(node.weights)
+            divisor = len(node.weights) if node.alike else math.fsum(node.weights)
+        elif node.alike:
+            # Equal numbers of examples give the bits of equal weighting, also if all of them are 0.
+            divisor = divisor / node.weights[0] if node.weights[0] else len(node.weights)
         real = _real(value.dtype)
         function = self._get(("finish", trained), lambda: jax.jit(functools.partial(_finish, trained=trained)))
-        return function(value, np.asarray(factor, real), np.asarray(divisor, real))
+        return function(value, np.asarray(divisor, real))
 
     def _lifted(self, value: Any, trained: bool) -> Partial:
         lifted: Partial = self._get(("lift", trained), lambda: jax.jit(functools.partial(_lift, trained=trained)))(
