@@ -39,7 +39,9 @@ from backstay._process._guard import (
 )
 from backstay._process._sockets import peer_address, socket_address
 from backstay._timeouts import Timeouts
+from backstay._wire import tcp
 from backstay._wire.tcp import ClientStream, Listener
+from backstay.errors import PeerLost
 from backstay_rpc import bearer
 from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
 from backstay_rpc.control_pb2 import (
@@ -498,6 +500,53 @@ def test_t8_a_caller_that_sends_a_byte_now_and_then_is_closed(
     strangers.append(stranger)
     while stranger.send(b"b"):
         time.sleep(0.02)
+    data.continues()
+
+
+def test_t8_a_refused_caller_that_sends_a_byte_now_and_then_is_closed(
+    exchange: Callable[..., Exchange], strangers: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O7: what it sends after the refusal is received for a moment only."""
+    monkeypatch.setattr(tcp, "LINGER_SECONDS", 0.2)
+    data = exchange(unproven=3600.0)
+    stranger = Connection(data.port, silent=True)
+    strangers.append(stranger)
+    stranger.send(WRONG)
+    until(lambda: not stranger.send(b"b"))
+    data.continues()
+
+
+def test_t8_strangers_do_not_keep_the_last_threads(
+    exchange: Callable[..., Exchange], strangers: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O7: a server that can start no further thread ends one of a stranger, and serves the next worker with it."""
+    data = exchange(unproven=3600.0)
+    data.continues()
+    listener, start = data.listener, threading.Thread.start
+    limit = len(listener._callers) + 3
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "backstay-data" and len(listener._callers) > limit:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    strangers.extend(Connection(data.port, silent=True) for _ in range(3))
+    until(lambda: len(listener._callers) == limit)
+
+    def served() -> bool:
+        try:
+            stream = ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
+            try:
+                stream.write(Frame(pull=Pull()))
+                stream.read()
+            finally:
+                stream.close()
+        except PeerLost:
+            return False
+        return True
+
+    until(served)
     data.continues()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._wire.frames import WHOLE_BYTES, kind_of
 from backstay._wire.seam import Place
+from backstay._wire.tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import Commit, Contribution, Frame, GradientId, Hello, Peer, ReplicaState
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
@@ -112,6 +114,61 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied(size: int) -> None:
     active.stop()
     stream.end()
     thread.join()
+
+
+def test_t3_a_standby_that_was_given_up_never_gets_the_end_of_a_mean() -> None:
+    """It was stopped in the middle. When it continues, the next gradient may be in the memory that is still sent."""
+    contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
+    memory = np.full(WHOLE_BYTES, 7.0, np.float32)
+    active, stream = replication(), Standby()
+    thread = dial(active, stream)
+    active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), None)
+    stream.may.release(3)
+    until(lambda: active.standby)
+    hold = active.send_prepared(Prepared.of(None, 3, contributions, [[memory]], [], 1.0, copy=False))  # type: ignore[arg-type]
+    stream.may.release(2)
+    until(lambda: len(stream.got) == 5)  # the beginning, and the first of four chunks
+    active.end()
+    hold()
+    memory[:] = 8.0
+    stream.may.release(1000)
+    stream._answers.put(None)
+    thread.join()
+    assert not any(frame.replica.whole for frame, _ in stream.got[3:])
+
+
+class Server:
+    """An active server that does nothing on its own: one stream of a standby."""
+
+    def __init__(self) -> None:
+        self.streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.over = threading.Event()
+        self.listener = Listener("127.0.0.1", 0, "token", self._serve)
+
+    def _serve(self, hello: Hello, stream: Any) -> None:
+        self.streams.put(stream)
+        self.over.wait(30)
+
+
+def test_t6_the_stream_of_a_promoted_standby_stays_open() -> None:
+    """A server whose standby closes its stream waits less long for the operator, because that standby is dead."""
+    tree = describe({"w": np.zeros(4, np.float32)})
+    rule = analyse(optax.sgd(1.0), tree)
+    follower, server = Follower(partition(tree, rule, 1), 0, rule), Server()
+    thread = threading.Thread(
+        target=lambda: follower.follow(ClientStream(f"127.0.0.1:{server.listener.bound}", Hello(), "token"))
+    )
+    thread.start()
+    stream = server.streams.get()
+    follower.take()
+    stream.write(Frame(replica=ReplicaFrame(alive=True)))
+    thread.join()
+    gc.collect()
+    assert stream.alive()
+    assert follower._kept is not None
+    follower._kept.close()
+    server.over.set()
+    assert server.listener.close()
 
 
 class Commits:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backstay._process._sockets import listening_socket
 from backstay._update._codecs import CODECS, GROUP, BlockWire, ShardWire
 from backstay._wire import frames
 from backstay._wire.client import Push
@@ -437,7 +438,7 @@ def test_garbage_ends_only_its_senders_stream(
 MESSAGES: dict[str, bytes] = {
     "not a frame": struct.pack("<II", 10, 0) + b"\xff" * 10,
     "an empty frame": struct.pack("<II", 0, 0),
-    "a long header": struct.pack("<II", 100_000, 0),
+    "a long header": struct.pack("<II", frames.HEADER_BYTES + 1, 0),
     "a huge body": struct.pack("<II", 2, 0xFFFFFFFF),
 }
 
@@ -713,6 +714,28 @@ def test_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
         end.close()
     finally:
         server.close()
+
+
+def test_all_addresses_are_those_of_ipv4_and_of_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
+    """A pod binds ``0.0.0.0``, also where pods have addresses of IPv6 only."""
+    server = DataServer(make_shard((SMALL,)).runtime, host="0.0.0.0", port=0, token=kit.token)
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            end = ClientStream(f"{host}:{server.port}", kit.hello(0), kit.token)
+            end.write(frames.pull(0))
+            assert end.read()[0].params_begin.version == 0
+            end.close()
+    finally:
+        server.close()
+
+
+def test_a_port_does_not_have_the_timeout_that_a_script_has_set() -> None:
+    socket.setdefaulttimeout(0.01)
+    try:
+        with listening_socket("127.0.0.1", 0) as listening:
+            assert listening.gettimeout() is None
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_a_failed_job_states_the_reason(kit: SimpleNamespace, make_shard: Make, dial: Make, background: Any) -> None:

@@ -17,7 +17,17 @@ from backstay._wire.frames import MAX_CHUNK_BYTES
 from backstay._wire.seam import Bytes, Refusal
 from backstay._wire.tcp import ClientStream, Frames, Listener
 from backstay.errors import PeerLost
-from backstay_rpc.control_pb2 import Chunk, Frame, Hello, Refused
+from backstay_rpc.control_pb2 import (
+    Chunk,
+    Contribution,
+    Frame,
+    GradientId,
+    GradientInfo,
+    Hello,
+    Refused,
+    Replica,
+    ReplicaMean,
+)
 
 BODIES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from(["place", "own", "refuse"])), max_size=6)
 
@@ -79,6 +89,38 @@ def test_frames_are_the_same_however_their_bytes_arrive(
             assert (b"" if found[1] is None else found[1].tobytes()) == body
             assert how != "place" or not body or found[1] is memory
         assert frames.read() is None
+        thread.join()
+
+
+def test_a_header_of_ten_thousand_ranks_passes() -> None:
+    """T3: a standby gets all contributions of an update in one header. The body behind it is still in its place."""
+    ranks = range(10_000)
+    mean = ReplicaMean(
+        version=1 << 40,
+        contributions=[
+            Contribution(id=GradientId(term=9, version=1 << 40, rank=rank, attempt=1 << 40), weight=1.0)
+            for rank in ranks
+        ],
+        infos=[GradientInfo(finite=True, loss=1.5, metrics={"accuracy": 0.5, "entropy": 0.5}) for _ in ranks],
+    )
+    first, body = Frame(replica=Replica(mean=mean)), np.arange(200_000).astype(np.uint8)
+    with ends() as (sender, frames):
+
+        def send() -> None:
+            writing = Frames(sender)
+            for _ in range(2):
+                writing.write(first)
+                writing.write(Frame(chunk=Chunk(block=3)), body)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        for _ in range(2):
+            assert frames.read() == (first, None)
+            memory = np.zeros_like(body)
+            found = frames.read(lambda _, nbytes, memory=memory: memory)
+            assert found is not None
+            assert found[1] is memory
+            np.testing.assert_array_equal(memory, body)
         thread.join()
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Address",
     "Connection",
     "connection_of",
+    "listening_socket",
     "peer_address",
     "received_bytes",
     "reserve_descriptors",
@@ -167,6 +168,23 @@ def _duplicate(number: int) -> Iterator[socket.socket]:
         raise
     with sock:
         yield sock
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens for TCP connections, and waits without limit.
+
+    Args:
+        host: address to bind. ``0.0.0.0`` and ``::`` mean all addresses, of IPv4 and of IPv6, as they do in gRPC.
+        port: 0 for any.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    every = host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()  # noqa: S104  # it only recognises them
+    family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
+    sock = socket.create_server(("::" if every else host, port), family=family, backlog=1024, dualstack_ipv6=every)
+    sock.settimeout(None)  # a script may have called `socket.setdefaulttimeout`
+    return sock
 
 
 def socket_address(name: tuple[Any, ...]) -> Address:

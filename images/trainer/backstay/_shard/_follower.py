@@ -78,6 +78,7 @@ class Follower:
         self._taken = False
         self._staging: Staging | None = None  # the memory of the prepared mean
         self._due: Commit | None = None  # held, and not applied yet
+        self._kept: ClientStream | None = None  # open: see `take`
 
     @property
     def held(self) -> Held | None:
@@ -121,6 +122,7 @@ class Follower:
                 raise PeerLost(f"a replica's frame {kind!r} cannot come here")
             with self._lock:
                 if self._taken:
+                    self._kept = stream
                     return
                 change()
             if kind == "state" and self._held is not None:

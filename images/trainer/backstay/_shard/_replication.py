@@ -86,6 +86,9 @@ class Replica:
                     )
                     self.end()
 
+    def _over(self) -> bool:
+        return self.ended_at is not None
+
     def end(self, *, closed_by_peer: bool = False) -> None:
         """Send nothing more."""
         with self._changed:
@@ -108,6 +111,8 @@ class Replica:
                     stream.write(_ALIVE)
                 else:
                     for frame, body in item():
+                        if self._over():
+                            return  # what it sends may be used again by now, so the end of it must not follow
                         stream.write(frame, body)
                         if not self.in_sync:
                             with self._changed:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .._update._codecs import BlockWire
 
 __all__ = [
+    "BARE_BYTES",
     "CHUNK_BYTES",
     "HEADER_BYTES",
     "MAX_CHUNK_BYTES",
@@ -53,8 +54,12 @@ CHUNK_BYTES: Final = 1 << 20
 MAX_CHUNK_BYTES: Final = 16 << 20
 """The most that is accepted in one frame."""
 
-HEADER_BYTES: Final = 64 << 10
-"""The most that is accepted as the header of a frame."""
+HEADER_BYTES: Final = 4 << 20
+"""The most that is accepted as the header of a frame. A standby gets the contributions of 10,000 ranks in one, each
+with its metrics: about 0.1 kB for each of them."""
+
+BARE_BYTES: Final = 64 << 10
+"""A frame without a body counts as so many bytes where the frames that a peer may still send are limited."""
 
 WHOLE_BYTES: Final = 1 << 20
 """A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one. A frame costs

@@ -155,7 +155,7 @@ class StreamServer:
             frame, body = item
             if kind_of(frame) in ("abandon", "end"):
                 return True
-            remaining -= frames.HEADER_BYTES if body is None else max(1, body.nbytes)
+            remaining -= frames.BARE_BYTES if body is None else max(1, body.nbytes)
         raise Refusal("INVALID_ARGUMENT", "a refused push continues beyond its end")
 
     def _send(self, stream: FrameStream, answer: Answer, exact: bool) -> None:
@@ -200,7 +200,7 @@ class StreamServer:
             stream.write(frames.refused(refusal))
             remaining = 2 * self._most + frames.MAX_CHUNK_BYTES
             while remaining > 0 and (item := stream.read()) is not None:
-                remaining -= frames.HEADER_BYTES if item[1] is None else max(1, item[1].nbytes)
+                remaining -= frames.BARE_BYTES if item[1] is None else max(1, item[1].nbytes)
 
 
 class DataServer:

@@ -27,7 +27,7 @@ from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _instrument
 from .._process._guard import Warnings
-from .._process._sockets import NO_LINGER, Address, socket_address
+from .._process._sockets import NO_LINGER, Address, listening_socket, socket_address
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from .frames import HEADER_BYTES, MAX_CHUNK_BYTES, decode, refused
@@ -57,7 +57,12 @@ MAX_LATE: Final = 8
 KEEPALIVE_SECONDS: Final = 30
 
 LINGER_BYTES: Final = 256 << 10
-"""So much of what a refused caller still sends is received, so that the caller can read the refusal."""
+LINGER_SECONDS: Final = 1.0
+"""So much of what a refused caller still sends is received, for so long, so that the caller can read the refusal."""
+
+AHEAD_BYTES: Final = _HEAD.size + (64 << 10)
+"""At most so many bytes are received before the frame that they belong to is known. Longer headers are received
+exactly."""
 
 
 class PortTaken(OSError):  # noqa: N818  # it is what happened
@@ -70,7 +75,7 @@ class Frames:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._ahead = memoryview(bytearray(_HEAD.size + HEADER_BYTES))
+        self._ahead = memoryview(bytearray())  # a caller without the token has none
         self._start = self._stop = 0
         self._body = np.empty(0, np.uint8)
         self._skip = 0
@@ -146,9 +151,12 @@ class Frames:
         """Receive until so many bytes are there in advance. False: the stream ended before the first of them."""
         while (there := self._stop - self._start) < nbytes:
             if self._start + nbytes > len(self._ahead) or not there:
-                self._ahead[:there] = bytes(self._ahead[self._start : self._stop])
+                came = bytes(self._ahead[self._start : self._stop])
+                if nbytes > len(self._ahead):
+                    self._ahead = memoryview(bytearray(max(AHEAD_BYTES, nbytes)))
+                self._ahead[:there] = came
                 self._start, self._stop = 0, there
-            got = self._socket.recv_into(self._ahead[self._stop :])
+            got = self._socket.recv_into(self._ahead[self._stop : max(AHEAD_BYTES, self._start + nbytes)])
             if not got:
                 if may_end and not there:
                     return False
@@ -356,8 +364,7 @@ class Listener:
         self._callers: list[_Caller] = []  # in the order in which they came
         self._closing = False
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
+            self._socket = listening_socket(host, port)
         except OSError as error:
             raise PortTaken(
                 f"the data server cannot listen on {host} port {port}: it is taken, or the address is not this pod's"
@@ -422,8 +429,9 @@ class Listener:
             try:
                 threading.Thread(target=self._serve, args=(caller,), name="backstay-data", daemon=True).start()
             except RuntimeError as error:  # the process can start no further thread
-                _LOG.warning("the data port closes a connection from %s: %s", caller.address[0], error)
+                self._warnings.add(caller.address[0], f"a connection was closed: {error}")
                 self._forget(caller)
+                self._drop_oldest(None)  # its thread can serve the next one
 
     def _drop_oldest(self, host: str | None) -> None:
         """Close the oldest connection without the token, of a host or of any."""
@@ -505,10 +513,15 @@ class Listener:
 
     def _refuse(self, caller: _Caller, frames: Frames, refusal: Refusal) -> None:
         """Send a refusal, and receive what the caller still sends: closing at once could drop the refusal."""
-        caller.socket.settimeout(1.0)
+        deadline = time.monotonic() + LINGER_SECONDS
+        caller.socket.settimeout(LINGER_SECONDS)
         with contextlib.suppress(OSError):
             frames.write(refused(refusal))
             caller.socket.shutdown(socket.SHUT_WR)
             left = LINGER_BYTES
-            while left > 0 and (some := caller.socket.recv(min(left, 64 << 10))):
+            while left > 0 and (seconds := deadline - time.monotonic()) > 0:
+                caller.socket.settimeout(seconds)
+                some = caller.socket.recv(min(left, 64 << 10))
+                if not some:
+                    return
                 left -= len(some)
