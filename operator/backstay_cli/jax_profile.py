@@ -6,10 +6,8 @@ same step. Each step that both have therefore bounds the offset of the two clock
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backstay_cli.jobfile import BadInput
+from backstay_cli.records import unpacked
 from backstay_cli.timeline import Clock, Job, Pod
 from backstay_rpc.spans import Span
 from backstay_spec import contract
@@ -24,6 +23,8 @@ from backstay_spec import contract
 __all__ = ["joined", "read_profile"]
 
 _ANNOTATION: Final = "train"
+_LATEST: Final = 1e15
+"""Microseconds: no clock of a profiler shows more."""
 _TOLERATED: Final = 0.001
 """Seconds by which the bounds of two steps may contradict each other: the profiler's clock may drift."""
 
@@ -35,6 +36,9 @@ def read_profile(place: Path) -> list[dict[str, Any]]:
         place: the file, such as ``host.trace.json.gz``, or the folder that was given to the profiler: the newest file
             in it is read.
 
+    Returns:
+        Slices (``X``), which have the times `ts` and `dur`, and names (``M``). Others are left out.
+
     Raises:
         BadInput: there is none, or it cannot be read.
     """
@@ -44,15 +48,37 @@ def read_profile(place: Path) -> list[dict[str, Any]]:
         if not found:
             raise BadInput(f"--jax-profile: {place} has no *.trace.json.gz, which jax.profiler.stop_trace writes")
     try:
-        data = found[-1].read_bytes()
-        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        return [event for event in json.loads(text)["traceEvents"] if isinstance(event, dict)]
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+        text = unpacked(found[-1].read_bytes())
+        events = json.loads(text, parse_float=_finite, parse_constant=_finite)["traceEvents"]
+        return [event for event in events if isinstance(event, dict) and _is_valid(event)]
+    except (BadInput, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadInput(f"--jax-profile: {found[-1]} is not a trace of jax.profiler: {error!r}") from None
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _is_valid(event: Mapping[str, Any]) -> bool:
+    arguments = event.get("args", {})
+    known = isinstance(event.get("pid"), (int, str)) and isinstance(event.get("tid", 0), (int, str))
+    if not known or not isinstance(arguments, dict):
+        return False
+    if event.get("ph") == "M":
+        return "name" in arguments
+    began, lasted = event.get("ts"), event.get("dur")
+    if event.get("ph") != "X" or not isinstance(began, (int, float)) or not isinstance(lasted, (int, float)):
+        return False
+    return -_LATEST < began < _LATEST and 0 <= lasted < _LATEST
 
 
 def joined(job: Job, events: Sequence[Mapping[str, Any]], rank: int) -> tuple[Job, float]:
     """The job with the profile of the worker `rank`, on its clock; and the largest error of that, in seconds.
+
+    Args:
+        events: of `read_profile`.
 
     Raises:
         BadInput: the two have no step in common.
@@ -80,10 +106,10 @@ def joined(job: Job, events: Sequence[Mapping[str, Any]], rank: int) -> tuple[Jo
 def _annotated(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple[float, float]]]:
     """When each annotated step began and ended, in seconds of the profile."""
     for event in events:
-        step = (event.get("args") or {}).get("step_num")
-        if event.get("name") == _ANNOTATION and event.get("ph") == "X" and str(step).isdigit():
-            began = float(event["ts"]) / 1e6
-            yield int(str(step)), (began, began + float(event["dur"]) / 1e6)
+        step = str(event.get("args", {}).get("step_num"))
+        if event.get("name") == _ANNOTATION and event["ph"] == "X" and step.isdecimal() and len(step) < 19:
+            began = event["ts"] / 1e6
+            yield int(step), (began, began + event["dur"] / 1e6)
 
 
 def _aligned(worker: Pod, steps: Mapping[int, tuple[float, float]]) -> Clock | None:
@@ -102,19 +128,16 @@ def _processes(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
     threads: dict[tuple[Any, Any], str] = {}
     found: dict[Any, list[Span]] = defaultdict(list)
     for event in events:
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            names[event.get("pid")] = str(event["args"]["name"])
-        elif event.get("ph") == "M" and event.get("name") == "thread_name":
-            threads[event.get("pid"), event.get("tid")] = str(event["args"]["name"])
+        if event["ph"] == "M" and event.get("name") == "process_name":
+            names[event["pid"]] = str(event["args"]["name"])
+        elif event["ph"] == "M" and event.get("name") == "thread_name":
+            threads[event["pid"], event.get("tid")] = str(event["args"]["name"])
     for event in events:
-        began, lasted = event.get("ts"), event.get("dur")
-        if event.get("ph") != "X" or not isinstance(began, (int, float)) or not isinstance(lasted, (int, float)):
+        if event["ph"] != "X":
             continue
-        if not (math.isfinite(began) and math.isfinite(lasted) and lasted >= 0):
-            continue
-        thread = threads.get((event.get("pid"), event.get("tid")), f"thread {event.get('tid')}")
-        at = round(began * 1000)
-        span = Span(str(event.get("name")), thread, at, at + round(lasted * 1000), None, event.get("args") or {})
-        found[event.get("pid")].append(span)
+        thread = threads.get((event["pid"], event.get("tid")), f"thread {event.get('tid')}")
+        at = round(event["ts"] * 1000)
+        span = Span(str(event.get("name")), thread, at, at + round(event["dur"] * 1000), None, event.get("args", {}))
+        found[event["pid"]].append(span)
     for process, spans in sorted(found.items(), key=lambda item: str(item[0])):
         yield names.get(process, f"process {process}"), sorted(spans, key=lambda span: (span.began, -span.ended))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from backstay_cli.clusters import Cluster
 from backstay_cli.jobfile import BadInput
@@ -16,6 +17,9 @@ from backstay_spec import contract
 from backstay_spec.records import RECORD_NAME
 
 __all__ = ["all_of", "newest", "newest_of_each_server", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
+
+
+_MOST_BYTES: Final = 1 << 30
 
 
 def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
@@ -117,14 +121,25 @@ def read_file(place: str) -> bytes:
         raise BadInput(f"{place} cannot be read: {error}") from None
 
 
-def unpacked(data: bytes) -> bytes:
-    """`data`, decompressed if it is a gzip file."""
+def unpacked(data: bytes, most: int = _MOST_BYTES) -> bytes:
+    """`data`, decompressed if it is a gzip file.
+
+    Args:
+        most: bytes of the result.
+
+    Raises:
+        BadInput: the file is damaged, or the result is larger.
+    """
     if data[:2] != b"\x1f\x8b":
         return data
     try:
-        return gzip.decompress(data)
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            found = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"the file is damaged: {error}") from None
+    if len(found) > most:
+        raise BadInput(f"the file is too large: must have at most {most} bytes when it is decompressed")
+    return found
 
 
 def servers_of_shard_0(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:

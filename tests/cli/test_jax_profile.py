@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import time
@@ -15,6 +16,7 @@ from trace_format import check, spans, timeline
 
 from backstay_cli.jax_profile import joined, read_profile
 from backstay_cli.jobfile import BadInput
+from backstay_cli.records import unpacked
 from backstay_cli.timeline import chrome_trace, read
 from backstay_cli.trace import Wanted, write_trace
 from backstay_rpc.control_pb2 import Spans
@@ -113,8 +115,50 @@ def test_a_profile_that_does_not_fit_is_refused(profile: list[dict[str, Any]], r
         joined(read(timeline(computed({1: (10.0, 10.2)}))), profile, rank)
 
 
+VALUES = st.none() | st.integers(-(10**400), 10**400) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+TREES = st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4)
+STRANGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "ph": st.sampled_from(["X", "M", "B"]) | TREES,
+        "name": st.sampled_from(["train", "process_name", "thread_name"]) | TREES,
+        "args": st.dictionaries(st.sampled_from(["step_num", "name"]), TREES | st.just("1") | st.just("²")) | TREES,
+        "pid": st.just(7) | TREES,
+        "tid": st.just(1) | TREES,
+        "ts": st.floats(0, 1e6) | TREES,
+        "dur": st.floats(0, 1e6) | TREES,
+    },
+)
+
+
+@given(st.lists(STRANGE | TREES, max_size=4))
+def test_no_event_of_another_format_breaks_the_trace(tmp_path_factory: pytest.TempPathFactory, strange: Any) -> None:
+    file = tmp_path_factory.mktemp("profile") / "host.trace.json"
+    file.write_text(json.dumps({"traceEvents": [*strange, *annotated({1: (0.0, 0.1)})]}))
+    job = read(timeline(computed({1: (10.0, 10.2)})))
+    with contextlib.suppress(BadInput):  # its steps do not fit
+        job, _ = joined(job, read_profile(file), 0)
+    json.dumps(chrome_trace(job), allow_nan=False)
+
+
+def test_a_file_that_is_too_large_when_it_is_decompressed_is_refused() -> None:
+    assert unpacked(gzip.compress(bytes(1000)), 1000) == bytes(1000)
+    with pytest.raises(BadInput, match="too large: must have at most 999 bytes"):
+        unpacked(gzip.compress(bytes(1000)), 999)
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b"\x1f\x8b torn", gzip.compress(b'{"traceEvents": 3}', mtime=0)]
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\x1f\x8b torn",
+        gzip.compress(b'{"traceEvents": 3}', mtime=0),
+        b'{"traceEvents": [{"args": NaN}]}',
+        b'{"traceEvents": [{"args": 1e999}]}',
+        b'{"traceEvents": ' + b"[" * 100_000,
+    ],
 )
 def test_a_file_that_is_no_profile_is_named(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has no \*.trace.json.gz"):
