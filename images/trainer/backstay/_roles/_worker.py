@@ -224,8 +224,10 @@ class Worker:
         with _instrument.span(point, step), StepTraceAnnotation("train", step_num=step):
             if not self._compiled:
                 _instrument.reach("compute", step)
-            start = replace(start, params=_instrument.alter("params", params))
-            contribution, at = ahead or (self._computation.start(start), pulled)
+            given = _instrument.alter("params", params)
+            if ahead is None or given is not params:
+                ahead = self._computation.start(replace(start, params=given)), pulled
+            contribution, at = ahead
             contribution.wait()
         if self._compiled:
             self.seconds.computed()
