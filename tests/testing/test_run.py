@@ -11,6 +11,7 @@ import pytest
 
 from backstay import testing
 from backstay.errors import ConfigurationError, JobFailed
+from backstay.testing._run import forker_for
 
 SCRIPT = Path(__file__).with_name("script.py")
 
@@ -48,6 +49,23 @@ def test_t3_a_standby_continues_without_a_rollback() -> None:
     assert [update.step for update in job.updates if update.skipped] == [8]
     assert len(job.updates) == len(job.of_rank(0)) == 12
     assert [death.slot for death in job.deaths] == ["server/0"]
+
+
+def test_a_fault_makes_the_contribution_of_its_step_not_finite_although_it_was_computed_early() -> None:
+    job = testing.run(SCRIPT, mode="Async", overlap=True, faults="nan worker/0 @0; nan worker/0 @4")
+    assert [one.step for one in job.contributions if one.outcome == "non_finite"] == [0, 4]
+
+
+def test_pods_have_the_environment_of_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that forks them is older."""
+    monkeypatch.setenv("REMOVED", "1")
+    forker = forker_for(SCRIPT)
+    assert forker.environ["REMOVED"] == "1"
+    monkeypatch.delenv("REMOVED")
+    monkeypatch.setenv("ADDED", "1")
+    assert forker_for(SCRIPT) is forker
+    assert forker.environ["ADDED"] == "1"
+    assert "REMOVED" not in forker.environ
 
 
 def test_an_exception_of_the_script_fails_the_job_with_its_traceback() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ __all__ = ["SECONDS", "Job", "Pod", "Ports"]
 
 SECONDS: Final = 90.0
 """No wait takes longer; it is a limit, not an expectation."""
-_TOKEN: Final = "0123456789abcdef"  # noqa: S105  # of a job that ends with its test
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Job:
         forker: starts the pods.
         address: what all pods listen on. No other process uses this address, so its ports stay free while a pod is
             replaced.
+        token: every call to a server carries it, so that other users of the machine cannot make one.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Job:
         self.environment: dict[str, str] = {}
         self.pods: list[Pod] = []
         self._argv, self.forker = tuple(argv), forker
+        self.token = secrets.token_hex(16)
         self._block = claim_block()
         self.address = self._block.node_ip
         self._numbers = itertools.count(20000)
@@ -158,7 +160,7 @@ class Job:
             contract.ENV_METRICS_PORT: str(ports.metrics),
             contract.ENV_BIND: self.address,
             contract.ENV_POD_IP: self.address,
-            contract.ENV_TOKEN: _TOKEN,
+            contract.ENV_TOKEN: self.token,
             contract.ENV_CONFIG: json.dumps(self.config),
             contract.ENV_TERMINATION_LOG: str(termination),
             **self.variables(name),
@@ -175,11 +177,6 @@ class Job:
         """More variables of the pod of that name."""
         del name
         return {}
-
-    @property
-    def token(self) -> str:
-        """The token of the job, which every call to a server carries."""
-        return _TOKEN
 
     def control(self, shard: int) -> str:
         """The address of a shard's control service."""

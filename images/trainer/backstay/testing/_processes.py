@@ -69,7 +69,7 @@ class Forker:
 
     Attributes:
         imports: the modules of the script that are imported once.
-        environ: what a process must have in its environment to be forked.
+        environ: the environment of each process, before its own variables.
     """
 
     def __init__(self, environ: Mapping[str, str], script: Path | None = None) -> None:
@@ -82,11 +82,15 @@ class Forker:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forked", daemon=True)
         self._thread.start()
-        modules = Preload.of_json(preload(environ=environ))
+        modules = _modules(environ)
         self.imports = frozenset(() if script is None else imports_of(script))
         modules = replace(modules, modules=(*modules.modules, *sorted(self.imports), "backstay.testing._program"))
-        self.environ = {**environ, **modules.started_with}
+        self.use(environ)
         self._runtime = ProcessRuntime(preload=modules, base_env=environ)
+
+    def use(self, environ: Mapping[str, str]) -> None:
+        """Give the processes that start from now on this environment."""
+        self.environ = {**environ, **_modules(environ).started_with}
 
     def command(self, program: Path, script: Path) -> list[str]:
         """The command line that starts `program` for a script.
@@ -113,3 +117,7 @@ class Forker:
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+
+def _modules(environ: Mapping[str, str]) -> Preload:
+    return Preload.of_json(preload(environ=environ))

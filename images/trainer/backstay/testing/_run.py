@@ -39,7 +39,7 @@ from ._recording import (
 from ._results import read_result
 from ._supervisor import Supervisor
 
-__all__ = ["run"]
+__all__ = ["forker_for", "run"]
 
 _PROGRAM: Final = Path(__file__).with_name("_pod.py")
 _POLL: Final = 0.01
@@ -154,7 +154,7 @@ def run(
             config["checkpoint"] = {"uri": str(here / "checkpoints"), "every_steps": checkpoint_every}
         _check({**config, "workers": workers, "shards": servers})
         file = Path(target.partition("::")[0])
-        forker = _forker(file)
+        forker = forker_for(file)
         argv = [*forker.command(_PROGRAM, file), target, *arguments]
         pods = Path(tempfile.mkdtemp(prefix="pods-", dir=here))
         with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
@@ -347,13 +347,17 @@ _forkers: list[Forker] = []
 """The newest one, for the next jobs. It is not closed at the end: its processes end with this one."""
 
 
-def _forker(script: Path) -> Forker:
+def forker_for(script: Path) -> Forker:
+    """The process that forks the pods of a script; they get the environment that this process has now."""
     if _forkers and not _forkers[0].imports >= set(imports_of(script)):
         _forkers.pop().close()
+    environ = {"JAX_PLATFORMS": "cpu", **os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}
     if not _forkers:
-        _forkers.append(
-            Forker({"JAX_PLATFORMS": "cpu", **os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}, script)
-        )
+        # fsspec reads the names of all variables: a process in which one of these differs is not forked. pytest changes
+        # this one in each test.
+        steady = {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
+        _forkers.append(Forker(steady, script))
+    _forkers[0].use(environ)
     return _forkers[0]
 
 
