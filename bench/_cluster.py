@@ -115,6 +115,7 @@ class Job:
         servers: int = 1,
         backups: int = 0,
         mode: str = "Sync",
+        overlap: bool = False,
         standbys: int = 0,
         pause: float = 0.1,
         every_steps: int = 20,
@@ -137,7 +138,7 @@ class Job:
             **PLATFORM,
             **(env or {}),
         }
-        update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {})
+        update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {"overlap": overlap})
         self.spec = {
             "image": "backstay.dev/trainer:local",
             "command": ["python", script],

@@ -4,7 +4,7 @@ A job of bench/scripts/witness.py trains, and has a fault about every 3 s. A pod
 deleted or evicted, or its disk is full. Then the same job trains without faults. The last checkpoint shows how often
 each gradient was applied. In Sync mode, both checkpoints must have the same bits. Async mode compares no bits.
 
-    python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async]
+    python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async] [--overlap]
 
 The exit status is 1 when an update was lost, a gradient applied twice, or the bits differ.
 """
@@ -333,6 +333,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
         "workers": arguments.workers,
         "servers": 2,
         "mode": mode,
+        "overlap": arguments.overlap,
         "standbys": arguments.standbys,
         "every_steps": 20,
         "stall_seconds": 12,
@@ -391,6 +392,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--standbys", type=int, choices=(0, 1), default=0)
     parser.add_argument("--mode", choices=("both", *_ORDER), default="both")
+    parser.add_argument("--overlap", action="store_true", help="in Async mode, with update.overlap")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between faults from outside")
     parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")

@@ -79,6 +79,14 @@ def test_t3_each_batch_counts_once_although_a_worker_dies(job) -> None:
     assert used.max() == 1
 
 
+def test_no_batch_is_drawn_after_the_last_contribution(job) -> None:
+    """Data may end there."""
+    tiny = job(1, 1, mode="Async", overlap=True)
+    tiny.environment = {"RAISE_AT": "8", "STEPS": "8"}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0, 0]
+
+
 def test_t5_a_contribution_that_was_computed_early_is_one_version_older(job) -> None:
     """Without any staleness allowed, each of them is refused and computed again, as in one process."""
     tiny = job(1, 1, mode="Async", overlap=True, max_staleness=0)

@@ -237,7 +237,7 @@ class Worker:
         else:
             self.seconds.ended("compiling")
         self._compiled = True
-        if self._overlaps:
+        if self._overlaps and pulled.version + 1 < self._script.steps:  # else this one may be the last
             following = replace(start, key=replace(key, step=step + 1))
             self._draw(following)
             self._ahead.keep(self._term, self._computation.start(following), pulled)
