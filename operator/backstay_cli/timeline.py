@@ -96,6 +96,7 @@ class Job:
 
     Attributes:
         clock, unix_seconds: of shard 0's server, at the same moment.
+        incarnation: of this server.
         pods: in the order in which they are shown.
         dropped: bytes of spans that were too old or too many.
     """
@@ -105,6 +106,7 @@ class Job:
     uid: str
     clock: float
     unix_seconds: float
+    incarnation: int
     pods: tuple[Pod, ...]
     dropped: int = 0
 
@@ -155,6 +157,7 @@ def read(data: bytes) -> Job:
         timeline.uid,
         timeline.clock,
         timeline.unix_seconds,
+        timeline.server.incarnation,
         tuple(order),
         timeline.dropped,
     )
@@ -184,7 +187,9 @@ def merged(job: Job, older: Job) -> Job:
             has = {span[:4] for span in same.spans}
             spans = [*same.spans, *(span for span in pod.spans if span[:4] not in has)]
             pods[key] = replace(same, spans=sorted(spans, key=_place))
-    return replace(job, pods=tuple(sorted(pods.values(), key=_order)), dropped=job.dropped + older.dropped)
+    # A newer count of the same server contains its older one.
+    dropped = job.dropped + (older.dropped if older.incarnation != job.incarnation else 0)
+    return replace(job, pods=tuple(sorted(pods.values(), key=_order)), dropped=dropped)
 
 
 def _place(span: Span) -> tuple[int, int]:

@@ -212,12 +212,14 @@ def test_what_a_server_has_stored_before_it_was_killed_is_in_the_trace_of_its_su
         spans(SERVER, 0, lost),
         spans(WORKER, 0, step(10.0, "f"), ahead=5.0, offsets=[(0, 1, -5.0, 0.001)]),
         spans(WORKER, 1, [("compute", 9.0, 9.5, 1)], ahead=-2.0, offsets=[(0, 1, 2.0, 0.002)]),
+        dropped=5,
     )
     after = timeline(
         spans(SERVER, 0, [("apply", 20.0, 20.1, 2)], incarnation=2, ahead=300.0),
         spans(WORKER, 0, [*step(10.0, "f"), ("compute", 19.0, 19.1, 2)], ahead=5.0, offsets=[(0, 2, 295.001, 0.003)]),
         incarnation=2,
         ahead=300.0,
+        dropped=10,
     )
     for number, (incarnation, data) in enumerate([(1, before), (2, after)]):
         (tmp_path / f"trace-00000000000{number}-u-{incarnation}.pb.gz").write_bytes(gzip.compress(data))
@@ -235,6 +237,7 @@ def test_what_a_server_has_stored_before_it_was_killed_is_in_the_trace_of_its_su
     trace = json.loads((tmp_path / "out.json").read_text())
     check(trace)
     assert sum(event["ph"] == "f" for event in trace["traceEvents"]) == 1
+    assert trace["otherData"]["droppedBytes"] == 15, "of each server once"
 
 
 def test_the_death_of_a_server_is_marked_in_its_process_and_not_in_that_of_its_standby() -> None:

@@ -118,7 +118,7 @@ def spans(
     return message
 
 
-def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0) -> bytes:
+def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0, dropped: int = 0) -> bytes:
     """A timeline of the server of shard 0 with this incarnation, whose clock is so many seconds ahead."""
     return Timeline(
         job="digits",
@@ -128,6 +128,7 @@ def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0) -> byte
         clock=100.0 + ahead,
         unix_seconds=1_000_100.0,
         spans=[message.SerializeToString() for message in messages],
+        dropped=dropped,
     ).SerializeToString()
 
 
