@@ -29,7 +29,7 @@ def test_t4_every_sample_is_used_once_an_epoch_over_all_ranks(
 ) -> None:
     """T9: also the last ones of an epoch, which share a batch with the first ones of the next."""
     if size < batch_size:
-        with pytest.raises(ConfigurationError, match="at least one batch"):
+        with pytest.raises(ConfigurationError, match="at least batch_size"):
             from_dataset(np.arange(size), batch_size=batch_size)
         return
     batches = from_dataset(np.arange(size), batch_size=batch_size)

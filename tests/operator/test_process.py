@@ -564,7 +564,8 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     eventually(lambda: api.job("rights")["status"]["phase"] == "Suspended")
     change = {"spec": {"runPolicy": {"suspend": False}, "image": "example/train:2"}}
     api.call(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))
-    eventually(lambda: any(pod["status"]["phase"] == "Pending" for pod in api.pods("rights", contract.ROLE_SERVER)))
+    for role in (contract.ROLE_SERVER, contract.ROLE_WORKER):
+        eventually(lambda role=role: any(pod["status"]["phase"] == "Pending" for pod in api.pods("rights", role)))
     for line in operator.output().splitlines():
         assert set(json.loads(line)) >= {"time", "level", "message"}
     finish(api)

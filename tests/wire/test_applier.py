@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from backstay._coordination import MODES
+from backstay._coordination import MODES, Rules
 from backstay._shard._applying import Applier, Term
+from backstay._shard._credits import Credits
 from backstay._shard._published import Publisher
 from backstay._shard._staging import Gradients
 from backstay._shard._standbys import NoStandbys
@@ -23,8 +24,10 @@ class Bench:
         self.kit = kit
         layout = kit.Layout(0, (kit.Block(5), kit.Block(3)))
         wire = kit.exact_wire(layout)
-        self.lock = threading.Condition()
-        self.gradients, self.publisher = Gradients(wire), Publisher(MODES["Sync"])
+        lock = threading.Lock()
+        self.lock = threading.Condition(lock)
+        memory = Credits(MODES["Sync"], Rules(mode="Sync", shards=1, steps=0), lock)
+        self.gradients, self.publisher = Gradients(wire, memory), Publisher(MODES["Sync"])
         self.reports, self.saved = kit.Recorder(), []
         self.applier = Applier(
             self.lock,
