@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
@@ -33,3 +34,20 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
     finally:
         port.close()
     assert capfd.readouterr().err == ""
+
+
+def test_a_probe_by_ipv6_is_answered_by_a_pod_that_binds_all_addresses() -> None:
+    port = HttpPort(Metrics("job", "Worker", 0), lambda: True, bind="0.0.0.0", port=0)
+    try:
+        for host in ("127.0.0.1", "::1"):
+            try:
+                probe = socket.create_connection((host, port.port), 30)
+            except OSError as error:
+                if host == "::1" and error.errno == errno.EADDRNOTAVAIL:
+                    pytest.skip("this machine has no IPv6 on its loopback interface")
+                raise
+            with probe:
+                probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+                assert b" 200 " in probe.recv(100)
+    finally:
+        port.close()

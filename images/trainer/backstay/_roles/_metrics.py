@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import Metric
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
+from .._process._sockets import listening_socket
 
 __all__ = ["HttpPort", "Metrics", "Turns", "metric_names"]
 
@@ -500,11 +501,13 @@ class HttpPort:
                 pass  # probes every few seconds are not news
 
         try:
-            self._server = ThreadingHTTPServer((bind, port), Handler)
+            self._server = ThreadingHTTPServer((bind, port), Handler, bind_and_activate=False)
+            self._server.socket.close()
+            self._server.socket = listening_socket(bind, port)
         except OSError as error:
             raise OSError(f"the metrics port cannot listen on {bind} port {port}: {error}") from None
         self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
+        self.port: int = self._server.socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="backstay-http", daemon=True)
         self._thread.start()
 
