@@ -52,6 +52,20 @@ def test_t1_a_push_is_answered_with_a_version_that_decided_about_it(gradient: An
             assert (publisher.answer_to(waiter) is not None) == expected
 
 
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+def test_after_the_end_every_stream_gets_the_last_version(mode: str) -> None:
+    """Its update may still be computed: a worker would return the parameters before it."""
+    publisher = Publisher(MODES[mode])
+    late = push(3, outcome=RejectReason.LATE if mode == "Async" else RejectReason.NOT_IN_WORLD)
+    with publisher.waiting(late, 0) as woken, publisher.waiting(None, 0) as pulls:
+        publisher.publish(Published(7, 1, 0))
+        publisher.done = Done(version=8)
+        assert publisher.answer_to(woken) is publisher.answer_to(pulls) is None
+        publisher.withdraw()
+        publisher.publish(last := Published(8, 1, 0))
+        assert publisher.answer_to(woken) is publisher.answer_to(pulls) is last
+
+
 def test_in_async_mode_a_push_gets_the_version_that_contains_it() -> None:
     publisher = Publisher(MODES["Async"])
     gradient = push(3)

@@ -119,13 +119,15 @@ class Publisher:
 
     def answer_to(self, waiter: Waiter) -> Published | None:
         """The version that answers a waiting stream; None while there is none."""
-        published = waiter.published or self._published
-        return published if published is not None and self._answers(published, waiter) else None
+        for published in (waiter.published, self._published):
+            if published is not None and self._answers(published, waiter):
+                return published
+        return None
 
     def _answers(self, published: Published, waiter: Waiter) -> bool:
         gradient = waiter.gradient
-        if self.done is not None and published.version >= self.done.version:
-            return True
+        if self.done is not None:  # the last version may still be computed: a worker must not return an older one
+            return published.version >= self.done.version
         if gradient is None:
             return published.version >= waiter.min_version
         if gradient.applied is not None:
