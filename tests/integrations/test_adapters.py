@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -39,7 +40,7 @@ def test_the_example_learns_the_digits(library, capsys):
     assert float(said.partition("held-out accuracy ")[2].split()[0]) > 0.93
 
 
-def test_the_image_classifier_trains_and_its_held_out_images_are_the_same_in_every_run(capsys, monkeypatch):
+def test_the_image_classifier_trains_on_whole_images_and_shifts_them(capsys, monkeypatch):
     """Few updates: `bench/classifier.py` measures its accuracy."""
     script = EXAMPLES / "images" / "train.py"
     monkeypatch.setattr("sys.argv", [str(script), "--batch", "8", "--steps", "3"])
@@ -48,10 +49,16 @@ def test_the_image_classifier_trains_and_its_held_out_images_are_the_same_in_eve
     state = example["result"].state["norm"]
     assert state["mean"].shape == (16,)
     assert np.abs(state["mean"]).max() > 0
-    images, labels = example["held_out"]()
-    assert images.shape == (1440, 32, 32, 1)
-    assert np.array_equal(images, example["held_out"]()[0])
-    assert set(labels) == set(range(10))
+    images, labels = example["images"], example["labels"]
+    assert images.shape == (5000, 28, 28, 1)
+    assert (images.dtype, images.min(), images.max()) == (np.float32, 0, 1)
+    assert np.bincount(labels).tolist() == [500] * 10
+    assert set(labels[:1000]) == set(range(10))  # held out
+    corner = np.zeros_like(images[0])
+    corner[2:, :-2] = images[0][:-2, 2:]
+    for draw, moved in (([2, 2], images[0]), ([0, 4], corner)):
+        rng = SimpleNamespace(integers=lambda low, high, size, draw=draw: draw)
+        assert np.array_equal(example["shift"]((images[0], labels[0]), rng)[0], moved)
 
 
 def one_step(adapter, at=(0, 0)):
