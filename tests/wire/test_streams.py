@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,10 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backstay import _instrument
 from backstay._process._sockets import listening_socket
+from backstay._roles._worker import record_exchange
 from backstay._update._codecs import CODECS, GROUP, BlockWire, ShardWire
 from backstay._wire import frames
 from backstay._wire.client import Push
+from backstay._wire.seam import flow_of
 from backstay._wire.server import DataServer
 from backstay._wire.tcp import ClientStream, PortTaken
 from backstay.errors import JobFailed, PeerLost, Refused, Superseded
@@ -78,13 +82,33 @@ def test_a_gradient_there_and_the_parameters_back(
     client, into = dial(shard), shard.buffers()
     pulled = client.exchange_all(None, 0, [into])
     assert (pulled.version, pulled.term, pulled.world, pulled.done) == (0, 1, 1, False)
-    assert pulled.push_seconds == 0.0
+    assert pulled.pushed_at == 0.0
     for version in range(3):
+        began = time.monotonic()
         pulled = client.exchange_all(push_of(kit, shard, 2.0, version=version), 0, [into])
         assert (pulled.version, pulled.outcome) == (version + 1, kit.reasons.REJECT_UNSPECIFIED)
         assert values(shard, into) == [2.0 * (version + 1)] * len(sizes)
-        assert 0.0 < pulled.push_seconds < pulled.answer_seconds, "the answer comes after the push"
+        assert began < pulled.pushed_at < pulled.answered_at < time.monotonic(), "the answer comes after the push"
     assert shard.coordination.of("lost") == []
+
+
+@pytest.mark.parametrize("size", [SMALL, BIG])
+def test_a_server_has_received_a_contribution_between_the_workers_times_of_it(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """`backstay trace` computes clocks from this. The thread of the exchange runs late, as on a busy machine."""
+    shard = make_shard((size,), serve=True)
+    shard.coordination.decide = commit_alone(kit, shard)
+    client, push = pulled(dial(shard), shard), push_of(kit, shard, 1.0, attempt=77)
+    (stream,) = client._clients
+    exchange = stream.exchange
+    monkeypatch.setattr(stream, "exchange", lambda *args, **options: time.sleep(0.05) or exchange(*args, **options))
+    began = time.monotonic()
+    answer = client.exchange_all(push, 0, [shard.buffers()])
+    record_exchange(answer, push.id, began, time.monotonic())
+    spans = {span.point: span for span in _instrument.spans() if (span.notes or {}).get("flow") == flow_of(push.id)}
+    assert spans["push"].began <= spans["receive"].began
+    assert spans["receive"].ended <= spans["update_wait"].ended
 
 
 def test_what_was_received_does_not_change_with_the_next_update(

@@ -97,6 +97,19 @@ def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
         sending.dropped()
 
 
+def record_exchange(pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
+    """Keep the parts of an exchange as spans.
+
+    `backstay trace` computes clocks from these times. The contribution is sent after `began`, and the server has
+    received it before `Pulled.answered_at`, also where threads run late.
+    """
+    step, flow = gradient.key_step, flow_of(gradient)
+    outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
+    _instrument.record("push", began, pulled.pushed_at, step, flow=flow)
+    _instrument.record("update_wait", pulled.pushed_at, pulled.answered_at, step, outcome=outcome, flow=flow)
+    _instrument.record("pull", pulled.answered_at, ended, step, version=pulled.version)
+
+
 class _Once:
     """A function of no arguments that is called once, by the first thread that needs its result."""
 
@@ -317,7 +330,7 @@ class Worker:
                 with _instrument.span("exchange", key_step):
                     began = time.monotonic()
                     pulled, params = self._pull(Push(identity, blocks, info), 0)
-                    self._observe(pulled, identity, began, time.monotonic())
+                    record_exchange(pulled, identity, began, time.monotonic())
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -330,19 +343,10 @@ class Worker:
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
-            self.seconds.exchanged(pulled.push_seconds, pulled.answer_seconds, applied_at=applied_at)
+            self.seconds.exchanged(pulled.pushed_at - began, pulled.answered_at - began, applied_at=applied_at)
             self._key_steps.answered(key_step, pulled)
             self._count(pulled, key_step, info())
             return pulled, params, True
-
-    def _observe(self, pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
-        """Keep the parts of an exchange as spans."""
-        step, pushed, answered = gradient.key_step, began + pulled.push_seconds, began + pulled.answer_seconds
-        outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
-        flow = flow_of(gradient)
-        _instrument.record("push", began, pushed, step, flow=flow)
-        _instrument.record("update_wait", pushed, answered, step, outcome=outcome, flow=flow)
-        _instrument.record("pull", answered, ended, step, version=pulled.version)
 
     def _count(self, pulled: Pulled, key_step: int, info: GradientInfo) -> None:
         now = time.monotonic()

@@ -94,15 +94,14 @@ class StreamClient:
         """See `DataClient.exchange`."""
         if [block.nbytes for block in into] != self._sizes:
             raise ValueError(f"shard {self._shard}: the blocks to receive into do not have the partition's sizes")
-        begun = time.perf_counter()
-        pushed = 0.0
+        pushed_at = 0.0
         try:
             if push is None:
                 self._stream.write(frames.pull(min_version, exact=exact))
             else:
                 self._push(push)
-                pushed = time.perf_counter() - begun
-            pulled = replace(self._receive(into, push, exact, begun), push_seconds=pushed)
+                pushed_at = time.monotonic()
+            pulled = replace(self._receive(into, push, exact), pushed_at=pushed_at)
         except BaseException:
             self._stream.cancel("an exchange failed")  # so that no answer stays half read
             raise
@@ -198,11 +197,11 @@ class StreamClient:
             raise self._nonsense(f"a frame {kind!r} inside a push")
         return not frame.received.moved_on
 
-    def _receive(self, into: Sequence[Bytes], push: PartPush | None, exact: bool, begun: float) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], push: PartPush | None, exact: bool) -> Pulled:
         frame, body = self._read()
         while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
             frame, body = self._read()
-        answer_seconds = time.perf_counter() - begun
+        answered_at = time.monotonic()
         if kind == "refused":
             raise self._refused(frame)
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
@@ -258,7 +257,7 @@ class StreamClient:
             outcome=begin.outcome,
             next_key_step=begin.next_key_step,
             done=begin.done,
-            answer_seconds=answer_seconds,
+            answered_at=answered_at,
             fragments=fragments,
             ask=begin.ask,
         )
@@ -330,8 +329,8 @@ class ShardedClient:
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
             answered with. Async: `version` is the lowest of them. `world` is that of the newest answer, `outcome` the
-            first that is not `REJECT_UNSPECIFIED`, `done` when all shards set it, `push_seconds` and `answer_seconds`
-            the longest.
+            first that is not `REJECT_UNSPECIFIED`, `done` when all shards set it, `pushed_at` and `answered_at` the
+            latest.
 
         Raises:
             errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
@@ -350,8 +349,8 @@ class ShardedClient:
         self._asks = answers[0].ask
         outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         next_key_step = max(a.next_key_step for a in answers.values())
-        pushed = max(a.push_seconds for a in answers.values())
-        waited = max(a.answer_seconds for a in answers.values())
+        pushed_at = max(a.pushed_at for a in answers.values())
+        answered_at = max(a.answered_at for a in answers.values())
         while behind := self._mode.behind({s: a.version for s, a in answers.items()}):
             newest = max(a.version for a in answers.values())
             answers.update(self._parallel(behind, None, newest, into, exact))
@@ -368,8 +367,8 @@ class ShardedClient:
             outcome=outcome,
             next_key_step=next_key_step,
             done=all(a.done for a in answers.values()),
-            push_seconds=pushed,
-            answer_seconds=waited,
+            pushed_at=pushed_at,
+            answered_at=answered_at,
             fragments=received[0] if received else None,
         )
 

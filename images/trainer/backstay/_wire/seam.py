@@ -267,10 +267,10 @@ class Pulled:
             or there was no push.
         next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
         done: the job has ended.
-        push_seconds: from the call until the last byte of the push was handed to the transport; 0 without a push. The
-            transport holds at most two windows (8 MiB) that the server has not received.
-        answer_seconds: from the call to the first frame of the answer: the push, and the wait for the update. The rest
-            of the call received the parameters.
+        pushed_at: when the last byte of the push had been handed to the transport, in seconds of `time.monotonic`; 0
+            without a push. The transport holds at most two windows (8 MiB) that the server has not received.
+        answered_at: when the first frame of the answer had arrived, in seconds of the same clock. The rest of the call
+            received the parameters.
         offset: `BatchKey.offset` of that world.
         fragments: after a push, the fragments (`Block.fragment`) that were received; None: all of the model was.
         ask: the next push waits until shard 0 has memory for it (`PartPush.turn`).
@@ -282,8 +282,8 @@ class Pulled:
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
-    push_seconds: float = 0.0
-    answer_seconds: float = 0.0
+    pushed_at: float = 0.0
+    answered_at: float = 0.0
     offset: int = 0
     fragments: frozenset[int] | None = None
     ask: bool = False
