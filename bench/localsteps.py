@@ -114,9 +114,10 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
     chaos = Chaos(on, job, seed, 0)
 
     async def kill() -> None:
+        await asyncio.sleep(KILL_SECONDS / 2)  # so that a short run has a death, too
         while True:
-            await asyncio.sleep(KILL_SECONDS)
             await chaos.cause(chaos.kill_worker)
+            await asyncio.sleep(KILL_SECONDS)
 
     killer = asyncio.ensure_future(kill()) if killing else None
     try:
@@ -154,7 +155,7 @@ def shown(results: dict[str, Result], size: str, rows: Iterable[int]) -> str:
             spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
             lines.append(
                 (
-                    f"... a worker killed every {KILL_SECONDS:.0f} s" if killing else ROWS[number].name,
+                    f"... a worker killed every {KILL_SECONDS:.0f} s, first after {KILL_SECONDS / 2:.0f} s" if killing else ROWS[number].name,
                     str(ROWS[number].workers),
                     f"{mean(result.killed for result in found):.1f}",
                     f"{mean(bits):.3f}{spread}",
