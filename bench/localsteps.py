@@ -1,5 +1,7 @@
 """Local steps beside an update for each batch, as jobs over a link of 1 Gb/s, in quiet runs and while workers die.
 
+A worker is killed 13 s after the first update, and then every 26 s.
+
 All rows train the byte-level transformer of `examples/bytes` on the same number of tokens, with the same inner
 optimizer. No row is tuned. The link is the one of the server. The kernel limits it in each direction, in a network
 namespace of this program (bench/_link.py). This needs root. The workers share the cores of this machine.
@@ -155,7 +157,7 @@ def shown(results: dict[str, Result], size: str, rows: Iterable[int]) -> str:
             spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
             lines.append(
                 (
-                    f"... a worker killed every {KILL_SECONDS:.0f} s, first after {KILL_SECONDS / 2:.0f} s" if killing else ROWS[number].name,
+                    "... with deaths" if killing else ROWS[number].name,
                     str(ROWS[number].workers),
                     f"{mean(result.killed for result in found):.1f}",
                     f"{mean(bits):.3f}{spread}",
