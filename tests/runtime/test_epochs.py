@@ -5,20 +5,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import grpc
 import numpy as np
 
 from backstay import BatchKey, from_dataset
-from backstay_rpc import bearer
-from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
-from backstay_rpc.control_pb2_grpc import ControlStub
 
-
-def scale(address: str, world: int) -> ProgressReply:
-    """Send the request that the operator sends every 2 s."""
-    with grpc.insecure_channel(address) as channel:
-        request = ProgressRequest(shard=0, world=world)
-        return ControlStub(channel).Progress(request, timeout=30, metadata=bearer("0123456789abcdef"))
+from .operator_calls import progress
 
 
 def test_t9_each_sample_once_an_epoch_though_pods_die_and_the_world_changes(job, tmp_path: Path) -> None:
@@ -38,10 +29,10 @@ def test_t9_each_sample_once_an_epoch_though_pods_die_and_the_world_changes(job,
     server = tiny.server(0, 1)
     tiny.let(7)  # a worker that waits for a batch does not notice that the server is gone
     tiny.wait_for(server, "step 7/12")
-    scale(tiny.control(0), 2)
+    progress(tiny, world=2)
     tiny.let(9)
     tiny.wait_for(server, "step 9/12")
-    scale(tiny.control(0), 3)
+    progress(tiny, world=3)
     tiny.let()
     assert [server.wait(), workers[0].wait()] == [0, 0]
     used = tiny.params(workers[0])["0"]

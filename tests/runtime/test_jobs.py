@@ -7,16 +7,14 @@ import signal
 import urllib.request
 from pathlib import Path
 
-import grpc
 import jax
 import numpy as np
 import pytest
 
 import backstay
 from backstay._roles._metrics import metric_names
-from backstay_rpc import bearer
-from backstay_rpc.control_pb2 import ProgressRequest
-from backstay_rpc.control_pb2_grpc import ControlStub
+
+from .operator_calls import progress
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -194,16 +192,12 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     old = tiny.worker(2, 0)
     assert old.wait() == 1
     assert "incarnation 1" in old.output()
-    # This is the request of the operator (O8).
-    with grpc.insecure_channel(tiny.control(0)) as channel:
-        progress = ControlStub(channel).Progress(
-            ProgressRequest(world=4, stall_seconds=5), metadata=bearer("0123456789abcdef"), timeout=10
-        )
-    assert (progress.term, progress.step, progress.world, progress.live_workers) == (1, 0, 3, 1)
-    assert not progress.stalled
+    reply = progress(tiny, world=4, stall_seconds=5)
+    assert (reply.term, reply.step, reply.world, reply.live_workers) == (1, 0, 3, 1)
+    assert not reply.stalled
     # The metrics of a pod need no token.
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as reply:
-        text = reply.read().decode()
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
     later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     later |= {"backstay_checkpoint_timestamp_seconds", "backstay_waited_for_seconds_total"}
     later |= {"backstay_gradient_norm", "backstay_learning_rate"}

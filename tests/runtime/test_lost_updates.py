@@ -9,25 +9,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import grpc
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backstay._roles._metrics import Metrics
-from backstay_rpc import bearer
-from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
-from backstay_rpc.control_pb2_grpc import ControlStub
+
+from .operator_calls import progress
 
 
 def metrics_of(pod: Any) -> dict[str, float]:
     with urllib.request.urlopen(f"http://{pod.metrics}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
-
-
-def progress_of(job: Any) -> ProgressReply:
-    with grpc.insecure_channel(job.control(0)) as channel:
-        return ControlStub(channel).Progress(ProgressRequest(), metadata=bearer("0123456789abcdef"), timeout=10)
 
 
 def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path: Path) -> None:
@@ -54,7 +47,7 @@ def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path
         stored = int(re.findall(r"continuing from the checkpoint of step (\d+)", server.output())[0])
         assert (lost_at, stored) == (7, 4) or incarnation == 2
         tiny.wait_for(server, f"step {stored + 1}/")  # both workers are there
-        shown, reply = metrics_of(server), progress_of(tiny)
+        shown, reply = metrics_of(server), progress(tiny)
         # The total is in the checkpoints: a coordinator that stored none takes its own share with it.
         total = (total if stored > before else 0) + lost_at - stored
         before = stored
@@ -73,14 +66,14 @@ def test_t6_without_checkpoints_a_replaced_coordinator_begins_a_higher_term(job)
     workers = [tiny.worker(rank) for rank in range(2)]
     for worker in workers:
         tiny.wait_for(worker, "step 7/")
-    before = progress_of(tiny)
+    before = progress(tiny)
     assert (before.term, before.term_start.step) == (1, 0)
     server.process.send_signal(signal.SIGKILL)
     server.wait()
     tiny.let()
     server = tiny.server(0, 2)
     tiny.wait_for(server, "step 1/")
-    start = progress_of(tiny).term_start
+    start = progress(tiny).term_start
     assert start.term > before.term
     assert (start.step, start.checkpoint, start.redone) == (0, "", 7)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import signal
 
-import grpc
 import numpy as np
 
-from backstay_rpc import bearer
-from backstay_rpc.control_pb2 import ProgressRequest
-from backstay_rpc.control_pb2_grpc import ControlStub
+from .operator_calls import progress
 
 
 def test_a_worker_that_receives_sigterm_leaves_in_the_middle_of_a_step(job) -> None:
@@ -20,9 +17,7 @@ def test_a_worker_that_receives_sigterm_leaves_in_the_middle_of_a_step(job) -> N
     tiny.wait_for(first, "step 3/8")
     first.process.send_signal(signal.SIGTERM)
     assert first.wait() == 143
-    with grpc.insecure_channel(tiny.control(0)) as channel:
-        request = ProgressRequest(world=1, stall_seconds=60)
-        reply = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
+    reply = progress(tiny, world=1, stall_seconds=60)
     assert (reply.live_workers, list(reply.lost), list(reply.stalled)) == (0, [], [])
     second = tiny.worker(0, 1)
     assert [server.wait(), second.wait()] == [0, 0]

@@ -5,18 +5,7 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-import grpc
-
-from backstay_rpc import bearer
-from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
-from backstay_rpc.control_pb2_grpc import ControlStub
-
-
-def progress(address: str) -> ProgressReply:
-    with grpc.insecure_channel(address) as channel:
-        request = ProgressRequest(shard=0, world=1, stall_seconds=60)
-        reply: ProgressReply = ControlStub(channel).Progress(request, metadata=bearer("0123456789abcdef"), timeout=10)
-    return reply
+from .operator_calls import progress
 
 
 def test_t7_training_continues_without_storage_and_the_last_version_is_stored_when_it_is_back(
@@ -44,7 +33,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
         tiny.wait_for(server, f"of step {step} could not be stored")
     tiny.let()
     tiny.wait_for(server, "the job fails unless it is stored within 600 s")
-    told = progress(tiny.control(0))
+    told = progress(tiny, world=1, stall_seconds=60)
     assert "cannot write" in told.checkpoint.error
     assert (told.checkpoint.step, told.step) == (2, 10)
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:

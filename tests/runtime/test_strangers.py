@@ -40,7 +40,6 @@ from backstay._process._guard import (
 from backstay._process._sockets import peer_address, socket_address
 from backstay._timeouts import Timeouts
 from backstay._wire import tcp
-from backstay._wire.tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc import bearer
 from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
@@ -428,9 +427,9 @@ class Exchange:
             while (item := stream.read()) is not None:  # type: ignore[attr-defined]
                 stream.write(*item)  # type: ignore[attr-defined]
 
-        self.listener = Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
+        self.listener = tcp.Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
         self.port = self.listener.bound
-        self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
+        self._stream = tcp.ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
 
     def continues(self) -> None:
         body = np.arange(100_000, dtype=np.uint8)
@@ -536,7 +535,7 @@ def test_t8_strangers_do_not_keep_the_last_threads(
 
     def served() -> bool:
         try:
-            stream = ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
+            stream = tcp.ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
             try:
                 stream.write(Frame(pull=Pull()))
                 stream.read()
@@ -588,7 +587,7 @@ def test_t8_connections_that_use_up_all_descriptors_are_closed(strangers: list[C
         # They begin HTTP/2, as gRPC itself closes those that do not. The last ones wait to be accepted.
         strangers.extend(Connection(port) for _ in range(limit + 20))
         assert all(stranger.closed() for stranger in strangers)
-        stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
+        stream = tcp.ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
         stream.write(Frame(pull=Pull()))
         stream.read()
         stream.close()

@@ -1,0 +1,19 @@
+"""The request that the operator sends to each server every 2 s (O8)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from backstay_rpc import bearer
+from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
+from backstay_rpc.control_pb2_grpc import ControlStub
+
+
+def progress(job: Any, **fields: Any) -> ProgressReply:
+    """The answer of shard 0's server of `job`; `fields` are those of the request."""
+    with grpc.insecure_channel(job.control(0)) as channel:
+        stub = ControlStub(channel)  # type: ignore[no-untyped-call]
+        reply: ProgressReply = stub.Progress(ProgressRequest(**fields), timeout=30, metadata=bearer(job.token))
+    return reply
