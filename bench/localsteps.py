@@ -96,7 +96,7 @@ class Result:
 
 async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Result:
     """Train one row as a job."""
-    from scripts.text import Example
+    from scripts.text import example
 
     import backstay
 
@@ -133,11 +133,11 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
     await asyncio.sleep(2.0)  # until the last worker has ended
     seconds = (await job.look())["workerSeconds"]
     times = [update.at for update in job.updates()]
-    example = Example(size)
-    bits = example.evaluate(backstay.load(str(job.checkpoints)).params)["bits_per_byte"]
+    module = example(size)
+    bits = module.evaluate(backstay.load(str(job.checkpoints)).params)["bits_per_byte"]
     await job.delete()
     goodput = seconds["applied"] / sum(seconds.values())
-    tokens = steps * row.workers * example.tokens
+    tokens = steps * row.workers * module.BATCH * module.CONTEXT
     return Result(float(bits), sent / tokens, goodput, times[-1] - times[0], len(chaos.faults))
 
 
@@ -149,21 +149,17 @@ def shown(results: dict[str, Result], size: str, rows: Iterable[int]) -> str:
             found = [result for key, result in results.items() if key.rpartition("/")[0] == name(size, number, killing)]
             if not found:
                 continue
-
-            def mean(values: Iterable[float]) -> float:
-                return statistics.mean(values)
-
             bits = [result.bits for result in found]
             spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
             lines.append(
                 (
                     "... with deaths" if killing else ROWS[number].name,
                     str(ROWS[number].workers),
-                    f"{mean(result.killed for result in found):.1f}",
-                    f"{mean(bits):.3f}{spread}",
-                    f"{mean(result.sent for result in found):,.0f}",
-                    f"{mean(result.goodput for result in found):.1%}",
-                    f"{mean(result.seconds for result in found):.1f}",
+                    f"{statistics.mean(result.killed for result in found):.1f}",
+                    f"{statistics.mean(bits):.3f}{spread}",
+                    f"{statistics.mean(result.sent for result in found):,.0f}",
+                    f"{statistics.mean(result.goodput for result in found):.1%}",
+                    f"{statistics.mean(result.seconds for result in found):.1f}",
                 )
             )
     return table(lines)

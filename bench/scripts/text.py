@@ -1,11 +1,11 @@
-"""The bytes example in two sizes, with an update for each batch or with local steps, for bench/localsteps.py.
+"""The bytes example in two sizes, with an update for each batch or with local steps.
 
-Importing it gives the parts; as a program it trains in a job.
+bench/localsteps.py runs it in jobs, and bench/outer.py imports its parts.
 """
 
 import argparse
+import importlib.util
 import json
-import runpy
 from pathlib import Path
 
 import optax
@@ -16,29 +16,24 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bytes" / "train.py
 SIZES = {"small": (64, 2, 64, 8), "large": (128, 4, 128, 16)}  # width, layers, context, batch
 
 
-class Example:
-    """The example with the sizes of its model replaced; `init`, `loss` and `evaluate` are those of the example."""
+def example(size):
+    """The example's module, with the sizes of its model replaced."""
+    spec = importlib.util.spec_from_file_location("bytes_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.WIDTH, module.LAYERS, module.CONTEXT, module.BATCH = SIZES[size]
+    return module
 
-    def __init__(self, size):
-        names = runpy.run_path(str(EXAMPLE), run_name="bytes_example")
-        self.init, self.loss, self.evaluate = (names[name] for name in ("init", "loss", "evaluate"))
-        width, layers, context, self.batch = SIZES[size]
-        # The functions read the sizes from the module that they were defined in.
-        self.init.__globals__.update(WIDTH=width, LAYERS=layers, CONTEXT=context, BATCH=self.batch)
-        self.tokens = self.batch * context
-        self.batches = backstay.from_dataset(names["Windows"](), batch_size=self.batch)
+
+def adamw(steps):
+    """For so many steps of a worker."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(50, steps // 10), steps, 1e-4)
+    return optax.adamw(schedule, weight_decay=0.01)
 
 
 def inner(steps):
-    """AdamW for so many steps of a worker."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(50, steps // 10), steps, 1e-4)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
-
-
-def plain(steps):
-    """The same for an update for each batch, as arguments of `train`."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(50, steps // 10), steps, 1e-4)
-    return {"optimizer": optax.adamw(schedule, weight_decay=0.01), "clip_norm": 1.0}
+    """The same with a bound for each gradient: the inner optimizer."""
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw(steps))
 
 
 def main():
@@ -53,17 +48,17 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     follow()
-    example = Example(arguments.size)
     if arguments.local is None:
-        how = plain(arguments.worker_steps)
+        how = {"optimizer": adamw(arguments.worker_steps), "clip_norm": 1.0}
     else:
         how = {"local": backstay.LocalSteps(optimizer=inner(arguments.worker_steps), **arguments.local)}
         if arguments.outer_rate is not None:
             how["optimizer"] = optax.sgd(arguments.outer_rate)
+    module = example(arguments.size)
     backstay.train(
-        init=example.init,
-        loss=example.loss,
-        batches=example.batches,
+        init=module.init,
+        loss=module.loss,
+        batches=backstay.from_dataset(module.Windows(), batch_size=module.BATCH),
         steps=arguments.updates,
         seed=arguments.seed,
         log_every=0.0,
