@@ -16,7 +16,7 @@ from backstay_cli.pods import slot_of
 from backstay_spec import contract
 from backstay_spec.records import RECORD_NAME
 
-__all__ = ["all_of", "newest", "newest_of_each_server", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
+__all__ = ["all_of", "newest_of_each_server", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
 
 
 _MOST_BYTES: Final = 1 << 30
@@ -39,45 +39,27 @@ def places_of(cluster: Cluster, job: dict[str, Any]) -> list[str]:
     return places
 
 
-def newest(places: list[str], kind: str, uid: str = "") -> tuple[str, bytes] | None:
-    """The newest record of a kind in some folders, with where it is; None: there is none.
+def newest_of_each_server(places: list[str], kind: str, uid: str = "") -> list[str]:
+    """The place of the newest record of a kind of each server of shard 0, for one job, the newest record first.
 
     Args:
-        kind: ``trace``, ``report`` or ``history``.
-        uid: of the job, whose records count; empty: those of all jobs.
-
-    Raises:
-        BadInput: it cannot be read.
+        kind: whose names contain the uid of the job and end in the incarnation of the server: ``trace``.
+        uid: of the job; empty: the job of the newest record.
     """
     found = _found(places, kind, uid)
     if not found:
-        return None
-    name, place = max(found.items())
-    return f"{place}/{name}", read_file(f"{place}/{name}")
-
-
-def newest_of_each_server(places: list[str], kind: str, uid: str) -> Iterator[tuple[str, bytes]]:
-    """The newest record of a kind that each server of shard 0 has left, those of the newest server first; those that
-    cannot be read are left out.
-
-    Args:
-        kind: whose names end in the incarnation of the server.
-        uid: as in `newest`.
-    """
-    of_server = {
-        name.partition(".")[0].rpartition("-")[2]: (name, place)
-        for name, place in sorted(_found(places, kind, uid).items())
-    }
-    for name, place in sorted(of_server.values(), reverse=True):
-        with contextlib.suppress(BadInput):  # deleted meanwhile
-            yield f"{place}/{name}", read_file(f"{place}/{name}")
+        return []
+    job = max(found).split("-")[2]
+    of_server = {name.partition(".")[0].rpartition("-")[2]: name for name in sorted(found) if name.split("-")[2] == job}
+    return [f"{found[name]}/{name}" for name in sorted(of_server.values(), reverse=True)]
 
 
 def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, bytes]]:
     """All records of a kind that can be read, oldest first; one that is in two folders once.
 
     Args:
-        kind, uid: as in `newest`.
+        kind: ``trace``, ``report`` or ``history``.
+        uid: of the job, whose records count; empty: those of all jobs.
     """
     for name, place in sorted(_found(places, kind, uid).items()):
         with contextlib.suppress(BadInput):  # deleted meanwhile, or another user's

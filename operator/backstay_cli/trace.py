@@ -15,7 +15,7 @@ from backstay_cli.follow import Entry, view_of
 from backstay_cli.history import history_of_place
 from backstay_cli.jax_profile import joined, read_profile
 from backstay_cli.jobfile import BadInput
-from backstay_cli.records import newest, newest_of_each_server, places_of, read_file, servers_of_shard_0, unpacked
+from backstay_cli.records import newest_of_each_server, places_of, read_file, servers_of_shard_0, unpacked
 from backstay_cli.timeline import BadTimeline, Job, chrome_trace, merged, read
 from backstay_cli.words import count, duration, shortened
 
@@ -86,7 +86,7 @@ async def trace_of_job(cluster: Cluster, name: str, out: Path, wanted: Wanted = 
     for pod in servers_of_shard_0(pods):
         page = await cluster.api.pod_page(pod, "/trace", timeout=_SECONDS)
         if page:
-            older = _of_each_server(places_of(cluster, job), job["metadata"]["uid"])
+            older = _readable(newest_of_each_server(places_of(cluster, job), "trace", job["metadata"]["uid"]))
             return write_trace(page, history, out, f"pod {pod['metadata']['name']}", wanted, older)
     written = stored_trace(places_of(cluster, job), history, out, wanted, job["metadata"]["uid"])
     if written is not None:
@@ -126,19 +126,18 @@ def stored_trace(
     Raises:
         BadInput: it cannot be read, or `out` cannot be written.
     """
-    found = newest(places, "trace", uid)
-    if found is None:
+    found = newest_of_each_server(places, "trace", uid)
+    if not found:
         return None
-    of_job = found[0].rpartition("/")[2].split("-")[2]
-    older = _of_each_server(places, of_job)
-    return write_trace(unpacked(found[1]), history, out, shortened(found[0]), wanted, older)
+    newest, *older = found
+    return write_trace(unpacked(read_file(newest)), history, out, shortened(newest), wanted, _readable(older))
 
 
-def _of_each_server(places: list[str], uid: str) -> Iterator[bytes]:
-    """The timelines that the servers of shard 0 have stored: a server that is killed takes its own spans with it."""
-    for _, data in newest_of_each_server(places, "trace", uid):
-        with contextlib.suppress(BadInput):  # it was torn while it was written
-            yield unpacked(data)
+def _readable(stored: Iterable[str]) -> Iterator[bytes]:
+    """The stored timelines that can be read. Only these have the spans of a server that was killed."""
+    for place in stored:
+        with contextlib.suppress(BadInput):  # deleted meanwhile, or torn while it was written
+            yield unpacked(read_file(place))
 
 
 def write_trace(
