@@ -237,47 +237,50 @@ def _clock(pod: Pod, messages: Sequence[Spans], timeline: Timeline, servers: Map
 
 
 def _narrow_clocks(pods: Sequence[Pod], timeline: Timeline) -> None:
-    """Narrow the offsets by what contributions prove. A server begins to receive one after its worker began to send it,
-    and has received it before the worker gets the answer. Round trips of heartbeats are longer on a busy machine.
+    """Narrow the offsets by what contributions prove. Round trips of heartbeats are longer on a busy machine.
+
+    The server with the timeline's clock narrows the workers, and then the workers narrow the other servers.
     """
-    servers = [pod for pod in pods if pod.role == contract.ROLE_SERVER]
     reference = timeline.server.index, timeline.server.incarnation
-    first = [server for server in servers if (server.index, server.incarnation) == reference]
-    sent = {pod.name: _exchanges(pod) for pod in pods if pod.role == contract.ROLE_WORKER}
-    for worker in (pod for pod in pods if pod.name in sent):
-        for received in map(_received, first):
-            worker.clock = _within(
-                worker.clock,
-                [
-                    ((received[flow][1] - answered) / 1e9, (received[flow][0] - began) / 1e9)
-                    for flow, (began, answered) in sent[worker.name].items()
-                    if flow in received
-                ],
-            )
-    for server in servers:
-        if server in first:
-            continue
+    workers = [(pod, _exchanges(pod)) for pod in pods if pod.role == contract.ROLE_WORKER]
+    servers = [pod for pod in pods if pod.role == contract.ROLE_SERVER]
+    for server in sorted(servers, key=lambda pod: (pod.index, pod.incarnation) != reference):
         received = _received(server)
-        for worker in (pod for pod in pods if pod.name in sent):
-            if (error := worker.clock.error) is None:
+        for worker, sent in workers:
+            if (between := _difference(sent, received)) is None:
                 continue
-            low, high = worker.clock.offset - error, worker.clock.offset + error
-            server.clock = _within(
-                server.clock,
-                [
-                    ((began - received[flow][0]) / 1e9 + low, (answered - received[flow][1]) / 1e9 + high)
-                    for flow, (began, answered) in sent[worker.name].items()
-                    if flow in received
-                ],
-            )
+            low, high = between
+            if (server.index, server.incarnation) == reference:
+                worker.clock = _within(worker.clock, server.clock, low, high)
+            else:
+                server.clock = _within(server.clock, worker.clock, -high, -low)
 
 
-def _within(clock: Clock, bounds: Sequence[tuple[float, float]]) -> Clock:
-    """The clock with its offset between all these bounds. One that they contradict drifts, and stays as it is."""
-    if clock.error is None or not bounds:
+def _difference(
+    sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]
+) -> tuple[float, float] | None:
+    """The least and the largest offset of a worker's clock minus that of a server's, in seconds; None: not known.
+
+    A server begins to receive a contribution after its worker began to send it, and has received it before the worker
+    gets the answer.
+    """
+    both = [(sent[flow], received[flow]) for flow in sent.keys() & received.keys()]
+    if not both:
+        return None
+    low = max(had - answered for (_, answered), (_, had) in both)
+    high = min(first - began for (began, _), (first, _) in both)
+    return low / 1e9, high / 1e9
+
+
+def _within(clock: Clock, other: Clock, low: float, high: float) -> Clock:
+    """The clock, given that its offset minus that of `other` is between `low` and `high`.
+
+    A clock that contradicts this drifts, and stays as it is.
+    """
+    if clock.error is None or other.error is None:
         return clock
-    low = max([clock.offset - clock.error, *(bound for bound, _ in bounds)])
-    high = min([clock.offset + clock.error, *(bound for _, bound in bounds)])
+    low = max(clock.offset - clock.error, other.offset - other.error + low)
+    high = min(clock.offset + clock.error, other.offset + other.error + high)
     return Clock((low + high) / 2, (high - low) / 2) if low <= high else clock
 
 
