@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from backstay_cli.jobfile import BadInput
 from backstay_cli.records import unpacked
-from backstay_cli.timeline import Clock, Job, Pod
+from backstay_cli.timeline import Clock, Job, Pod, in_order
 from backstay_rpc.spans import Span
 from backstay_spec import contract
 
@@ -140,4 +140,4 @@ def _processes(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
         span = Span(str(event.get("name")), thread, at, at + round(event["dur"] * 1000), None, event.get("args", {}))
         found[event["pid"]].append(span)
     for process, spans in sorted(found.items(), key=lambda item: str(item[0])):
-        yield names.get(process, f"process {process}"), sorted(spans, key=lambda span: (span.began, -span.ended))
+        yield names.get(process, f"process {process}"), in_order(spans)

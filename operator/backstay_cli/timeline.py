@@ -19,7 +19,7 @@ from backstay_rpc.control_pb2 import Spans, Timeline
 from backstay_rpc.spans import Span, spans_in
 from backstay_spec import contract
 
-__all__ = ["BadTimeline", "Clock", "Job", "Pod", "chrome_trace", "merged", "read"]
+__all__ = ["BadTimeline", "Clock", "Job", "Pod", "chrome_trace", "in_order", "merged", "read"]
 
 _TRACKS: Final = {"quorum_wait": "coordinator: quorum", "blame": "coordinator: blame", "apply": "apply updates"}
 """Points whose spans begin in one thread and end in another: each has its own track."""
@@ -65,6 +65,9 @@ class Clock:
         return Clock(self.offset + other.offset, (self.error or 0.0) + (other.error or 0.0) if known else None)
 
 
+_Key = tuple[str, int, int, str]
+
+
 @dataclass
 class Pod:
     """A pod's part of a timeline."""
@@ -77,6 +80,11 @@ class Pod:
     lost: int = 0
     clock: Clock = Clock(0.0, 0.0)
     title: str = ""  # of what is not a pod
+
+    @property
+    def key(self) -> _Key:
+        """Of all pods of the job, only this one has it."""
+        return self.role, self.index, self.incarnation, self.name
 
     def at(self, nanoseconds: int) -> float:
         """A time of the pod's clock, as seconds of the timeline's clock."""
@@ -118,9 +126,6 @@ class Job:
         return replace(self, pods=tuple(pod for pod in kept if pod.spans))
 
 
-_Key = tuple[str, int, int, str]
-
-
 def read(data: bytes) -> Job:
     """A serialized `Timeline`.
 
@@ -148,7 +153,7 @@ def read(data: bytes) -> Job:
     links = _server_clocks(messages, timeline)
     for key, pod in pods.items():
         pod.clock = _clock(pod, by_pod[key], timeline, links)
-        pod.spans.sort(key=_place)
+        pod.spans = in_order(pod.spans)
     _narrow_clocks(list(pods.values()), timeline)
     order = sorted(pods.values(), key=_order)
     return Job(
@@ -169,10 +174,10 @@ def merged(job: Job, older: Job) -> Job:
     Args:
         older: the timeline of a previous server of shard 0, whose clock may be another one.
     """
-    known = {(pod.role, pod.index, pod.incarnation, pod.name): pod for pod in job.pods}
+    known = {pod.key: pod for pod in job.pods}
     shift = Clock((older.unix_seconds - older.clock) - (job.unix_seconds - job.clock), None)
     for pod in older.pods:
-        same = known.get((pod.role, pod.index, pod.incarnation, pod.name))
+        same = known.get(pod.key)
         if same is None or same.clock.error is None or pod.clock.error is None:
             continue
         error = same.clock.error + pod.clock.error
@@ -180,20 +185,20 @@ def merged(job: Job, older: Job) -> Job:
             shift = Clock(same.clock.offset - pod.clock.offset, error)
     pods = dict(known)
     for pod in older.pods:
-        key = pod.role, pod.index, pod.incarnation, pod.name
-        if (same := known.get(key)) is None:
-            pods[key] = replace(pod, clock=pod.clock.after(shift))
+        if (same := known.get(pod.key)) is None:
+            pods[pod.key] = replace(pod, clock=pod.clock.after(shift))
         else:
             has = {span[:4] for span in same.spans}
             spans = [*same.spans, *(span for span in pod.spans if span[:4] not in has)]
-            pods[key] = replace(same, spans=sorted(spans, key=_place))
+            pods[pod.key] = replace(same, spans=in_order(spans))
     # A newer count of the same server contains its older one.
     dropped = job.dropped + (older.dropped if older.incarnation != job.incarnation else 0)
     return replace(job, pods=tuple(sorted(pods.values(), key=_order)), dropped=dropped)
 
 
-def _place(span: Span) -> tuple[int, int]:
-    return span.began, -span.ended
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """Spans in the order in which they began; a span comes before those inside it."""
+    return sorted(spans, key=lambda span: (span.began, -span.ended))
 
 
 def _order(pod: Pod) -> tuple[int, int, int]:
