@@ -14,7 +14,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final
@@ -62,7 +62,7 @@ class Round:
         world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
         record: returns the job's history as JSON, for shard 0.
         record_id: another text whenever something happened to the job.
-        job_seconds: the account of goodput until now, by `backstay_spec.goodput.PARTS`, for shard 0.
+        job_seconds: returns the account of goodput until now, by `backstay_spec.goodput.PARTS`, for shard 0.
         workers: URLs of the health ports of some running workers, by uid of the pod.
         worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: no such pod exists.
     """
@@ -76,7 +76,7 @@ class Round:
     grace: control_pb2.Grace
     record: Callable[[], str] = str
     record_id: str = ""
-    job_seconds: Sequence[float] = ()
+    job_seconds: Callable[[], Iterable[float]] = tuple
     workers: Mapping[str, str] = field(default_factory=dict)
     worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
 
@@ -98,7 +98,7 @@ class Round:
             grace=self.grace,
             record=self.record() if changed else "",
             record_id=self.record_id if changed else "",
-            job_seconds=self.job_seconds if leads else (),
+            job_seconds=self.job_seconds() if leads else (),
         )
 
 

@@ -249,7 +249,7 @@ class Reconciler:
             grace=control_pb2.Grace(seconds=grace or 0.0, auto=grace is None),
             record=lambda: record_of(status),
             record_id=record_id(status),
-            job_seconds=tuple(_seconds_of(memory.account, self._now()).values()),
+            job_seconds=lambda: _seconds_of(memory.account, self._now()).values(),
             workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
             worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )

@@ -68,10 +68,11 @@ _POD_START: Final = {
     "ContainerConfigFailed": "A ConfigMap, Secret or key that a container uses does not exist.",
     "Unschedulable": "No node that the pod may use has enough free resources.",
     "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
-    "PodRefused": "A quota or an admission webhook refused a pod. The operator tries again.",
+    "PodRefused": "A quota or an admission webhook refused a pod.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
     "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
 }
+_POD_WAITS: Final = {**_POD_START, "PodRefused": f"{_POD_START['PodRefused']} The operator tries again."}
 _POD_START_ACTION: Final = (
     "Remove the cause that the message names. The pod then starts, unless `runPolicy.pendingDeadlineSeconds` is over."
 )
@@ -98,7 +99,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "AllReady": "All pods are ready.",
             "NotReady": "Some pods are starting.",
             "BackingOff": "The operator waits before it creates the replacement of a pod that crashed.",
-            **_POD_START,
+            **_POD_WAITS,
             "Suspended": "The job is suspended.",
             "Trained": "Training is complete, and the other pods are ending.",
             "Finished": "The job has ended.",
@@ -153,7 +154,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "Starting": "Not all servers have answered the operator yet.",
             "Filling": "A standby is starting, or receives the state of its shard.",
             "BudgetSpent": "No further standby is created, because `parameterServers.maxRestarts` is used up.",
-            **_POD_START,
+            **_POD_WAITS,
         },
         "Only jobs with `standbys: 1` have this condition. While it is False, the loss of a named shard's server "
         "causes a rollback.",
@@ -329,7 +330,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc("Vanished", "Warning", f"A pod no longer exists, and no deletion was observed. {_FREE}", "None."),
     *(
         EventDoc(reason, "Warning", meaning, _FAILED_ACTION if reason in _FAILS_AT_ONCE else _POD_START_ACTION)
-        for reason, meaning in _POD_START.items()
+        for reason, meaning in _POD_WAITS.items()
     ),
 )
 
@@ -392,11 +393,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     ),
     FailureDoc("StorageError", "The checkpoint storage did not answer for 10 minutes.", "Check the storage."),
     *(
-        FailureDoc(
-            reason,
-            f"{meaning.removesuffix(' The operator tries again.')} `runPolicy.pendingDeadlineSeconds` is over.",
-            _FAILED_ACTION,
-        )
+        FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` is over.", _FAILED_ACTION)
         for reason, meaning in _POD_START.items()
         if reason not in (*_FAILS_AT_ONCE, "SchedulingGated")
     ),

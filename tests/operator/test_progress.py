@@ -358,7 +358,9 @@ def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() ->
         received, metrics = Received(), Metrics()
         async with serving(zero) as first, serving(one) as second:
             servers = Server(0, 1, "u0", first), Server(1, 1, "u1", second)
-            todo = [replace(round_of(*servers), record=lambda: "the status", record_id="a", job_seconds=(3.0, 1.0))]
+            todo = [
+                replace(round_of(*servers), record=lambda: "the status", record_id="a", job_seconds=lambda: (3.0, 1.0))
+            ]
             it = poller(lambda _: todo[0], received, metrics)
             it.follow(KEY)
             await received.more(2)
