@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
@@ -58,11 +57,11 @@ class Async:
         self,
         state: CoordinatorState,
         rules: Rules,
-        complete: Sequence[Staged],
-        gathered: AbstractSet[int],
+        waiting: Sequence[Staged],
+        gathered: int,
         desired_world: int,
     ) -> list[tuple[int, tuple[Contribution, ...]]]:
-        del state, rules, complete, gathered, desired_world  # each update has one contribution
+        del state, rules, waiting, gathered, desired_world  # each update has one contribution
         return []
 
     def ordered(self, backups: int | str, world: int) -> bool:

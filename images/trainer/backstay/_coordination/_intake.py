@@ -116,7 +116,7 @@ class Intake:
             return []
         out: list[Decision] = []
         ledger = self.ledger
-        for index, chosen in self._mode.gathers(state, rules, ledger.complete, ledger.gathered.keys(), desired_world):
+        for index, chosen in self._mode.gathers(state, rules, ledger.waiting, len(ledger.gathered), desired_world):
             ledger.gather(contribution.id.rank for contribution in chosen)
             self._gathers.append(
                 Gather(

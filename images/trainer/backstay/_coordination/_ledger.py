@@ -63,6 +63,11 @@ class Ledger:
         return [*self._gathered.values(), *self._complete.values()]
 
     @property
+    def waiting(self) -> list[Staged]:
+        """Complete gradients that are not gathered, in the order of their completion."""
+        return list(self._complete.values())
+
+    @property
     def gathered(self) -> Mapping[int, Staged]:
         """By rank: the complete gradients that the shards add up before the decision that uses them."""
         return self._gathered

@@ -6,7 +6,6 @@ The coordinator, the shards and their links call this object. No other module co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -56,15 +55,15 @@ class UpdateMode(Protocol):
         self,
         state: CoordinatorState,
         rules: Rules,
-        complete: Sequence[Staged],
-        gathered: AbstractSet[int],
+        waiting: Sequence[Staged],
+        gathered: int,
         desired_world: int,
     ) -> list[tuple[int, tuple[Contribution, ...]]]:
         """The complete gradients that shards can add up now, because the next update has all of them.
 
         Args:
-            complete: as in `choose`.
-            gathered: the ranks of those that the shards add up already.
+            waiting: the complete gradients that are not gathered, as in `choose`.
+            gathered: the number of gathered gradients.
 
         Returns:
             The place of each sum among the sums of the update, and its contributions in order of rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -62,27 +61,25 @@ class Sync:
         self,
         state: CoordinatorState,
         rules: Rules,
-        complete: Sequence[Staged],
-        gathered: AbstractSet[int],
+        waiting: Sequence[Staged],
+        gathered: int,
         desired_world: int,
     ) -> list[tuple[int, tuple[Contribution, ...]]]:
         world = effective_world(state.world, desired_world)
-        new = {staged.id.rank: staged for staged in complete if staged.id.rank < world}
+        new = {staged.id.rank: staged for staged in waiting if staged.id.rank < world}
+        groups: Iterable[tuple[int, Sequence[int]]]
         if self.ordered(rules.backups, world):
             # Every rank contributes, so its place is known (T4).
-            groups = [
-                (index, list(range(BRANCHES * index, BRANCHES * (index + 1)))) for index in range(world // BRANCHES)
-            ]
+            indices = sorted({rank // BRANCHES for rank in new})
+            groups = [(index, range(BRANCHES * index, BRANCHES * (index + 1))) for index in indices]
         else:
-            waiting = [rank for rank in new if rank not in gathered]
-            made, several = len(gathered) // BRANCHES, len(waiting) // BRANCHES
-            groups = [
-                (made + turn, sorted(waiting[BRANCHES * turn : BRANCHES * (turn + 1)])) for turn in range(several)
-            ]
+            ranks, made = list(new), gathered // BRANCHES
+            parts = [sorted(ranks[at : at + BRANCHES]) for at in range(0, len(ranks), BRANCHES)]
+            groups = enumerate((part for part in parts if len(part) == BRANCHES), made)
         return [
-            (index, tuple(Contribution(id=new[rank].id, weight=_raw(rules, new[rank])) for rank in ranks))
-            for index, ranks in groups
-            if all(rank in new and rank not in gathered for rank in ranks)
+            (index, tuple(Contribution(id=new[rank].id, weight=_raw(rules, new[rank])) for rank in group))
+            for index, group in groups
+            if all(rank in new for rank in group)
         ]
 
     def ordered(self, backups: int | str, world: int) -> bool:
