@@ -29,7 +29,7 @@ class Early:
         self.version, self.round = version, number
         self._engine = engine
         self._tree = Tree[Any](engine.add)
-        self._names: list[tuple[int, ...]] = []
+        self._names: set[tuple[int, ...]] = set()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -40,7 +40,7 @@ class Early:
 
     def names(self, contributions: Iterable[Contribution]) -> None:
         """These contributions are part of the sums from now on."""
-        self._names += [identity(contribution.id) for contribution in contributions]
+        self._names |= {identity(contribution.id) for contribution in contributions}
 
     def add(self, gather: Gather, gradients: Sequence[Sequence[Any]]) -> None:
         """Add up the contributions of a `Gather`. Their memory is free when it returns.
