@@ -7,7 +7,7 @@ Not thread-safe: `ShardRuntime` calls it under its own lock.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .._coordination import Rules, UpdateMode, held_by_shard
 from .._update._sums import BRANCHES
@@ -21,7 +21,7 @@ class Turn:
 
     rank: int
     woken: threading.Condition
-    granted: bool = field(default=False)
+    granted: bool = False
 
 
 class Credits:
@@ -67,12 +67,11 @@ class Credits:
         """A version of `world` ranks begins: nothing is added up."""
         self._world = world
         self._summed.clear()
-        for turn in self._waiting:  # their version may be over
-            turn.woken.notify()
+        self.wake()  # the version of those pushes may be over
         self._grant()
 
-    def stop(self) -> None:
-        """Every push that waits must look again."""
+    def wake(self) -> None:
+        """Every push that waits checks again whether it may still be used."""
         for turn in self._waiting:
             turn.woken.notify()
 
@@ -108,12 +107,14 @@ class Credits:
             self._grant()
 
     def _grant(self) -> None:
+        if not self._waiting:
+            return
         limit = self.limit(self._world)
-        ordered = self._mode.ordered(self._rules.backups, self._world)
-        if ordered:
+        must = range(0)
+        if self._mode.ordered(self._rules.backups, self._world):
             self._waiting.sort(key=lambda turn: turn.rank)
-        first = next((rank for rank in range(self._world) if rank not in self._summed), 0)
-        must = range(first - first % BRANCHES, first - first % BRANCHES + BRANCHES) if ordered else ()
+            first = next((rank for rank in range(self._world) if rank not in self._summed), 0)
+            must = range(first - first % BRANCHES, first - first % BRANCHES + BRANCHES)
         for turn in list(self._waiting):
             if not limit or self._taken < limit or turn.rank in must:
                 self._waiting.remove(turn)

@@ -327,7 +327,7 @@ class ShardRuntime:
                     pass  # the server loads that state, and calls `reset`
                 case Done():
                     self._publisher.done = message
-                    self._credits.stop()
+                    self._credits.wake()
                     if message.failed:
                         self._stop_locked(Refusal("ABORTED", f"{message.reason}: {message.failed}"))
                     self._changed.notify_all()
@@ -404,7 +404,7 @@ class ShardRuntime:
         if self._stopped is None:
             self._stopped = why
         self._standbys.stop()
-        self._credits.stop()
+        self._credits.wake()
         self._work.notify()
         self._changed.notify_all()
 
