@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Commit, Frame, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
@@ -193,18 +193,12 @@ class Follower:
         cover = Cover([wire.nbytes for wire in some.exact])
         if mean.whole:
             try:
-                for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
-                    assert body is not None
-                    staging.blocks[block][:] = body[at : at + stop - start]
+                for block, data in cover.whole(body):
+                    staging.blocks[block][:] = data
             except Refusal as refusal:
                 raise PeerLost(refusal.message) from None
 
-        def place(frame: Frame, nbytes: int) -> Bytes | None:
-            if kind_of(frame) != "chunk":
-                return None
-            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
-            return staging.blocks[block][start:stop]
-
+        place = cover.place(staging.blocks)
         while not mean.whole:
             frame, body = stream.read(place)
             if kind_of(frame) == "chunk" and body is not None:

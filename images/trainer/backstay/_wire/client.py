@@ -216,21 +216,17 @@ class StreamClient:
             wires = self._wire.only(fragments).parameters
         cover = Cover([wire.nbytes for wire in wires])
 
-        def place(frame: Frame, nbytes: int) -> Bytes | None:
-            if kind_of(frame) != "chunk":
-                return None
-            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
-            return into[block][start:stop] if wires[block].codec is None else None
-
         try:
             cover.announce(begin.bytes)
             if begin.whole:
-                for at, (block, _, _) in cover.whole(0 if body is None else body.nbytes):
-                    assert body is not None
+                for block, data in cover.whole(body):
                     offset = 0
                     for size in wires[block].sections:
-                        wires[block].receive(into[block], offset, body[at + offset : at + offset + size])
+                        wires[block].receive(into[block], offset, data[offset : offset + size])
                         offset += size
+            else:
+                own = [memory if wire.codec is None else None for memory, wire in zip(into, wires, strict=True)]
+                place = cover.place(own)
             while not begin.whole:
                 frame, body = self._read(place)
                 kind = kind_of(frame)

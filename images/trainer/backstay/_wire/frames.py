@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2 import Refused as RefusedFrame
 
-from .seam import Bytes, Refusal
+from .seam import Bytes, Place, Refusal
 
 if TYPE_CHECKING:
     from .._update._codecs import BlockWire
@@ -178,19 +178,36 @@ class Cover:
         self._missing -= nbytes
         return block, offset, offset + nbytes
 
-    def whole(self, nbytes: int) -> Iterator[tuple[int, Span]]:
-        """All blocks came at once, in `nbytes` bytes: where each begins there, and where it goes.
+    def place(self, blocks: Sequence[Bytes | None]) -> Place:
+        """The argument of `FrameStream.read` that receives chunks into the memory of their blocks.
+
+        Args:
+            blocks: the memory of each block; None: its chunks are received into other memory.
+        """
+
+        def place(frame: Frame, nbytes: int) -> Bytes | None:
+            if kind_of(frame) != "chunk":
+                return None
+            block, start, stop = self.add(frame.chunk.block, frame.chunk.offset, nbytes)
+            memory = blocks[block]
+            return None if memory is None else memory[start:stop]
+
+        return place
+
+    def whole(self, body: Bytes | None) -> Iterator[tuple[int, Bytes]]:
+        """All blocks came at once, in `body`: the number and the bytes of each block that has bytes.
 
         Raises:
             Refusal: `INVALID_ARGUMENT`, it is another size than the shard's.
         """
-        if nbytes != self._total:
-            raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {nbytes} bytes: must be {self._total}")
+        data = np.empty(0, np.uint8) if body is None else body
+        if data.nbytes != self._total:
+            raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {data.nbytes} bytes: must be {self._total}")
         self._missing = 0
         at = 0
         for block, size in enumerate(self._sizes):
             if size:
-                yield at, (block, 0, size)
+                yield block, data[at : at + size]
             at += size
 
     def end(self, nbytes: int) -> None:

@@ -105,9 +105,8 @@ class StreamServer:
         """Receives a push. True: it is complete. False: the shard cannot use it any more. None: the stream ended."""
         blocks = incoming.blocks
         if begin.HasField("whole"):
-            for at, (block, start, stop) in cover.whole(0 if body is None else body.nbytes):
-                assert body is not None
-                np.copyto(blocks[block], body[at : at + stop - start])
+            for block, data in cover.whole(body):
+                np.copyto(blocks[block], data)
             cover.end(begin.whole.bytes)
             incoming.check()
             self._shard.complete(incoming, begin.whole.info)
@@ -115,13 +114,7 @@ class StreamServer:
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
 
-        def place(frame: Frame, nbytes: int) -> Bytes | None:
-            if kind_of(frame) != "chunk":
-                return None
-            block, start, stop = cover.add(frame.chunk.block, frame.chunk.offset, nbytes)
-            return blocks[block][start:stop]
-
-        reported = 0
+        place, reported = cover.place(blocks), 0
         while True:
             if self._shard.moved_on(incoming):
                 stream.write(frames.MOVED_ON)
