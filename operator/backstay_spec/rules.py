@@ -312,6 +312,15 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be false in mode Sync, where a gradient needs the newest parameters; it is for mode Async",
     ),
     Rule(
+        at="spec.update",
+        field="maxStaleness",
+        reads=("maxStaleness", "overlap"),
+        cel="!self.overlap || !has(self.maxStaleness) || self.maxStaleness >= 1",
+        holds=lambda update: not update["overlap"] or update.get("maxStaleness", 1) >= 1,
+        message="must be at least 1 with spec.update.overlap, where each gradient is computed without the worker's "
+        "last one; or set spec.update.overlap to false",
+    ),
+    Rule(
         at="spec.wire",
         field="errorFeedback",
         reads=("gradients", "errorFeedback"),

@@ -150,8 +150,8 @@ class Update(SpecModel):
 
     overlap: bool = False
     """Async only: a worker computes its next gradient while the last one is in flight. Each gradient is then computed
-    from parameters without the worker's last one, which counts in its staleness. Local steps have
-    `LocalSteps(overlap=...)` instead."""
+    from parameters without the worker's last one, which counts in its staleness, so `maxStaleness` must be at least 1.
+    Local steps have `LocalSteps(overlap=...)` instead."""
 
     def quorum(self, world: int) -> int:
         """How many gradients make one update, with `world` workers."""

@@ -183,14 +183,14 @@ def test_cel_and_python_agree_on_every_kind_of_update() -> None:
     kinds = itertools.product(
         ("Sync", "Async"),
         (0, 1, 2, "0%", "1%", "100%"),
-        ({}, {"maxStaleness": 0}),
+        ({}, {"maxStaleness": 0}, {"maxStaleness": 1}),
         (True, False),
         (1, 2, 3),
         ("0s", "Auto"),
         ("Equal", "Examples"),
     )
     rules = [rule for rule in RULES if "update" in f"{rule.at}.{rule.field}"]
-    assert len(rules) == 7
+    assert len(rules) == 8
     for mode, backups, bound, damping, replicas, grace, weighting in kinds:
         update = {"mode": mode, "backups": backups, "stalenessDamping": damping, "grace": grace, **bound}
         update["overlap"] = damping

@@ -171,6 +171,12 @@ BAD = [
         "for mode Async",
     ),
     (
+        "spec/update",
+        {"mode": "Async", "overlap": True, "maxStaleness": 0},
+        "spec.update.maxStaleness: is 0: must be at least 1 with spec.update.overlap, where each gradient is computed "
+        "without the worker's last one; or set spec.update.overlap to false",
+    ),
+    (
         "spec/update/stalenessDamping",
         True,
         "spec.update.stalenessDamping: is true: must be false in mode Sync, where no gradient is stale; it is for mode "
