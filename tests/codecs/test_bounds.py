@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._update._codecs import CODECS, GROUP, BlockWire, Codec, body_of, bound_of, seed_of
@@ -180,6 +180,46 @@ def test_t4_the_same_seed_gives_the_same_bits(name: Any) -> None:
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
         assert (one != through(CODECS[name], values, seed=other)).any()
     assert (one != through(CODECS[name], values, seed=(1, 2, 3), first=4)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["Int8", "Int4"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_t10_error_feedback_is_within_the_bound(name: Any, dtype: np.dtype, data: st.DataObject) -> None:
+    """T10: for every finite gradient and residual. A sum beyond the dtype's largest number is that number."""
+    codec = CODECS[name]
+    wire, bound = wire_of(codec, SIZE, dtype), bound_of(name, dtype)
+    limits, body = ml_dtypes.finfo(dtype), body_of(SIZE)
+    residual = np.zeros(SIZE, dtype)
+    # The largest number again and again leaves a residual of its sign.
+    for step, values in enumerate([data.draw(finite(dtype)), *[np.full(SIZE, limits.max, dtype)] * 3]):
+        with np.errstate(over="ignore"):
+            wanted = np.clip(values.astype(np.float64) + residual.astype(np.float64), limits.min, limits.max)
+        wanted = wanted.astype(dtype).astype(np.float64)[:body]
+        block, rest = wire.encode_with(values, residual, seed_of(0, step, 0))
+        decoded = np.asarray(decoder(codec)(block)).astype(np.float64)[:body]
+        scale = np.abs(wanted).reshape(-1, bound.group).max(axis=1, keepdims=True)
+        # The processor may take a subnormal operand or sum for zero.
+        most = bound.relative * scale + bound.floor + 3 * float(limits.tiny)
+        residual = np.asarray(rest)
+        for error in (decoded - wanted, residual[:body].astype(np.float64)):
+            assert (np.abs(error).reshape(-1, bound.group) <= most).all()
+        assert not residual[body:].any()
+
+
+@pytest.mark.parametrize("name", ["Int8", "Int4"])
+def test_t10_every_code_is_decoded_to_a_finite_number(name: Any) -> None:
+    """T10: also codes that no encoder makes, such as -128, with the largest scale that is not refused."""
+    wire = wire_of(CODECS[name], 2 * GROUP, FLOAT32)
+    block, limits = wire.zero(), np.finfo(np.float32)
+    codes = block.sections[0].view(np.uint8)
+    codes[:] = np.resize(np.arange(256, dtype=np.uint8), codes.size)
+    block.sections[1][:] = np.float32(limits.max)
+    assert wire.refuse(block) is not None
+    block.sections[1][:] = np.asarray(wire.encode(np.full(2 * GROUP, limits.max), seed_of(0)).sections[1])
+    assert wire.refuse(block) is None
+    assert np.isfinite(np.asarray(decoder(CODECS[name])(block))).all()
 
 
 @pytest.mark.parametrize("name", ["Int8", "Int4"])

@@ -17,7 +17,7 @@ import numpy as np
 
 from ._codec import GROUP, Bound, CodecName
 
-__all__ = ["Integers", "seed_of"]
+__all__ = ["Integers", "made_good", "seed_of"]
 
 _UINT8 = np.dtype(np.uint8)
 _INT8 = np.dtype(np.int8)
@@ -30,6 +30,22 @@ def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
         words: integers of 0 or more.
     """
     return np.random.SeedSequence(entropy=words).generate_state(2, np.uint32).astype(np.uint32)
+
+
+def made_good(values: Any, residual: Any) -> Any:
+    """``values + residual``, traced. A sum beyond the largest number of the dtype becomes that number.
+
+    Otherwise a finite element would become infinite, and its group would be lost.
+
+    Args:
+        values: array of any dtype; where an element is not finite, so is the sum.
+        residual: finite, as `values`.
+    """
+    total = values + residual
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        return total
+    largest = jnp.asarray(_limits(total.dtype).max, total.dtype)
+    return jnp.where(jnp.isfinite(values), jnp.clip(total, -largest, largest), total)
 
 
 @dataclass(frozen=True)
@@ -72,10 +88,9 @@ class Integers:
         shares = GROUP // self.share
         scale = jnp.max(jnp.abs(values.astype(real).reshape(-1, self.share)), axis=1) / self.top
         limits = _limits(real)
-        # Subnormal scales would be flushed by some processors; the largest integer times the scale stays finite. A
-        # scale that is not finite compares as false.
+        # Subnormal scales would be flushed by some processors. A scale that is not finite compares as false.
         usable = (scale >= limits.tiny) & (scale <= limits.max)
-        scale = jnp.where(usable, jnp.minimum(scale, float(limits.max) * (1 - 1e-6) / self.top), 0)
+        scale = jnp.where(usable, jnp.minimum(scale, self._largest(real)), 0)
         key = _mixed(_mixed(numbers + seed[0]) ^ seed[1])
         # Without the barrier the compiler computes what belongs to a group once for each of its elements.
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
@@ -109,11 +124,15 @@ class Integers:
 
     def refuse(self, sections: tuple[np.ndarray, ...]) -> str | None:
         scale = sections[1]
-        limit = float(np.finfo(scale.dtype).max) / self.top
+        limit = self._largest(scale.dtype)
         wrong = ~((scale >= 0) & (scale <= limit))  # also where it is NaN
         if wrong.any():
             return f"the scale of group {int(np.argmax(wrong))} is {scale[np.argmax(wrong)]}: must be 0 to {limit:g}"
         return None
+
+    def _largest(self, real: np.dtype[Any]) -> float:
+        """The largest scale. Times any integer that `bits` can hold, which is at most top + 1, it stays finite."""
+        return float(_limits(real).max) / (self.top + 1)
 
 
 def _real(dtype: Any) -> np.dtype[Any]:
