@@ -25,7 +25,7 @@ import backstay
 from backstay import StartFrom
 from backstay._checkpoint import CheckpointStore, Manifest, fix, read_start
 from backstay._checkpoint import _export as exporting
-from backstay._update._tree import describe
+from backstay._update import describe
 from backstay.errors import CheckpointError, ConfigurationError, StorageError
 from backstay_cli.main import app
 

@@ -13,7 +13,7 @@ import pytest
 from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, Manifest
 from backstay._checkpoint._names import HIGHEST, ClaimName, LeaseName
 from backstay._roles._manifests import Identity, ManifestStorage
-from backstay._update._tree import describe
+from backstay._update import describe
 from backstay.errors import CheckpointError
 
 Write = Callable[..., Manifest]

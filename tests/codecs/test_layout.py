@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay import BatchKey
-from backstay._compute._contribution import Summary
-from backstay._compute._encoding import Encoder
+from backstay._compute import Encoder, Summary
 from backstay._roles._worker import end_sending
 from backstay._update._codecs import (
     GROUP,

@@ -18,8 +18,7 @@ from flax import nnx
 import backstay
 from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
-from backstay._update._objective import Objective
-from backstay._update._tree import describe
+from backstay._update import Objective, describe
 from backstay.errors import ConfigurationError
 from backstay.integrations import equinox as ours_equinox
 from backstay.integrations import linen as ours_linen

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from backstay._wire.tcp import ClientStream
+from backstay._wire import ClientStream
 from backstay.errors import PeerLost
 from backstay_rpc.channels import open_aio_channel, open_channel
 from backstay_rpc.control_pb2 import Hello, ProgressRequest, ShardMessage

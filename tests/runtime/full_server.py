@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from backstay._timeouts import Timeouts
-from backstay._wire.tcp import Listener
+from backstay._wire import Listener
 
 
 def serve(hello: Any, stream: Any) -> None:

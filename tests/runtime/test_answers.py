@@ -17,7 +17,7 @@ import pytest
 from backstay._control import Agreement, ControlClient, Heartbeats, Link
 from backstay._control._auth import is_final
 from backstay._timeouts import Timeouts
-from backstay._wire.tcp import ClientStream
+from backstay._wire import ClientStream
 from backstay.errors import PeerLost, Refused, Superseded
 from backstay_rpc.channels import REFUSAL
 from backstay_rpc.control_pb2 import TRAINING, Hello, JoinReply, Leaf, Peer

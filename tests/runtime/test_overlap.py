@@ -14,7 +14,7 @@ import pytest
 import backstay
 from backstay._roles._ahead import Ahead
 from backstay._roles._script import Script
-from backstay._wire.seam import Pulled
+from backstay._wire import Pulled
 from backstay.errors import ConfigurationError
 from backstay_spec.runtime import RuntimeConfig
 

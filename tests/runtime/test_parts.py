@@ -14,7 +14,7 @@ import pytest
 
 import backstay
 from backstay import BatchKey, errors
-from backstay._data._prefetch import Prefetcher
+from backstay._data import Prefetcher
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop, termination_message
 from backstay._process._logs import Reporter, configure

@@ -24,9 +24,9 @@ from backstay._roles._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby
-from backstay._shard._follower import Held
+from backstay._shard import Held
 from backstay._timeouts import Timeouts
-from backstay._update._engine import ShardEngine
+from backstay._update import ShardEngine
 from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
 from backstay_rpc.control_pb2 import Activity, Done, Peer, Rollback
 

@@ -13,17 +13,15 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._compute._flops import flops_of, peak_of
-from backstay._compute._gradient import GradientFn
+from backstay._compute import GradientFn, peak_of
+from backstay._compute._flops import flops_of
 from backstay._coordination import Liveness, Updated
 from backstay._roles._leader import Leader
 from backstay._roles._learning_rate import LearningRate
 from backstay._roles._metrics import Metrics
 from backstay._roles._utilization import Utilization
-from backstay._update._engine import ShardEngine
-from backstay._update._partition import gather, partition
-from backstay._update._rules import analyse
-from backstay._update._tree import describe
+from backstay._update import ShardEngine, analyse, describe, partition
+from backstay._update._partition import gather
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo
 
 H100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")

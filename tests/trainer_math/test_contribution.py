@@ -16,7 +16,8 @@ from backstay._compute._gradient import GradientFn
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._wire.buffers import DIRECT_BYTES, Arrangement
+from backstay._wire import Arrangement
+from backstay._wire.buffers import DIRECT_BYTES
 
 KEY = BatchKey(step=3, rank=1, world=2, seed=7)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from backstay import LocalSteps
 from backstay._coordination import MODES
 from backstay._roles._worker import Worker
-from backstay._shard._follower import Follower
+from backstay._shard import Follower
 from backstay._shard._prepared import WHOLE, Gathered, Prepared
 from backstay._update._codecs import ShardWire, Wire, coded_leaves, shard_wires
 from backstay._update._engine import ShardEngine

@@ -20,7 +20,7 @@ from backstay._update._kernels import enable_x64
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._wire.buffers import Arrangement
+from backstay._wire import Arrangement
 from backstay.errors import ConfigurationError, JobFailed
 from backstay.testing import train_local
 

@@ -17,7 +17,7 @@ from backstay._update._engine import ShardEngine
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._wire.buffers import Arrangement, ParamBuffers
+from backstay._wire import Arrangement, ParamBuffers
 from backstay.testing import train_local
 
 SHAPES = [(), (3,), (4, 5)]

@@ -16,7 +16,7 @@ from backstay._coordination import Rules
 from backstay._shard import ShardRuntime
 from backstay._shard._standbys import Standbys
 from backstay._timeouts import Timeouts
-from backstay._update._codecs import ShardWire
+from backstay._update import ShardWire
 from backstay._wire.client import ShardedClient, connect
 from backstay._wire.memory import aligned_empty
 from backstay._wire.server import DataServer

@@ -12,9 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._update._partition import Partition, partition
-from backstay._update._rules import analyse
-from backstay._update._tree import describe
+from backstay._update import Partition, analyse, describe, partition
 from backstay._wire.buffers import DIRECT_BYTES, Arrangement, ParamBuffers
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._update._codecs import BlockWire
+from backstay._update import BlockWire
 from backstay._wire.memory import ALIGNMENT, BufferPool, aligned_empty, layout_offsets
 
 

@@ -19,10 +19,7 @@ from backstay._shard._follower import Follower, Held
 from backstay._shard._prepared import Prepared
 from backstay._shard._replication import HELD, Replica, Replication
 from backstay._timeouts import Timeouts
-from backstay._update._engine import ShardEngine
-from backstay._update._partition import partition
-from backstay._update._rules import analyse
-from backstay._update._tree import describe
+from backstay._update import ShardEngine, analyse, describe, partition
 from backstay._wire.frames import WHOLE_BYTES, kind_of
 from backstay._wire.seam import Place
 from backstay._wire.tcp import ClientStream, Listener

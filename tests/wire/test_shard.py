@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from backstay._shard import ShardRuntime
 from backstay._shard._standbys import NoStandbys
 from backstay._timeouts import Timeouts
-from backstay._update._codecs import ShardWire
+from backstay._update import ShardWire
 from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Part, Reject, Save
 

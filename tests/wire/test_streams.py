@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 from backstay import _instrument
-from backstay._process._sockets import listening_socket
+from backstay._process import listening_socket
 from backstay._roles._worker import record_exchange
-from backstay._update._codecs import CODECS, GROUP, BlockWire, ShardWire
+from backstay._update import BlockWire, ShardWire
+from backstay._update._codecs import CODECS, GROUP
 from backstay._wire import frames
 from backstay._wire.client import Push
 from backstay._wire.seam import flow_of

@@ -13,15 +13,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from ._lazy import lazily
+
 if TYPE_CHECKING:
     from . import errors
     from ._checkpoint import Checkpoint, StartFrom, export, load
-    from ._data._batch_key import BatchKey
-    from ._data._dataset import TokenFile, from_dataset, from_iterator
+    from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import Result
     from ._train import train
-    from ._update._codecs import Wire
-    from ._update._local_steps import LocalSteps
+    from ._update import LocalSteps, Wire
     from .errors import BackstayError
 
 __version__: Final = "0.1.0"
@@ -45,28 +45,25 @@ __all__ = [
 
 _HOMES: Final = {
     "BackstayError": ".errors",
-    "BatchKey": "._data._batch_key",
+    "BatchKey": "._data",
     "Checkpoint": "._checkpoint",
-    "LocalSteps": "._update._local_steps",
+    "LocalSteps": "._update",
     "Result": "._result",
     "StartFrom": "._checkpoint",
-    "TokenFile": "._data._dataset",
+    "TokenFile": "._data",
     "export": "._checkpoint",
-    "Wire": "._update._codecs",
-    "from_dataset": "._data._dataset",
-    "from_iterator": "._data._dataset",
+    "Wire": "._update",
+    "from_dataset": "._data",
+    "from_iterator": "._data",
     "load": "._checkpoint",
     "train": "._train",
 }
 
+_load = lazily(__name__, _HOMES)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module(".errors", __name__)
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home, __name__), name)
+    return importlib.import_module(".errors", __name__) if name == "errors" else _load(name)
 
 
 def __dir__() -> list[str]:

@@ -15,18 +15,28 @@ from backstay_spec.names import ROLE_OF_LABEL
 
 from . import _faults, _instrument
 from ._coordination import MODES
-from ._data._batch_key import BatchKey
-from ._process._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
-from ._process._bar import Bar, on_terminal
-from ._process._environment import Environment
-from ._process._exit import SIGTERM_EXIT, Stop, end_process, write_termination
-from ._process._failure import describe, printed
-from ._process._hanging import keep_output
-from ._process._logs import Reporter, configure
-from ._process._title import show_role
+from ._data import BatchKey
+from ._process import (
+    AFTER_TRAINING_FAILED,
+    SIGTERM_EXIT,
+    STOPPED_EARLY,
+    Bar,
+    Environment,
+    Reporter,
+    Stop,
+    configure,
+    describe,
+    end_process,
+    hand_over,
+    keep_output,
+    on_terminal,
+    printed,
+    show_role,
+    write_termination,
+)
 from ._result import Result
 from ._roles._script import Script, evaluation_of
-from ._update._local_steps import LocalSteps, default_outer
+from ._update import LocalSteps, default_outer
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
     from ._roles._reports import OnUpdate, StopWhen
     from ._roles._script import Plan
     from ._roles._worker import Worker
-    from ._update._codecs import Wire
+    from ._update import Wire
 
 __all__ = ["train"]
 
@@ -312,7 +322,7 @@ def _spent(worker: Worker | None) -> dict[str, Any]:
 
 
 def _wire_of(environment: Environment) -> Wire:
-    from ._update._codecs import Wire
+    from ._update import Wire
 
     wire = environment.config.wire
     return Wire(wire.gradients, wire.parameters, wire.error_feedback)

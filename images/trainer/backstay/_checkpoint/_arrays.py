@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from .._update._tree import MODEL_STATE
+from .._update import MODEL_STATE
 from ..errors import CheckpointError, StorageError
 from ._files import PosixFolder, open_folder
 from ._manifest import Origin

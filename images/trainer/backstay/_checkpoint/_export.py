@@ -11,7 +11,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from .._update._tree import MODEL_STATE
+from .._update import MODEL_STATE
 from ..errors import CheckpointError, ConfigurationError
 from ._arrays import fix, open_arrays
 from ._files import open_folder

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .._update._tree import MODEL_STATE, PARAMS
+from .._update import MODEL_STATE, PARAMS
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
 from ._names import ManifestName, parse_shard

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from .._update._tree import leaf_names
+from .._update import leaf_names
 from ..errors import CheckpointError
 
 __all__ = ["is_orbax", "read_orbax", "write_orbax"]

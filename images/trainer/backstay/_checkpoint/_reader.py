@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from .._update._tree import MODEL_STATE, PARAMS
+from .._update import MODEL_STATE, PARAMS
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME, STORED
 from ._manifest import Manifest, ManifestLeaf

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from .._update._tree import MODEL_STATE, LeafSpec
+from .._update import MODEL_STATE, LeafSpec
 from ..errors import CheckpointError, ConfigurationError
 from ._arrays import Arrays, MissingArray, open_arrays
 

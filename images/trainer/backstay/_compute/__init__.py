@@ -1,1 +1,38 @@
-"""The computation of a worker between a pull and a push: loss and gradient of a batch, on the process's devices."""
+"""The computation of a worker between a pull and a push: loss and gradient of a batch, on the process's devices.
+
+- A `Computation` makes a `Contribution` from a `Start`: `GradientComputation` one gradient (`GradientFn`),
+  `LocalComputation` several steps (`LocalProgram`, `LocalTraining`). `Layout` is what it needs of the wire.
+- An `Encoder` encodes the blocks of a contribution while they are sent (`Sending`).
+- A `Placement` puts parameters and batches on devices. `initial` calls a script's `init`.
+"""
+
+from __future__ import annotations
+
+from ._contribution import Computation, Contribution, GradientComputation, Layout, Start, Summary
+from ._encoding import Encoder, Sending
+from ._flops import peak_of
+from ._gradient import Gradient, GradientFn, examples_of
+from ._initial import initial
+from ._local_steps import AHEAD, LocalComputation, LocalProgram, LocalTraining
+from ._placement import Placement
+
+__all__ = [
+    "AHEAD",
+    "Computation",
+    "Contribution",
+    "Encoder",
+    "Gradient",
+    "GradientComputation",
+    "GradientFn",
+    "Layout",
+    "LocalComputation",
+    "LocalProgram",
+    "LocalTraining",
+    "Placement",
+    "Sending",
+    "Start",
+    "Summary",
+    "examples_of",
+    "initial",
+    "peak_of",
+]

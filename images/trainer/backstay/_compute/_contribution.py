@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .._data._batch_key import BatchKey
-from .._update._tree import TreeSpec
+from .._data import BatchKey
+from .._update import TreeSpec
 from ._gradient import Gradient, GradientFn
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from .._update._codecs import BlockWire, Encoded, ShardWire, seed_of
+from .._update import BlockWire, Encoded, ShardWire, seed_of
 from ._contribution import Contribution
 
 __all__ = ["Encoder", "Sending"]

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._update._objective import Objective
-from .._update._tree import TreeSpec
+from .._update import Objective, TreeSpec
 from ..errors import ConfigurationError
 from ._flops import flops_of
 from ._placement import Placement

@@ -13,12 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._data._batch_key import BatchKey
-from .._update._fragments import fragments_of
-from .._update._local_steps import LocalSteps
-from .._update._objective import Objective, all_finite
-from .._update._rules import called
-from .._update._tree import TreeSpec
+from .._data import BatchKey
+from .._update import LocalSteps, Objective, TreeSpec, all_finite, called, fragments_of
 from ._contribution import Layout, PackedContribution, Start
 from ._flops import flops_of
 from ._gradient import Gradient, examples_of

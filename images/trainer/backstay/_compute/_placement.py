@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._update._tree import TreeSpec
+from .._update import TreeSpec
 
 __all__ = ["Placement"]
 

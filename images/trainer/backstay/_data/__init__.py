@@ -1,1 +1,19 @@
-"""The training data of workers: batch keys, data sets and iterators as functions of a key, prefetching."""
+"""The training data of workers: batch keys, data sets and iterators as functions of a key, prefetching.
+
+A `BatchKey` names a batch. `from_dataset` and `from_iterator` give a function of a key. A `Prefetcher` calls it ahead.
+"""
+
+from __future__ import annotations
+
+from ._batch_key import BatchKey
+from ._dataset import Batches, TokenFile, from_dataset, from_iterator
+from ._prefetch import Prefetcher
+
+__all__ = [
+    "BatchKey",
+    "Batches",
+    "Prefetcher",
+    "TokenFile",
+    "from_dataset",
+    "from_iterator",
+]

@@ -21,7 +21,7 @@ from ._plan import ENV_FAULTS, Fault, parse
 if TYPE_CHECKING:
     from backstay_rpc.control_pb2 import Frame
 
-    from .._process._environment import Environment
+    from .._process import Environment
 
 __all__ = ["Injector", "install"]
 
@@ -98,7 +98,7 @@ class Injector:
             case "hang":
                 threading.Event().wait()
             case "cut":
-                from .._process._sockets import reset_peers
+                from .._process import reset_peers
 
                 _LOG.info("%d connections were cut", reset_peers(None, lambda _: True))
             case "corrupt":

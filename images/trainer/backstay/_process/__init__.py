@@ -1,1 +1,52 @@
-"""A pod's process: its environment, log lines, exit, and its sockets at the level of the operating system."""
+"""A pod's process: its environment, log lines, exit, and its sockets at the level of the operating system.
+
+- `Environment` is what the operator gives a pod; `show_role` shows it in the list of processes.
+- `Stop` receives SIGTERM; `write_termination`, `end_process` and `hand_over` end a pod, and `describe` and `printed`
+  report its exception.
+- `configure`, `Reporter` and `Bar` write log lines and progress; `keep_output` keeps the end of them for a report.
+- `listening_socket`, `ConnectionGuard` and `reset_peers` work on sockets of any library.
+"""
+
+from __future__ import annotations
+
+from ._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
+from ._bar import Bar, on_terminal
+from ._compiling import one_compiles
+from ._environment import Environment
+from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
+from ._failure import describe, printed
+from ._guard import ConnectionGuard, Warnings
+from ._hanging import keep_output, output_end, stacks
+from ._logs import Reporter, configure
+from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_peers, socket_address
+from ._title import show_role
+
+__all__ = [
+    "AFTER_TRAINING_FAILED",
+    "NO_LINGER",
+    "SIGTERM_EXIT",
+    "STOPPED_EARLY",
+    "Address",
+    "Bar",
+    "ConnectionGuard",
+    "Environment",
+    "Reporter",
+    "Stop",
+    "Warnings",
+    "configure",
+    "describe",
+    "end_process",
+    "hand_over",
+    "keep_output",
+    "listening_socket",
+    "on_terminal",
+    "one_compiles",
+    "output_end",
+    "peer_address",
+    "printed",
+    "reset_peers",
+    "show_role",
+    "socket_address",
+    "stacks",
+    "write_termination",
+]

@@ -1,1 +1,123 @@
-"""An update, computed: trees of parameters, partition into shards and blocks, update rules, kernels, engine."""
+"""An update, computed: trees of parameters, partition into shards and blocks, update rules, kernels, engine.
+
+The names that other rooms use, in the order in which a job uses them:
+
+- `describe` gives the `TreeSpec` of a model, `analyse` the `Rule` of an optimizer on it, `partition` the `Partition`
+  into shards and blocks;
+- a `ShardEngine` holds the state of one shard and applies updates; `Snapshot` and `array_specs` are for checkpoints;
+- `Tree` adds many contributions in a fixed order; `mean` and `state_mean` add those of one update;
+- `Wire` selects codecs, and `shard_wires` gives the form of each block on the wire;
+- `Objective` is a script's loss and its gradient; `LocalSteps` are steps of a worker alone; `Turns` are fragments;
+- `Untrained` finds leaves that no gradient reaches.
+
+Names are loaded when they are first used: `train` must not import JAX before its caller does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from .._lazy import lazily
+
+if TYPE_CHECKING:
+    from ._codecs import BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
+    from ._engine import ShardEngine, Snapshot, array_specs
+    from ._fragments import Turns, fragments_of
+    from ._kernels import Mean, enable_x64, mean, state_mean
+    from ._local_steps import LocalSteps, default_outer, local_settings
+    from ._objective import Objective, all_finite
+    from ._partition import Partition, Piece, partition, parts_of_leaves
+    from ._rules import Rule, analyse, called
+    from ._sums import BRANCHES, Tree
+    from ._tree import MODEL_STATE, PARAMS, LeafSpec, TreeSpec, describe, leaf_names
+    from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
+
+__all__ = [
+    "BRANCHES",
+    "MODEL_STATE",
+    "PARAMS",
+    "UPDATES",
+    "BlockWire",
+    "Encoded",
+    "LeafSpec",
+    "LocalSteps",
+    "Mean",
+    "Objective",
+    "Partition",
+    "Piece",
+    "Rounding",
+    "Rule",
+    "ShardEngine",
+    "ShardWire",
+    "Snapshot",
+    "Tree",
+    "TreeSpec",
+    "Turns",
+    "Untrained",
+    "Wire",
+    "ZeroLeaves",
+    "all_finite",
+    "analyse",
+    "array_specs",
+    "called",
+    "coded_leaves",
+    "default_outer",
+    "describe",
+    "enable_x64",
+    "fragments_of",
+    "leaf_names",
+    "local_settings",
+    "mean",
+    "partition",
+    "parts_of_leaves",
+    "seed_of",
+    "shard_wires",
+    "state_mean",
+    "warning",
+]
+
+_HOMES: Final = {
+    "BRANCHES": "._sums",
+    "MODEL_STATE": "._tree",
+    "PARAMS": "._tree",
+    "UPDATES": "._untrained",
+    "BlockWire": "._codecs",
+    "Encoded": "._codecs",
+    "LeafSpec": "._tree",
+    "LocalSteps": "._local_steps",
+    "Mean": "._kernels",
+    "Objective": "._objective",
+    "Partition": "._partition",
+    "Piece": "._partition",
+    "Rounding": "._codecs",
+    "Rule": "._rules",
+    "ShardEngine": "._engine",
+    "ShardWire": "._codecs",
+    "Snapshot": "._engine",
+    "Tree": "._sums",
+    "TreeSpec": "._tree",
+    "Turns": "._fragments",
+    "Untrained": "._untrained",
+    "Wire": "._codecs",
+    "ZeroLeaves": "._untrained",
+    "all_finite": "._objective",
+    "analyse": "._rules",
+    "array_specs": "._engine",
+    "called": "._rules",
+    "coded_leaves": "._codecs",
+    "default_outer": "._local_steps",
+    "describe": "._tree",
+    "enable_x64": "._kernels",
+    "fragments_of": "._fragments",
+    "leaf_names": "._tree",
+    "local_settings": "._local_steps",
+    "mean": "._kernels",
+    "partition": "._partition",
+    "parts_of_leaves": "._partition",
+    "seed_of": "._codecs",
+    "shard_wires": "._codecs",
+    "state_mean": "._kernels",
+    "warning": "._untrained",
+}
+
+__getattr__ = lazily(__name__, _HOMES)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._update._partition import Partition, Piece
+from .._update import Partition, Piece
 from .memory import ALIGNMENT, aligned_empty
 from .seam import Bytes
 

@@ -28,7 +28,7 @@ from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
 from .seam import Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal
 
 if TYPE_CHECKING:
-    from .._update._codecs import ShardWire
+    from .._update import ShardWire
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
 
@@ -441,7 +441,7 @@ def connect(
         errors.PeerLost, errors.Refused: a stream could not be opened; none stays open. Most refusals are seen
             by the first exchange only.
     """
-    from .._update._codecs import ShardWire
+    from .._update import ShardWire
     from .tcp import ClientStream
 
     clients: list[StreamClient] = []

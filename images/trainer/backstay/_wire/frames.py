@@ -28,7 +28,7 @@ from backstay_rpc.control_pb2 import Refused as RefusedFrame
 from .seam import Bytes, Place, Refusal
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire
+    from .._update import BlockWire
 
 __all__ = [
     "BARE_BYTES",

@@ -15,7 +15,7 @@ import numpy as np
 from .seam import Bytes
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire
+    from .._update import BlockWire
 
 __all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "layout_offsets"]
 

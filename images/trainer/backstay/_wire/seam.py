@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, RejectReason
 
 if TYPE_CHECKING:
-    from .._update._codecs import ShardWire
+    from .._update import ShardWire
 
 __all__ = [
     "Answer",

@@ -26,7 +26,7 @@ from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
 from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow_of
 
 if TYPE_CHECKING:
-    from .._update._codecs import ShardWire
+    from .._update import ShardWire
     from .tcp import Listener
 
 __all__ = ["DataServer", "StreamServer"]

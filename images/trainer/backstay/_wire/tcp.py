@@ -26,8 +26,7 @@ from backstay_rpc.channels import NOT_AUTHENTICATED, Credentials
 from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _instrument
-from .._process._guard import Warnings
-from .._process._sockets import NO_LINGER, Address, listening_socket, socket_address
+from .._process import NO_LINGER, Address, Warnings, listening_socket, socket_address
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from .frames import HEADER_BYTES, MAX_CHUNK_BYTES, decode, refused
