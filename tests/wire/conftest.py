@@ -286,7 +286,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
             runtime.close()
 
         if serve:
-            shard.server = DataServer(runtime, host="127.0.0.1", port=0, token=TOKEN)
+            shard.server = DataServer(runtime, host="127.0.0.1", port=0, token=TOKEN, timeouts=timeouts)
             stack.callback(shard.server.close)
         stack.callback(close)
         if start:

@@ -10,8 +10,22 @@ import pytest
 
 from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send
 from backstay._shard._credits import Credits
+from backstay._timeouts import Timeouts
 from backstay._wire.client import Push
-from backstay_rpc.control_pb2 import Contribution, Gather, GradientInfo, Reject, RejectReason
+from backstay._wire.frames import kind_of
+from backstay._wire.server import QuietPushes
+from backstay._wire.tcp import ClientStream
+from backstay.errors import PeerLost
+from backstay_rpc.control_pb2 import (
+    Contribution,
+    Frame,
+    Gather,
+    GradientInfo,
+    Part,
+    PushBegin,
+    Reject,
+    RejectReason,
+)
 
 BLOCKS = (300_000, 7)  # more than one frame
 
@@ -43,14 +57,14 @@ class Driven:
                     shard.runtime.deliver(decision.message)
 
 
-def push_all(kit, dial, background, shards, mode: str, ranks) -> list:
+def push_all(kit, dial, background, shards, mode: str, ranks, attempt: int = 1) -> list:
     """Every rank pushes its number plus 1 once, each in its own thread. Returns the answers."""
 
     def push(rank: int):
         client = dial(*shards, rank=rank, mode=mode)
         into = [shard.buffers() for shard in shards]
         version = client.exchange_all(None, 0, into).version
-        gradient = kit.gid(rank, version)
+        gradient = kit.gid(rank, version, attempt=attempt)
         gradient.key_step = version if mode == "Sync" else 0
         blocks = [shard.gradient(1.0 + rank) for shard in shards]
         return client.exchange_all(Push(gradient, blocks, lambda: GradientInfo(finite=True, examples=1)), 0, into)
@@ -110,6 +124,58 @@ def test_async_contributions_wait_for_memory(kit, make_shard, dial, background) 
     for shard in made:
         assert shard.engine.version == 7
     assert made[0].runtime.memory.most() <= rules.held + 1, "one is applied while the next is received"
+
+
+def test_t8_pushes_that_send_nothing_hold_no_memory_that_others_need(kit, make_shard, dial, background, stack) -> None:
+    """Both pushes that have the memory stop, as those of workers that are stopped. Later they are sent again."""
+    rules = Rules(mode="Async", shards=1, steps=100, held=2)
+    shard = make_shard(BLOCKS, mode="Async", serve=True, rules=rules, world=5, timeouts=Timeouts(peer_check=0.05))
+    Driven(rules, 5).attach([shard])
+    stopped = [ClientStream(shard.address, kit.hello(rank), kit.token) for rank in range(2)]
+    for rank, end in enumerate(stopped):
+        stack.callback(end.close)
+        part = Part(contribution=kit.gid(rank), shard=0)
+        end.write(Frame(push_begin=PushBegin(part=part, bytes=shard.layout.nbytes, ask=True)))
+        assert kind_of(end.read()[0]) == "received"
+    push_all(kit, dial, background, [shard], "Async", range(2, 5))
+    assert shard.engine.version == 3
+    for end in stopped:
+        with pytest.raises(PeerLost):
+            end.read()
+    push_all(kit, dial, background, [shard], "Async", range(2), attempt=2)
+    assert shard.engine.version == 5
+    assert sorted(first for (first,) in shard.engine.applied) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+class FakeStream:
+    """The end of a push of which so many bytes have arrived at each check."""
+
+    def __init__(self, *received: int | None) -> None:
+        self._received = iter(received)
+        self.cuts = 0
+
+    def received(self) -> int | None:
+        return next(self._received)
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+
+@pytest.mark.parametrize(
+    ("received", "cut"),
+    [([5, 5, 5, 5], True), ([5, 5, 6, 6], False), ([5, 5, 5, 6], False), ([5, 6, 7, 8], False), ([None] * 4, False)],
+)
+def test_a_push_is_ended_after_checks_without_a_byte(received: list[int | None], cut: bool) -> None:
+    """A slow push continues, and so does one of which the system does not report the bytes."""
+    pushes, stream = QuietPushes(interval=0.0), FakeStream(*received)
+    with pushes.receiving(stream, 0):
+        pushes.check()  # nothing waits
+        with pushes.waiting():
+            for _ in received:
+                pushes.check()
+        assert bool(stream.cuts) == cut
+    with pushes.waiting():
+        pushes.check()  # the push has ended
 
 
 def test_t3_a_sum_is_void_when_one_of_its_contributions_is_taken_back(kit, make_shard) -> None:

@@ -36,7 +36,8 @@ class Timeouts:
             may be short.
         reconnect_pause: between two attempts of a worker or standby to connect again.
         evaluator_check: how often an evaluator checks its state while there is no new checkpoint.
-        peer_check: how often a stream that waits for a version checks whether its peer is still connected.
+        peer_check: how often a stream that waits for a version checks whether its peer is still connected. A stream
+            that waits for memory also checks whether others still send.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
         held: how long a standby may need for one message before its server disconnects it.
         compiling: how long a pod waits for another one on its machine that compiles the same program.

@@ -34,6 +34,7 @@ __all__ = [
     "Place",
     "Pulled",
     "Refusal",
+    "ServerStream",
     "ShardPort",
     "flow_of",
 ]
@@ -144,6 +145,18 @@ class FrameStream(Protocol):
 
     def alive(self) -> bool:
         """False once the other end is known to be disconnected. Never blocks."""
+        ...
+
+
+class ServerStream(FrameStream, Protocol):
+    """The server's end of a data stream. Any thread may call these two methods. They never block."""
+
+    def received(self) -> int | None:
+        """The bytes that have arrived since the stream began; None: the system does not report them."""
+        ...
+
+    def cut(self) -> None:
+        """Ends the stream: `read` and `write` of another thread return."""
         ...
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, PushBegin
+from backstay_rpc.control_pb2 import Frame, Hello, ParamsBegin, Part, PushBegin
 from backstay_spec import contract
 
 from .. import _instrument
@@ -23,27 +25,107 @@ from .._timeouts import Timeouts
 from ..errors import PeerLost
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ShardPort, flow_of
+from .seam import Answer, Bytes, FrameStream, Incoming, Refusal, ServerStream, ShardPort, flow_of
 
 if TYPE_CHECKING:
     from .._update import ShardWire
     from .tcp import Listener
 
-__all__ = ["DataServer", "StreamServer"]
+__all__ = ["DataServer", "QuietPushes", "StreamServer"]
 
 _LOG = logging.getLogger(__name__)
+
+
+QUIET_CHECKS: Final = 3
+"""A push without a new byte between so many checks and the next one is quiet."""
+
+
+@dataclass(eq=False)
+class _Receiving:
+    """A push that has memory.
+
+    Attributes:
+        rank: of its worker.
+        received: the bytes of its stream at the last check; None: unknown.
+        quiet: the checks since then that found no further byte.
+    """
+
+    stream: ServerStream
+    rank: int
+    received: int | None = None
+    quiet: int = 0
+
+
+class QuietPushes:
+    """Ends pushes that send nothing, while other pushes wait for their memory.
+
+    Otherwise a few workers that were stopped in the middle of a push would stop all others until their heartbeats are
+    missed. A worker that continues connects again and sends the same contribution. Checks are counted, and not seconds:
+    a server that was paused sees after the first one whether there are further bytes.
+    """
+
+    def __init__(self, interval: float) -> None:
+        """`interval`: seconds between two checks."""
+        self._interval = interval
+        self._lock = threading.Lock()
+        self._pushes: set[_Receiving] = set()
+        self._waiting = 0
+        self._next = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A push waits for memory."""
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    @contextlib.contextmanager
+    def receiving(self, stream: ServerStream, rank: int) -> Iterator[None]:
+        """A push of the worker of this rank has memory."""
+        push = _Receiving(stream, rank)
+        with self._lock:
+            self._pushes.add(push)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pushes.remove(push)
+
+    def check(self) -> None:
+        """End pushes that were quiet for several checks. Does nothing if no push waits, or soon after a check."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._waiting or now < self._next:
+                return
+            self._next = now + self._interval
+            for push in self._pushes:
+                received = push.stream.received()
+                push.quiet = push.quiet + 1 if received is not None and received == push.received else 0
+                push.received = received
+                if push.quiet == QUIET_CHECKS:
+                    _LOG.info(
+                        "worker %d sends nothing in the middle of a contribution, and others wait for its memory. "
+                        "Its connection is closed, and it may send the contribution again",
+                        push.rank,
+                    )
+                    push.stream.cut()
 
 
 class StreamServer:
     """Serves data streams of one shard, over any transport."""
 
-    def __init__(self, shard: ShardPort) -> None:
+    def __init__(self, shard: ShardPort, timeouts: Timeouts | None = None) -> None:
         self._shard = shard
+        self._quiet = QuietPushes((timeouts or Timeouts()).peer_check)
         self._total = sum(block.nbytes for block in shard.wire.gradients)
         self._outgoing: dict[tuple[ShardWire, bool], Outgoing] = {}
         self._most = max(sum(block.nbytes for block in wires) for wires in (shard.wire.gradients, shard.wire.exact))
 
-    def serve(self, hello: Hello, stream: FrameStream) -> None:
+    def serve(self, hello: Hello, stream: ServerStream) -> None:
         """Serves one stream until it ends; returns in every case except a defect."""
         try:
             self._shard.admit(hello)
@@ -56,7 +138,7 @@ class StreamServer:
         except PeerLost as lost:
             _LOG.debug("%s", lost)
 
-    def _one(self, hello: Hello, stream: FrameStream, frame: Frame, body: np.ndarray | None) -> bool:
+    def _one(self, hello: Hello, stream: ServerStream, frame: Frame, body: np.ndarray | None) -> bool:
         """One request and its answer. False: the stream ended."""
         kind = kind_of(frame)
         if body is not None and kind != "push_begin":
@@ -66,21 +148,22 @@ class StreamServer:
                 answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
                 exact = frame.pull.exact
             case "push_begin":
-                step = frame.push_begin.part.contribution.key_step
-                cover = Cover([block.nbytes for block in self._shard.wire.of(step).gradients])
+                part = frame.push_begin.part
+                pushed = part.contribution
+                cover = Cover([block.nbytes for block in self._shard.wire.of(pushed.key_step).gradients])
                 cover.announce(frame.push_begin.bytes)
                 asks = frame.push_begin.ask
-                incoming = self._shard.begin(hello, frame.push_begin.part, stream.alive if asks else None)
+                incoming = self._begin_when_granted(hello, stream, part) if asks else self._shard.begin(hello, part)
                 began = time.monotonic()
                 try:
                     if asks and not self._shard.moved_on(incoming):
                         stream.write(frames.RECEIVED)
-                    complete = self._receive(stream, frame.push_begin, body, incoming, cover)
+                    with self._quiet.receiving(stream, pushed.rank):
+                        complete = self._receive(stream, frame.push_begin, body, incoming, cover)
                 finally:
                     self._shard.lose(incoming)  # unless it is complete
                 if complete is None or (not complete and not self._skip_rest(stream)):
                     return False
-                pushed = frame.push_begin.part.contribution
                 _instrument.record(
                     "receive",
                     began,
@@ -98,6 +181,17 @@ class StreamServer:
             return False
         self._send(stream, answer, exact)
         return True
+
+    def _begin_when_granted(self, hello: Hello, stream: ServerStream, part: Part) -> Incoming:
+        """`ShardPort.begin` of a push with `PushBegin.ask`."""
+
+        def alive() -> bool:
+            self._quiet.check()
+            return stream.alive()
+
+        self._quiet.check()
+        with self._quiet.waiting():
+            return self._shard.begin(hello, part, alive)
 
     def _receive(
         self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, incoming: Incoming, cover: Cover
@@ -227,9 +321,9 @@ class DataServer:
         from .tcp import Listener
 
         self._shard = shard
-        workers = StreamServer(shard).serve
+        workers = StreamServer(shard, timeouts).serve
 
-        def serve(hello: Hello, stream: FrameStream) -> None:
+        def serve(hello: Hello, stream: ServerStream) -> None:
             if replicate is not None and hello.peer.role == contract.ROLE_SERVER:
                 replicate(hello, stream)
                 return

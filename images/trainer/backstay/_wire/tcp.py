@@ -30,7 +30,7 @@ from .._process import NO_LINGER, Address, Warnings, listening_socket, socket_ad
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from .frames import HEADER_BYTES, MAX_CHUNK_BYTES, decode, refused
-from .seam import Bytes, FrameStream, Place, Refusal
+from .seam import Bytes, Place, Refusal, ServerStream
 
 __all__ = ["ClientStream", "Frames", "Listener", "PortTaken"]
 
@@ -42,6 +42,9 @@ _OPENING: Final = struct.Struct("<8sHI")
 
 _HEAD: Final = struct.Struct("<II")
 """The first bytes of a frame: the lengths of its header and of its body."""
+
+_TCP_INFO: Final = struct.Struct("@128xQ")
+"""Of `struct tcp_info` in linux/tcp.h: `tcpi_bytes_received`."""
 
 MAX_TOKEN_BYTES: Final = 1024
 CONNECT_SECONDS: Final = 5.0
@@ -184,6 +187,12 @@ class Frames:
         except OSError:
             return True
 
+    def received(self) -> int | None:
+        """The bytes that the kernel has received; None: it does not report them."""
+        info = getattr(socket, "TCP_INFO", None)  # not on every system
+        data = b"" if info is None else self._socket.getsockopt(socket.IPPROTO_TCP, info, _TCP_INFO.size)
+        return int(_TCP_INFO.unpack(data)[0]) if len(data) == _TCP_INFO.size else None
+
     def cut(self) -> None:
         """End the connection at once; `read` and `write` of other threads return."""
         _cut(self._socket)
@@ -306,6 +315,12 @@ class _ServerStream:
     def alive(self) -> bool:
         return not self._frames.ended()
 
+    def received(self) -> int | None:
+        return self._frames.received()
+
+    def cut(self) -> None:
+        self._frames.cut()
+
 
 @dataclass(eq=False)
 class _Caller:
@@ -338,7 +353,7 @@ class Listener:
         host: str,
         port: int,
         token: str,
-        handler: Callable[[Hello, FrameStream], None],
+        handler: Callable[[Hello, ServerStream], None],
         timeouts: Timeouts | None = None,
     ) -> None:
         """
