@@ -158,6 +158,26 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
         np.testing.assert_array_equal(through(CODECS["BFloat16"], values).view(np.uint32), wanted.view(np.uint32))
 
 
+def test_workers_decode_every_bfloat16_as_servers_do() -> None:
+    codec, halves = CODECS["BFloat16"], np.arange(1 << 16, dtype=np.uint16)
+    wire = wire_of(codec, halves.size, FLOAT32)
+    into = np.empty(4 * halves.size, np.uint8)
+    assert wire.receive(into, 0, halves.view(np.uint8)) is None
+    np.testing.assert_array_equal(into.view(np.uint32), halves.astype(np.uint32) << 16)
+    wanted = np.asarray(codec.decode((halves,), FLOAT32))
+    np.testing.assert_array_equal(into.view(np.uint32), wanted.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["Int8", "Int4"])
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_scale_is_zero_wherever_its_group_is_not_finite(name: Any, wrong: float) -> None:
+    codec: Any = CODECS[name]
+    values = np.random.default_rng(1).uniform(-1, 1, (codec.share, codec.share)).astype(np.float32)
+    np.fill_diagonal(values, wrong)  # at another place of each share
+    block = wire_of(codec, values.size, FLOAT32).encode(values.reshape(-1), seed_of(0))
+    assert not np.asarray(block.sections[1]).any()
+
+
 @pytest.mark.parametrize("name", ["Int8", "Int4"])
 def test_rounding_is_unbiased(name: Any) -> None:
     """The mean over many steps comes near the elements: nothing is lost but variance."""
