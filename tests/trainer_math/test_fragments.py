@@ -194,14 +194,17 @@ class Script:
         if found is None:
             raise PeerLost("the end of the script")
         frame, body = found
-        if body is None:
+        came = np.concatenate([np.empty(0, np.uint8), *(piece.reshape(-1).view(np.uint8) for piece in body)])
+        if not came.nbytes:
             return frame, None
-        came = np.asarray(body).reshape(-1).view(np.uint8)
-        target = None if place is None else place(frame, came.nbytes)
-        if target is None:
+        targets = None if place is None else place(frame, came.nbytes)
+        if targets is None:
             return frame, came
-        target[:] = came
-        return frame, target
+        at = 0
+        for target in targets:
+            target[:] = came[at : at + target.nbytes]
+            at += target.nbytes
+        return frame, came[:0]
 
     def write(self, frame: Frame) -> None:
         assert frame.WhichOneof("kind")
@@ -215,11 +218,11 @@ def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, mo
     engine = engine_of(rule, parts)
 
     def frames() -> Iterator[tuple[Frame, Any]]:
-        yield Frame(replica=ReplicaFrame(state=ReplicaState(term=1, version=0, world=2))), None
+        yield Frame(replica=ReplicaFrame(state=ReplicaState(term=1, version=0, world=2))), ()
         for entry in engine.snapshot(whole=True).entries:
             array = ReplicaArray(key=entry.key, start=entry.start, stop=entry.stop)
             yield Frame(replica=ReplicaFrame(array=array)), np.array(entry.value)
-        yield WHOLE, None
+        yield WHOLE, ()
         for version in range(COUNT + 2):
             ids = [GradientId(term=1, version=version, rank=rank, key_step=version) for rank in range(2)]
             named = [Contribution(id=one, weight=1.0) for one in ids]
@@ -230,7 +233,7 @@ def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, mo
             prepared.apply(engine, 1.0)
             assert Gathered(version, named, given, 2.0).is_of(version, named)
             commit = Commit(term=1, version=version, contributions=named, world=2, clip_factor=1.0)
-            yield Frame(replica=ReplicaFrame(commit=commit)), None
+            yield Frame(replica=ReplicaFrame(commit=commit)), ()
 
     follower = Follower(parts, 0, rule)
     with pytest.raises(PeerLost, match="the end of the script"):

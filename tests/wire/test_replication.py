@@ -45,9 +45,9 @@ class Standby:
         self.may = threading.Semaphore(0)
         self._answers: queue.SimpleQueue[tuple[Frame, None] | None] = queue.SimpleQueue()
 
-    def write(self, frame: Frame, body: Any = None) -> None:
+    def write(self, frame: Frame, *body: Any) -> None:
         self.may.acquire()
-        self.got.append((frame, None if body is None else bytes(body)))
+        self.got.append((frame, b"".join(map(bytes, body)) if body else None))
         kind = frame.replica.WhichOneof("kind") if kind_of(frame) == "replica" else ""
         if kind in ("whole", "commit", "alive") or (kind == "mean" and frame.replica.mean.whole):
             self._answers.put((HELD, None))

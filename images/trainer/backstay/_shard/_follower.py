@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Commit, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import Commit, Frame, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
@@ -101,8 +101,21 @@ class Follower:
             PeerLost: the stream ended.
             Refused: the active server refuses.
         """
+
+        staging: Staging | None = None
+
+        def whole(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
+            """A mean in one frame is received into its memory."""
+            nonlocal staging
+            if kind_of(frame) != "replica" or not frame.replica.mean.whole:
+                return None
+            staging = self._memory(frame.replica.mean)
+            _check(Cover([block.nbytes for block in staging.blocks]), nbytes)
+            return [block for block in staging.blocks if block.nbytes]
+
         while True:
-            frame, body = stream.read()
+            staging = None
+            frame, body = stream.read(whole)
             if kind_of(frame) == "refused":
                 raise Refused(frame.refused.code, frame.refused.message)
             if kind_of(frame) != "replica" or (body is not None and not frame.replica.mean.whole):
@@ -112,7 +125,7 @@ class Follower:
             if kind == "state":
                 change = self._receive_state(stream, frame.replica.state)
             elif kind == "mean":
-                change = self._receive_mean(stream, frame.replica.mean, body)
+                change = self._receive_mean(stream, frame.replica.mean, staging)
             elif kind == "commit":
                 commit = frame.replica.commit
                 change, then = lambda: self._accept(commit), self._apply  # noqa: B023
@@ -184,21 +197,22 @@ class Follower:
 
         return change
 
-    def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, body: Bytes | None) -> Callable[[], None]:
+    def _memory(self, mean: ReplicaMean) -> Staging:
+        """Memory for the blocks of a mean gradient that travel."""
         steps = [contribution.id.key_step for contribution in mean.contributions]
         some = self._wire.only(self._wire.fragments_of(steps))
         if some not in self._pools:
             self._pools[some] = BufferPool(some.exact)
-        staging = self._pools[some].take()
-        cover = Cover([wire.nbytes for wire in some.exact])
-        if mean.whole:
-            try:
-                for block, data in cover.whole(body):
-                    staging.blocks[block][:] = data
-            except Refusal as refusal:
-                raise PeerLost(refusal.message) from None
+        return self._pools[some].take()
 
+    def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
+        """`staging`: a mean in one frame is there. None: it has no bytes, or its chunks follow."""
+        empty = staging is None
+        staging = staging or self._memory(mean)
+        cover = Cover([block.nbytes for block in staging.blocks])
         place = cover.place(staging.blocks)
+        if mean.whole and empty:
+            _check(cover, 0)
         while not mean.whole:
             frame, body = stream.read(place)
             if kind_of(frame) == "chunk" and body is not None:
@@ -265,3 +279,10 @@ class Follower:
         if self._held is None:
             raise PeerLost(f"{what} came before any state")
         return self._held
+
+
+def _check(cover: Cover, nbytes: int) -> None:
+    try:
+        cover.whole(nbytes)
+    except Refusal as refusal:
+        raise PeerLost(refusal.message) from None

@@ -133,19 +133,20 @@ class Prepared:
         """Host arrays; waits until they are computed."""
         return [None if block is None else np.asarray(block) for block in self._blocks]
 
-    def frames(self) -> Iterator[tuple[Frame, np.ndarray | None]]:
+    def frames(self) -> Iterator[tuple[Frame, Sequence[np.ndarray]]]:
         """The frames for the stream to a standby: one for a small mean, else each block as soon as it is computed."""
         mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
         mean.whole = sum(block.nbytes for block in self._blocks if block is not None) <= frames.WHOLE_BYTES
         if mean.whole:
-            yield Frame(replica=ReplicaFrame(mean=mean)), frames.joined([b for b in self.arrays() if b is not None])
+            # A standby may be given up while the frame is sent: it must not receive what is in that memory later.
+            yield Frame(replica=ReplicaFrame(mean=mean)), [one for one in self.kept().arrays() if one is not None]
             return
-        yield Frame(replica=ReplicaFrame(mean=mean)), None
+        yield Frame(replica=ReplicaFrame(mean=mean)), ()
         for index, block in enumerate(self._blocks):
             if block is None:  # of another fragment
                 continue
             data = np.asarray(block).view(np.uint8)
             for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):
                 frame.chunk.block = index
-                yield frame, data[start:stop]
-        yield WHOLE, None
+                yield frame, (data[start:stop],)
+        yield WHOLE, ()

@@ -44,7 +44,7 @@ HELD: Final = Frame(replica=ReplicaFrame(held=True))
 _ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
 
 
-Item = Callable[[], Iterator[tuple[Frame, np.ndarray | None]]]
+Item = Callable[[], Iterator[tuple[Frame, Sequence[np.ndarray]]]]
 
 
 class Replica:
@@ -113,7 +113,7 @@ class Replica:
                     for frame, body in item():
                         if self._over():
                             return  # what it sends may be used again by now, so the end of it must not follow
-                        stream.write(frame, body)
+                        stream.write(frame, *body)
                         if not self.in_sync:
                             with self._changed:
                                 self._sent += 1
@@ -256,7 +256,7 @@ class Replication:
 
     def send_commit(self, commit: Commit) -> Hold:
         """See `Standbys`."""
-        return self._send(lambda: iter([(Frame(replica=ReplicaFrame(commit=commit)), None)]))
+        return self._send(lambda: iter([(Frame(replica=ReplicaFrame(commit=commit)), ())]))
 
     def end(self) -> None:
         """The state that the standbys hold is void: they connect again."""
@@ -296,11 +296,11 @@ def _nothing() -> None:
     pass
 
 
-def _state_frames(state: ReplicaState, entries: Sequence[Any]) -> Iterator[tuple[Frame, np.ndarray | None]]:
-    yield Frame(replica=ReplicaFrame(state=state)), None
+def _state_frames(state: ReplicaState, entries: Sequence[Any]) -> Iterator[tuple[Frame, Sequence[np.ndarray]]]:
+    yield Frame(replica=ReplicaFrame(state=state)), ()
     for entry in entries:
         data = entry.value.view(np.uint8)
         for at in range(0, data.nbytes, CHUNK_BYTES):
             array = ReplicaArray(key=entry.key, start=entry.start, stop=entry.stop, offset=at)
-            yield Frame(replica=ReplicaFrame(array=array)), data[at : at + CHUNK_BYTES]
-    yield WHOLE, None
+            yield Frame(replica=ReplicaFrame(array=array)), (data[at : at + CHUNK_BYTES],)
+    yield WHOLE, ()

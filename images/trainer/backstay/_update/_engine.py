@@ -222,14 +222,14 @@ class ShardEngine:
                 program = self._rule.programs[block.rule]
                 assert not isinstance(program, WholeProgram)
                 uniform = [scalars[self._place[number]] for number in program.uniform]
-                values = tuple(_device(contribution[index]) for contribution in gradients)
+                values = tuple(contribution[index] for contribution in gradients)
                 stretch.param, stretch.states = self._kernels.stretch(block.rule, mean)(
                     stretch.param, stretch.states, values, uniform, self._scalars(block, mean)
                 )
             for whole in self._wholes:
                 if any(gradients[0][index] is None for index in whole.blocks):
                     continue
-                own = tuple(tuple(_device(contribution[index]) for contribution in gradients) for index in whole.blocks)
+                own = tuple(tuple(contribution[index] for contribution in gradients) for index in whole.blocks)
                 needed = [shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
                 whole.params, whole.states = self._kernels.whole(whole.group.program, mean)(
                     whole.params, whole.states, own, needed, mean.scalars(np.dtype(np.float64))
@@ -276,7 +276,7 @@ class ShardEngine:
             None
             if gradients[0][index] is None
             else (self._kernels.mean(how) if block.trained else self._kernels.state(how))(
-                tuple(_device(contribution[index]) for contribution in gradients), self._scalars(block, how)
+                tuple(contribution[index] for contribution in gradients), self._scalars(block, how)
             )
             for index, block in enumerate(self._layout.blocks)
         ]
@@ -317,7 +317,7 @@ class ShardEngine:
         with enable_x64():
             parts = [
                 self._kernels.squares(mean)(
-                    tuple(_device(contribution[index]) for contribution in gradients), mean.scalars(block.dtype)
+                    tuple(contribution[index] for contribution in gradients), mean.scalars(block.dtype)
                 )
                 for index, block in enumerate(self._layout.blocks)
                 if block.trained and gradients[0][index] is not None
@@ -483,7 +483,7 @@ class ShardEngine:
         _, scalars = self._kernels.advance(self._shared, self._wanted)
         for index, block in enumerate(self._layout.blocks):
             kind = type(zeros[index])
-            zero = _device(zeros[index])
+            zero = zeros[index]
             squares = ("squares", mean.form, block.dtype, block.size, kind)
             if clipped and block.trained and squares not in done:
                 done.add(squares)
@@ -504,7 +504,7 @@ class ShardEngine:
             if (group := (whole.group.program, mean.form, *(type(zeros[index]) for index in whole.blocks))) in done:
                 continue
             done.add(group)
-            own = tuple((_device(zeros[index]),) * mean.count for index in whole.blocks)
+            own = tuple((zeros[index],) * mean.count for index in whole.blocks)
             needed = [self._shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
             params, states = jax.tree_util.tree_map(lambda value: value.copy(), (whole.params, whole.states))
             self._kernels.whole(whole.group.program, mean)(

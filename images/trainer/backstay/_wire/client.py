@@ -25,10 +25,10 @@ from .._coordination import MODES, Mode
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal
+from .seam import PLACED, Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal
 
 if TYPE_CHECKING:
-    from .._update import ShardWire
+    from .._update import BlockWire, ShardWire
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
 
@@ -131,9 +131,9 @@ class StreamClient:
         begin = PushBegin(part=push.part, bytes=out.total)
         asks = push.turn is not None and self._shard == 0
         if out.total <= WHOLE_BYTES and not asks:
-            body = frames.joined([data for index in out.blocks for data in self._data(push, index)])
+            body = [data for index in out.blocks for data in self._data(push, index)]
             begin.whole.CopyFrom(frames.end_of(out.total, push.info()).end)
-            self._stream.write(frames.push_begin(begin), body)
+            self._stream.write(frames.push_begin(begin), *body)
             return
         if not out.chunks and not self._begin(push, begin):  # other shards have all of it
             return
@@ -198,32 +198,33 @@ class StreamClient:
         return not frame.received.moved_on
 
     def _receive(self, into: Sequence[Bytes], push: PartPush | None, exact: bool) -> Pulled:
-        frame, body = self._read()
+        def whole(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
+            """Receive parameters that come in one frame into their places, unless they must be decoded."""
+            if kind_of(frame) != "params_begin" or not frame.params_begin.whole:
+                return None
+            wires = self._travelling(frame.params_begin.version, push, exact)[1]
+            if any(wire.codec is not None for wire in wires):
+                return None
+            Cover([wire.nbytes for wire in wires]).whole(nbytes)
+            return [memory for memory, wire in zip(into, wires, strict=True) if wire.nbytes]
+
+        frame, body = self._read(whole)
         while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
-            frame, body = self._read()
+            frame, body = self._read(whole)
         answered_at = time.monotonic()
         if kind == "refused":
             raise self._refused(frame)
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
             raise self._nonsense(f"a frame {kind!r} instead of parameters")
         begin = frame.params_begin
-        fragments: frozenset[int] | None = None
-        wires = self._wire.exact if exact else self._wire.parameters
-        if push is not None:
-            gradient = push.part.contribution
-            steps = self._mode.exchanged(gradient.key_step, gradient.version, begin.version)
-            fragments = self._wire.fragments_of(steps)
-            wires = self._wire.only(fragments).parameters
+        fragments, wires = self._travelling(begin.version, push, exact)
         cover = Cover([wire.nbytes for wire in wires])
 
         try:
             cover.announce(begin.bytes)
             if begin.whole:
-                for block, data in cover.whole(body):
-                    offset = 0
-                    for size in wires[block].sections:
-                        wires[block].receive(into[block], offset, data[offset : offset + size])
-                        offset += size
+                if body is not PLACED:
+                    _decode(wires, into, body)
             else:
                 own = [memory if wire.codec is None else None for memory, wire in zip(into, wires, strict=True)]
                 place = cover.place(own)
@@ -258,6 +259,16 @@ class StreamClient:
             ask=begin.ask,
         )
 
+    def _travelling(
+        self, version: int, push: PartPush | None, exact: bool
+    ) -> tuple[frozenset[int] | None, Sequence[BlockWire]]:
+        """The fragments in an answer with the parameters of `version`, and how each block travels in it."""
+        if push is None:
+            return None, self._wire.exact if exact else self._wire.parameters
+        gradient = push.part.contribution
+        fragments = self._wire.fragments_of(self._mode.exchanged(gradient.key_step, gradient.version, version))
+        return fragments, self._wire.only(fragments).parameters
+
     def _read(self, place: Place | None = None) -> tuple[Frame, Bytes | None]:
         item = self._stream.read(place)
         if item is None:
@@ -274,6 +285,20 @@ class StreamClient:
 
     def _nonsense(self, what: str) -> PeerLost:
         return PeerLost(f"shard {self._shard} broke the rules of the stream: {what}")
+
+
+def _decode(wires: Sequence[BlockWire], into: Sequence[Bytes], body: Bytes | None) -> None:
+    """All parameters came in one frame: put them into `into`. Raises `Refusal`."""
+    Cover([wire.nbytes for wire in wires]).whole(0 if body is None else body.nbytes)
+    at = 0
+    for wire, memory in zip(wires, into, strict=True):
+        offset = 0
+        for size in wire.sections:
+            assert body is not None
+            if (why := wire.receive(memory, offset, body[at : at + size])) is not None:
+                raise Refusal("INVALID_ARGUMENT", why)
+            offset += size
+            at += size
 
 
 @dataclass(frozen=True, slots=True)

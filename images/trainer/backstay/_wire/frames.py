@@ -185,30 +185,24 @@ class Cover:
             blocks: the memory of each block; None: its chunks are received into other memory.
         """
 
-        def place(frame: Frame, nbytes: int) -> Bytes | None:
+        def place(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
             if kind_of(frame) != "chunk":
                 return None
             block, start, stop = self.add(frame.chunk.block, frame.chunk.offset, nbytes)
             memory = blocks[block]
-            return None if memory is None else memory[start:stop]
+            return None if memory is None else (memory[start:stop],)
 
         return place
 
-    def whole(self, body: Bytes | None) -> Iterator[tuple[int, Bytes]]:
-        """All blocks came at once, in `body`: the number and the bytes of each block that has bytes.
+    def whole(self, nbytes: int) -> None:
+        """All blocks come at once, in `nbytes` bytes.
 
         Raises:
             Refusal: `INVALID_ARGUMENT`, it is another size than the shard's.
         """
-        data = np.empty(0, np.uint8) if body is None else body
-        if data.nbytes != self._total:
-            raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {data.nbytes} bytes: must be {self._total}")
+        if nbytes != self._total:
+            raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {nbytes} bytes: must be {self._total}")
         self._missing = 0
-        at = 0
-        for block, size in enumerate(self._sizes):
-            if size:
-                yield block, data[at : at + size]
-            at += size
 
     def end(self, nbytes: int) -> None:
         """The end mark arrived. Raises `Refusal` unless all bytes have arrived, and the sender counted the same."""
@@ -253,12 +247,6 @@ def first_chunks(sizes: Sequence[int], chunk_bytes: int = CHUNK_BYTES) -> list[t
         (frame, (block, start, stop))
         for frame, (block, _, start, stop) in section_chunks([[size] for size in sizes], chunk_bytes)
     ]
-
-
-def joined(blocks: Sequence[np.ndarray]) -> Bytes | None:
-    """The body of a frame with all blocks, in bytes; None when there are none."""
-    parts = [np.asarray(block).reshape(-1).view(np.uint8) for block in blocks if block.nbytes]
-    return np.concatenate(parts) if parts else None
 
 
 def sections_of(block: Any) -> tuple[Bytes, ...]:

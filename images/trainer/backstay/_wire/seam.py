@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .._update import ShardWire
 
 __all__ = [
+    "PLACED",
     "Answer",
     "BlockLike",
     "Bytes",
@@ -110,7 +111,10 @@ the work to another thread and returns."""
 # ---- The transport ----
 
 
-Place: TypeAlias = Callable[[Frame, int], "Bytes | None"]
+Place: TypeAlias = Callable[[Frame, int], "Sequence[Bytes] | None"]
+
+PLACED: Final[Bytes] = np.empty(0, np.uint8)
+"""Stands for a body that was received into the memory of `place`."""
 
 
 class FrameStream(Protocol):
@@ -123,11 +127,12 @@ class FrameStream(Protocol):
         """The next frame; None when the other end closed or vanished (a server cannot distinguish these).
 
         Args:
-            place: called with a frame and the size of its body, before the body is received. It returns the memory of
-                that size where the body belongs, or None. Its exceptions are passed on, and the body is dropped.
+            place: called with a frame and the size of its body, before the body is received. It returns the pieces of
+                memory, of that size together, where the body belongs, or None. Its exceptions are passed on, and the
+                body is dropped.
 
         Returns:
-            The frame, and its body: the memory of `place`, or memory that is valid until the next call.
+            The frame, and its body: `PLACED`, or memory that is valid until the next call. None: it has no body.
 
         Raises:
             PeerLost: client end: the stream broke, the server ended it with an error, or `cancel` was called.
@@ -135,8 +140,11 @@ class FrameStream(Protocol):
         """
         ...
 
-    def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
-        """Sends a frame; blocks while the other end does not keep up. `body` is not used after the call.
+    def write(self, frame: Frame, *body: np.ndarray) -> None:
+        """Sends a frame; blocks while the other end does not keep up.
+
+        Args:
+            body: its pieces, one after another, which are not used after the call.
 
         Raises:
             PeerLost: the stream is broken.

@@ -115,6 +115,21 @@ class QuietPushes:
                     push.stream.cut()
 
 
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """A push that is being received.
+
+    Attributes:
+        incoming: its staging memory.
+        cover: what has arrived.
+        began: when it began, in seconds of `time.monotonic`.
+    """
+
+    incoming: Incoming
+    cover: Cover
+    began: float
+
+
 class StreamServer:
     """Serves data streams of one shard, over any transport."""
 
@@ -129,58 +144,79 @@ class StreamServer:
         """Serves one stream until it ends; returns in every case except a defect."""
         try:
             self._shard.admit(hello)
-            while (item := stream.read()) is not None:
-                if not self._one(hello, stream, *item):
-                    return
+            while self._one(hello, stream):
+                pass
         except Refusal as refusal:
             _LOG.debug("refused %s %d: %s", hello.peer.role, hello.peer.index, refusal)
             self._refuse(stream, refusal)
         except PeerLost as lost:
             _LOG.debug("%s", lost)
 
-    def _one(self, hello: Hello, stream: ServerStream, frame: Frame, body: np.ndarray | None) -> bool:
+    def _one(self, hello: Hello, stream: ServerStream) -> bool:
         """One request and its answer. False: the stream ended."""
-        kind = kind_of(frame)
-        if body is not None and kind != "push_begin":
-            raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes")
-        match kind:
-            case "pull":
-                answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
-                exact = frame.pull.exact
-            case "push_begin":
-                part = frame.push_begin.part
-                pushed = part.contribution
-                cover = Cover([block.nbytes for block in self._shard.wire.of(pushed.key_step).gradients])
-                cover.announce(frame.push_begin.bytes)
-                asks = frame.push_begin.ask
-                incoming = self._begin_when_granted(hello, stream, part) if asks else self._shard.begin(hello, part)
-                began = time.monotonic()
-                try:
-                    if asks and not self._shard.moved_on(incoming):
-                        stream.write(frames.RECEIVED)
-                    with self._quiet.receiving(stream, pushed.rank):
-                        complete = self._receive(stream, frame.push_begin, body, incoming, cover)
-                finally:
-                    self._shard.lose(incoming)  # unless it is complete
-                if complete is None or (not complete and not self._skip_rest(stream)):
-                    return False
-                _instrument.record(
-                    "receive",
-                    began,
-                    time.monotonic(),
-                    pushed.version,
-                    rank=pushed.rank,
-                    flow=flow_of(pushed),
-                    complete=complete,
-                )
-                answer = self._shard.answer(incoming, 0, stream.alive)
-                exact = False
-            case _:
-                raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
+        with contextlib.ExitStack() as pushes:
+            push: _Push | None = None
+
+            def whole(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
+                """A push in one frame is received into its staging memory."""
+                nonlocal push
+                if kind_of(frame) != "push_begin" or not frame.push_begin.HasField("whole"):
+                    return None
+                push = pushes.enter_context(self._begin(hello, stream, frame.push_begin))
+                push.cover.whole(nbytes)
+                return [block for block in push.incoming.blocks if block.nbytes]
+
+            item = stream.read(whole)
+            if item is None:
+                return False
+            frame, body = item
+            kind = kind_of(frame)
+            match kind:
+                case "pull" if body is None:
+                    exact = frame.pull.exact
+                    answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
+                case "push_begin":
+                    exact = False
+                    if push is None:
+                        push = pushes.enter_context(self._begin(hello, stream, frame.push_begin))
+                    complete = self._receive(stream, frame.push_begin, body, push)
+                    pushes.close()
+                    if complete is None or (not complete and not self._skip_rest(stream)):
+                        return False
+                    pushed = frame.push_begin.part.contribution
+                    _instrument.record(
+                        "receive",
+                        push.began,
+                        time.monotonic(),
+                        pushed.version,
+                        rank=pushed.rank,
+                        flow=flow_of(pushed),
+                        complete=complete,
+                    )
+                    answer = self._shard.answer(push.incoming, 0, stream.alive)
+                case _ if body is not None:
+                    raise Refusal(
+                        "INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes"
+                    )
+                case _:
+                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
         if answer is None:
             return False
         self._send(stream, answer, exact)
         return True
+
+    @contextlib.contextmanager
+    def _begin(self, hello: Hello, stream: ServerStream, begin: PushBegin) -> Iterator[_Push]:
+        """Memory for a push. The shard loses it at the end, unless it is complete."""
+        cover = Cover([block.nbytes for block in self._shard.wire.of(begin.part.contribution.key_step).gradients])
+        cover.announce(begin.bytes)
+        part = begin.part
+        incoming = self._begin_when_granted(hello, stream, part) if begin.ask else self._shard.begin(hello, part)
+        try:
+            with self._quiet.receiving(stream, part.contribution.rank):
+                yield _Push(incoming, cover, time.monotonic())
+        finally:
+            self._shard.lose(incoming)
 
     def _begin_when_granted(self, hello: Hello, stream: ServerStream, part: Part) -> Incoming:
         """`ShardPort.begin` of a push with `PushBegin.ask`."""
@@ -193,14 +229,14 @@ class StreamServer:
         with self._quiet.waiting():
             return self._shard.begin(hello, part, alive)
 
-    def _receive(
-        self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, incoming: Incoming, cover: Cover
-    ) -> bool | None:
+    def _receive(self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, push: _Push) -> bool | None:
         """Receives a push. True: it is complete. False: the shard cannot use it any more. None: the stream ended."""
-        blocks = incoming.blocks
+        incoming, cover = push.incoming, push.cover
+        if begin.ask and not self._shard.moved_on(incoming):
+            stream.write(frames.RECEIVED)
         if begin.HasField("whole"):
-            for block, data in cover.whole(body):
-                np.copyto(blocks[block], data)
+            if body is None:
+                cover.whole(0)
             cover.end(begin.whole.bytes)
             incoming.check()
             self._shard.complete(incoming, begin.whole.info)
@@ -208,7 +244,7 @@ class StreamServer:
         if body is not None:
             raise Refusal("INVALID_ARGUMENT", f"the beginning of a push has a body of {body.nbytes} bytes")
 
-        place, reported = cover.place(blocks), 0
+        place, reported = cover.place(incoming.blocks), 0
         while True:
             if self._shard.moved_on(incoming):
                 stream.write(frames.MOVED_ON)
@@ -263,8 +299,7 @@ class StreamServer:
             )
         )
         if whole:
-            blocks = [frames.sections_of(block_of(b)) for b in out.blocks]
-            stream.write(begin, frames.joined([section for block in blocks for section in block]))
+            stream.write(begin, *(section for b in out.blocks for section in frames.sections_of(block_of(b))))
             return
         stream.write(begin)
         at = -1

@@ -14,9 +14,10 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -30,7 +31,7 @@ from .._process import NO_LINGER, Address, Warnings, listening_socket, socket_ad
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from .frames import HEADER_BYTES, MAX_CHUNK_BYTES, decode, refused
-from .seam import Bytes, Place, Refusal, ServerStream
+from .seam import PLACED, Bytes, Place, Refusal, ServerStream
 
 __all__ = ["ClientStream", "Frames", "Listener", "PortTaken"]
 
@@ -67,6 +68,10 @@ AHEAD_BYTES: Final = _HEAD.size + (64 << 10)
 exactly."""
 
 
+MAX_PIECES: Final = 512
+"""So many pieces of memory are sent in one call of the system; Linux allows 1024."""
+
+
 class PortTaken(OSError):  # noqa: N818  # it is what happened
     """Another process listens on the address."""
 
@@ -87,25 +92,23 @@ class Frames:
         if hasattr(socket, "TCP_KEEPIDLE"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
 
-    def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+    def write(self, frame: Frame, *body: np.ndarray) -> None:
         header = frame.SerializeToString()
-        data = memoryview(b"") if body is None else body.reshape(-1).view(np.uint8).data
-        first = _HEAD.pack(len(header), data.nbytes) + header
+        pieces = [piece.reshape(-1).view(np.uint8).data for piece in body if piece.nbytes]
+        first = _HEAD.pack(len(header), sum(map(len, pieces))) + header
+        unsent = deque((memoryview(first), *pieces))
         with self._writing:
-            if not data.nbytes:
-                self._socket.sendall(first)
-                return
-            sent = self._socket.sendmsg((first, data))
-            if sent < len(first):
-                self._socket.sendall(first[sent:])
-                sent = len(first)
-            if sent < len(first) + data.nbytes:
-                self._socket.sendall(data[sent - len(first) :])
+            while unsent:
+                sent = self._socket.sendmsg(islice(unsent, MAX_PIECES))
+                while unsent and sent >= len(unsent[0]):
+                    sent -= len(unsent.popleft())
+                if sent:
+                    unsent[0] = unsent[0][sent:]
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None] | None:
         """The next frame with its body; None at the end of the stream.
 
-        The body is valid until the next call, or it is in the memory that `place` returned.
+        See `FrameStream.read`.
 
         Raises:
             Refusal: the bytes are not a frame.
@@ -115,8 +118,7 @@ class Frames:
             return self._read(place)
 
     def _read(self, place: Place | None) -> tuple[Frame, Bytes | None] | None:
-        while self._skip:
-            self._skip -= self._some(self._own(self._skip).data)
+        self._fill(self._own(self._skip).data)
         if not self._have(_HEAD.size, may_end=True):
             return None
         header, body = _HEAD.unpack_from(self._ahead, self._start)
@@ -133,15 +135,23 @@ class Frames:
         frame = decode(bytes(self._ahead[begin : self._start]))
         if not body:
             return frame, None
-        target = place(frame, body) if place is not None else None
-        if target is None:
-            target = self._own(body)
-        elif target.nbytes != body:
-            raise ValueError(f"a body of {body} bytes cannot be received into {target.nbytes} bytes")
-        view = target.data
-        while self._skip:
-            self._skip -= self._some(view[body - self._skip :])
-        return frame, target
+        targets = place(frame, body) if place is not None else None
+        if targets is None:
+            own = self._own(body)
+            self._fill(own.data)
+            return frame, own
+        if (there := sum(target.nbytes for target in targets)) != body:
+            raise ValueError(f"a body of {body} bytes cannot be received into {there} bytes")
+        for target in targets:
+            self._fill(target.data)
+        return frame, PLACED
+
+    def _fill(self, view: memoryview) -> None:
+        """Receive the next bytes of a body."""
+        while view:
+            got = self._some(view)
+            self._skip -= got
+            view = view[got:]
 
     def _own(self, nbytes: int) -> Bytes:
         """Memory of this object, which the next body uses again."""
@@ -260,10 +270,10 @@ class ClientStream:
             raise self._lost(None)
         return item
 
-    def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+    def write(self, frame: Frame, *body: np.ndarray) -> None:
         frame = _instrument.alter("frame", frame)
         try:
-            self._frames.write(frame, body)
+            self._frames.write(frame, *body)
         except OSError as error:
             raise self._lost(error) from error
 
@@ -305,10 +315,10 @@ class _ServerStream:
         except OSError:  # the peer is gone
             return None
 
-    def write(self, frame: Frame, body: np.ndarray | None = None) -> None:
+    def write(self, frame: Frame, *body: np.ndarray) -> None:
         frame = _instrument.alter("frame", frame)
         try:
-            self._frames.write(frame, body)
+            self._frames.write(frame, *body)
         except OSError as error:
             raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
 
