@@ -429,8 +429,8 @@ class Save(_message.Message):
     version: int
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
-class Position(_message.Message):
-    __slots__ = ("term", "version", "last", "prepared", "coordinator", "begun", "leaves", "settings")
+class CoordinateRequest(_message.Message):
+    __slots__ = ("peer", "coordinator", "leaves", "settings")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -438,23 +438,37 @@ class Position(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    coordinator: int
+    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., coordinator: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class CoordinateReply(_message.Message):
+    __slots__ = ("incarnation", "data_address")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    data_address: str
+    def __init__(self, incarnation: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("term", "version", "last", "prepared", "begun")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     last: Commit
     prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
-    coordinator: int
     begun: int
-    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
-    settings: _containers.ScalarMap[str, str]
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., coordinator: _Optional[int] = ..., begun: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., begun: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")
@@ -509,8 +523,7 @@ class ShardFailed(_message.Message):
     def __init__(self, why: _Optional[str] = ...) -> None: ...
 
 class ShardMessage(_message.Message):
-    __slots__ = ("hello", "staged", "norm", "written", "position", "lost", "applied", "failed", "spans")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("staged", "norm", "written", "position", "lost", "applied", "failed", "spans")
     STAGED_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
@@ -519,7 +532,6 @@ class ShardMessage(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
-    hello: Peer
     staged: Staged
     norm: Norm
     written: Written
@@ -528,7 +540,7 @@ class ShardMessage(_message.Message):
     applied: Applied
     failed: ShardFailed
     spans: Spans
-    def __init__(self, hello: _Optional[_Union[Peer, _Mapping]] = ..., staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save", "gather")
@@ -843,7 +855,7 @@ class Hello(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., partition_digest: _Optional[bytes] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon", "received", "replica")
+    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon", "received", "replica", "to_coordinator", "to_shard")
     PUSH_BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -853,6 +865,8 @@ class Frame(_message.Message):
     ABANDON_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TO_COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    TO_SHARD_FIELD_NUMBER: _ClassVar[int]
     push_begin: PushBegin
     chunk: Chunk
     end: End
@@ -862,7 +876,9 @@ class Frame(_message.Message):
     abandon: Abandon
     received: Received
     replica: Replica
-    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ...) -> None: ...
+    to_coordinator: ShardMessage
+    to_shard: CoordinatorMessage
+    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ..., to_coordinator: _Optional[_Union[ShardMessage, _Mapping]] = ..., to_shard: _Optional[_Union[CoordinatorMessage, _Mapping]] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("state", "array", "whole", "mean", "commit", "held", "alive")

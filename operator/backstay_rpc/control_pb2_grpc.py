@@ -44,10 +44,10 @@ class ControlStub(object):
                 request_serializer=backstay__rpc_dot_control__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=backstay__rpc_dot_control__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
-        self.Coordinate = channel.stream_stream(
+        self.Coordinate = channel.unary_unary(
                 '/backstay.v1.Control/Coordinate',
-                request_serializer=backstay__rpc_dot_control__pb2.ShardMessage.SerializeToString,
-                response_deserializer=backstay__rpc_dot_control__pb2.CoordinatorMessage.FromString,
+                request_serializer=backstay__rpc_dot_control__pb2.CoordinateRequest.SerializeToString,
+                response_deserializer=backstay__rpc_dot_control__pb2.CoordinateReply.FromString,
                 _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/backstay.v1.Control/Progress',
@@ -84,8 +84,9 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Coordinate(self, request_iterator, context):
-        """From the server of each shard but 0 to the coordinator (shard 0), for as long as both live.
+    def Coordinate(self, request, context):
+        """The server of another shard than 0 asks shard 0's server where its link to the coordinator begins. The link is a
+        data stream (see `Hello`). INVALID_ARGUMENT: as for Join. PERMISSION_DENIED: the caller was replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,10 +126,10 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=backstay__rpc_dot_control__pb2.HeartbeatRequest.FromString,
                     response_serializer=backstay__rpc_dot_control__pb2.HeartbeatReply.SerializeToString,
             ),
-            'Coordinate': grpc.stream_stream_rpc_method_handler(
+            'Coordinate': grpc.unary_unary_rpc_method_handler(
                     servicer.Coordinate,
-                    request_deserializer=backstay__rpc_dot_control__pb2.ShardMessage.FromString,
-                    response_serializer=backstay__rpc_dot_control__pb2.CoordinatorMessage.SerializeToString,
+                    request_deserializer=backstay__rpc_dot_control__pb2.CoordinateRequest.FromString,
+                    response_serializer=backstay__rpc_dot_control__pb2.CoordinateReply.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
@@ -211,7 +212,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def Coordinate(request_iterator,
+    def Coordinate(request,
             target,
             options=(),
             channel_credentials=None,
@@ -221,12 +222,12 @@ class Control(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/backstay.v1.Control/Coordinate',
-            backstay__rpc_dot_control__pb2.ShardMessage.SerializeToString,
-            backstay__rpc_dot_control__pb2.CoordinatorMessage.FromString,
+            backstay__rpc_dot_control__pb2.CoordinateRequest.SerializeToString,
+            backstay__rpc_dot_control__pb2.CoordinateReply.FromString,
             options,
             channel_credentials,
             insecure,

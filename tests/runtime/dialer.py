@@ -18,7 +18,7 @@ import grpc
 from backstay._wire import ClientStream
 from backstay.errors import PeerLost
 from backstay_rpc.channels import open_aio_channel, open_channel
-from backstay_rpc.control_pb2 import Hello, ProgressRequest, ShardMessage
+from backstay_rpc.control_pb2 import CoordinateRequest, Hello, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
 
 CALLS, AT_ONCE = 60, 4
@@ -33,7 +33,7 @@ def memory() -> int:
 def control(address: str) -> None:
     channel = open_channel(address)
     with contextlib.suppress(grpc.RpcError):
-        list(ControlStub(channel).Coordinate(iter([ShardMessage()])))  # type: ignore[no-untyped-call]
+        ControlStub(channel).Coordinate(CoordinateRequest())  # type: ignore[no-untyped-call]
     channel.close()
 
 

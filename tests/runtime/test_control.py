@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
     TRAINING,
     Applied,
     Commit,
-    CoordinatorMessage,
+    CoordinateReply,
     GradientId,
     GradientInfo,
     HangReport,
@@ -37,12 +37,13 @@ from backstay_rpc.control_pb2 import (
     Peer,
     ProgressReply,
     ProgressRequest,
-    ShardMessage,
     Spans,
     Staged,
     Written,
 )
 from backstay_rpc.control_pb2_grpc import ControlServicer, ControlStub, add_ControlServicer_to_server
+
+from .linked import Coordinating
 
 TOKEN = "0123456789abcdef"
 LEAVES = [Leaf(path="a.w", shape=[2, 3], dtype="float32"), Leaf(path="b", shape=[], dtype="bfloat16")]
@@ -154,10 +155,10 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     dialled, over = threading.Semaphore(0), threading.Event()
 
     class Deaf(ControlServicer):
-        def Coordinate(self, request_iterator: object, context: object) -> Iterator[CoordinatorMessage]:  # noqa: N802
+        def Coordinate(self, request: object, context: object) -> CoordinateReply:  # noqa: N802
             dialled.release()
             over.wait(30)
-            yield from ()
+            return CoordinateReply()
 
     deaf = grpc.server(ThreadPoolExecutor(8))
     add_ControlServicer_to_server(Deaf(), deaf)
@@ -200,9 +201,8 @@ def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
         with open_channel(f"127.0.0.1:{server.port}") as channel:  # a connection of its own
             stub = ControlStub(channel)
             for name, method in vars(stub).items():
-                request = iter([ShardMessage()]) if name == "Coordinate" else ProgressRequest()
                 with pytest.raises(grpc.RpcError) as refused:
-                    list(method(request, metadata=metadata, timeout=10))
+                    method(ProgressRequest(), metadata=metadata, timeout=10)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = ControlStub(channel)
@@ -353,7 +353,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     host.driving = driving
     first = Recorder()
     driving.attach(0, first, 0, 0)
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)
+    server = Coordinating(host, TOKEN)
     sink = Recorder()
     peer = Peer(role="parameter-server", index=1)
     link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, sink, "Sync")
@@ -371,7 +371,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     link.report(staged(0))
     driving.report(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
     assert "Commit" not in first.kinds()
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
+    server = Coordinating(host, TOKEN, port)
     until(lambda: "Commit" in sink.kinds())
     link.report(Applied(version=1))
     driving.report(0, Applied(version=1))
@@ -381,7 +381,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server.close()
     until(lambda: driving._sinks.keys() == {0})
     link.report(Written(term=1, version=1))
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=port, token=TOKEN)
+    server = Coordinating(host, TOKEN, port)
     until(lambda: len(driving._sinks) == 2)
     driving.report(0, staged(1))
     until(lambda: [m.version for m in sink.received if type(m).__name__ == "Commit"][-1:] == [1])
@@ -531,11 +531,11 @@ def test_heartbeats_carry_spans_once_the_clock_is_known_and_reports_of_hanging_p
     assert third.spans == b"", "each span is sent once"
 
 
-def test_another_shards_server_sends_its_spans_on_its_link(server: ControlServer, host: FakeHost) -> None:
+def test_another_shards_server_sends_its_spans_on_its_link(host: FakeHost) -> None:
     _instrument.keep(100)
     rules = Rules(mode="Sync", shards=2, steps=10)
     host.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
-    peer = Peer(role="parameter-server", index=1, incarnation=2)
+    peer, server = Peer(role="parameter-server", index=1, incarnation=2), Coordinating(host, TOKEN)
     link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync"), Outbox(peer)
     link.send_spans(outbox.take)  # the link is not up: nothing is taken
     link.start()
@@ -546,6 +546,7 @@ def test_another_shards_server_sends_its_spans_on_its_link(server: ControlServer
         until(lambda: bool(host.spans))
     finally:
         link.close()
+        server.close()
         host.driving.close()
         _instrument.keep(_instrument.CAPACITY)
     assert [(list(spans.points), spans.peer.index) for spans in host.spans] == [(["apply"], 1)]

@@ -1,23 +1,19 @@
-"""T8: the number of shards is not limited by threads of the control service. 64 real servers, 256 links."""
+"""T8: many shards. 64 real servers, 256 links."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-from backstay._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
-from backstay._control._service import ControlService
+from backstay._control import Agreement, ControlClient, Driving, Link, Links, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
@@ -25,23 +21,24 @@ from backstay._roles._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._worker import Worker
-from backstay._timeouts import Timeouts
 from backstay_cluster.net import claim_block
-from backstay_rpc.channels import Credentials
 from backstay_rpc.control_pb2 import (
     TRAINING,
     Applied,
     CoordinatorMessage,
+    Frame,
     GradientId,
     GradientInfo,
     HeartbeatReply,
+    Hello,
     Leaf,
     Peer,
     Position,
     ShardMessage,
     Staged,
 )
-from backstay_rpc.loop import call, rpc_loop
+
+from .linked import Coordinating
 
 TOKEN = "0123456789abcdef"
 AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
@@ -150,83 +147,79 @@ class Quiet:
         return lambda *_: None
 
 
-class FakeCall:
-    """A `Coordinate` call as gRPC's context: an end of a transport in memory."""
+class MemoryStream:
+    """A `ServerStream` in memory: the coordinator's end of a link."""
 
     def __init__(self) -> None:
-        self.incoming: asyncio.Queue[bytes] = asyncio.Queue()
+        self.incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.received: list[CoordinatorMessage] = []
-        self.accepted = False
 
-    def peer(self) -> str:
-        return "ipv4:10.0.0.1:1"
+    def read(self, place: object = None) -> tuple[Frame, None] | None:
+        frame = self.incoming.get()
+        return None if frame is None else (frame, None)
 
-    async def read(self) -> Any:
-        data = await self.incoming.get()
-        return data or grpc.aio.EOF
+    def write(self, frame: Frame, *body: object) -> None:
+        self.received.append(frame.to_shard)
 
-    async def write(self, data: bytes) -> None:
-        self.received.append(CoordinatorMessage.FromString(data))
+    post = write
 
-    async def send_initial_metadata(self, _: object) -> None:
-        self.accepted = True
+    def keep_alive(self) -> None: ...
+
+    def alive(self) -> bool:
+        return True
+
+    def received(self) -> None: ...
+
+    def cut(self) -> None:
+        self.incoming.put(None)
 
     def say(self, **kind: Any) -> None:
-        rpc_loop().call_soon_threadsafe(self.incoming.put_nowait, ShardMessage(**kind).SerializeToString())
+        self.incoming.put(Frame(to_coordinator=ShardMessage(**kind)))
 
     def commits(self) -> list[int]:
         return [message.commit.version for message in self.received if message.HasField("commit")]
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
-def test_256_shards_need_no_thread_each(pool: ThreadPoolExecutor) -> None:
-    """As many as a job may have, against a transport in memory: updates reach every shard, in order, and once."""
+def test_256_shards_get_every_update_in_order_and_once() -> None:
+    """As many as a job may have, against a transport in memory."""
     shards, steps = 256, 5
     rules = Rules(mode="Sync", shards=shards, steps=steps)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     driving.start()
-    service = ControlService(FakeHost(driving), Peers(), Credentials(TOKEN), pool, Timeouts(message=SECONDS))  # type: ignore[arg-type]
-    before = threading.active_count()
-    calls = [FakeCall() for _ in range(1, shards)]
-
-    async def begin() -> list[asyncio.Future[None]]:
-        return [asyncio.ensure_future(service._coordinate(each)) for each in calls]
-
-    links = call(begin(), SECONDS)
-    for shard, each in enumerate(calls, start=1):
-        each.say(hello=Peer(role="parameter-server", index=shard))
-        each.say(position=Position(leaves=AGREEMENT.leaves, settings=AGREEMENT.settings))
-    until(lambda: all(each.accepted for each in calls) and len(service.links) == shards - 1)
+    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    ends = [MemoryStream() for _ in range(1, shards)]
+    threads = [
+        threading.Thread(
+            target=links.serve,
+            args=(Hello(peer=Peer(role="parameter-server", index=shard), expected_incarnation=1), end),
+        )
+        for shard, end in enumerate(ends, start=1)
+    ]
+    for thread, end in zip(threads, ends, strict=True):
+        end.say(position=Position())
+        thread.start()
+    until(lambda: len(links) == shards - 1 and all(end.received for end in ends))
     local: list[Any] = []
     driving.attach(0, Sink(local), 0, 0)
-    until(lambda: all(each.received for each in calls))
+    until(lambda: all(end.received[1:] for end in ends))
     for version in range(steps):
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         staged = Staged(id=gradient, info=GradientInfo(finite=True))
         driving.report(0, staged)
-        for each in calls[:-1]:
-            each.say(staged=staged)
-        until(lambda: all(each.incoming.empty() for each in calls))
-        assert calls[0].commits() == list(range(version))  # not before the last shard has it
-        calls[-1].say(staged=staged)
-        until(lambda: all(each.commits() == list(range(version + 1)) for each in calls))  # noqa: B023
+        for end in ends[:-1]:
+            end.say(staged=staged)
+        until(lambda: all(end.incoming.empty() for end in ends))
+        assert ends[0].commits() == list(range(version))  # not before the last shard has it
+        ends[-1].say(staged=staged)
+        until(lambda: all(end.commits() == list(range(version + 1)) for end in ends))  # noqa: B023
         driving.report(0, Applied(version=version + 1))
-        for each in calls:
-            each.say(applied=Applied(version=version + 1))
-    assert threading.active_count() <= before + 2
-    for each in calls:
-        rpc_loop().call_soon_threadsafe(each.incoming.put_nowait, b"")
-
-    async def end() -> None:
-        await asyncio.wait_for(asyncio.gather(*links, return_exceptions=True), SECONDS)
-
-    call(end(), SECONDS)
-    assert not service.links
+        for end in ends:
+            end.say(applied=Applied(version=version + 1))
+    for end in ends:
+        end.cut()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not links
     driving.close()
 
 
@@ -245,7 +238,7 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     driving.start()
     host = FakeHost(driving)
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)  # type: ignore[arg-type]
+    server = Coordinating(host, TOKEN)
     received: list[list[Any]] = [[] for _ in range(shards)]
     links = [
         Link(
@@ -265,7 +258,7 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
         client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
         client.beat(0, 1, TRAINING, 0.0)
         client.close()
-        assert server.linked() == shards - 1
+        assert len(server.links) == shards - 1
     finally:
         for link in links:
             link.close()

@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 import pytest
 
-from backstay._control import Agreement, ControlClient, ControlServer, Driving, Link, Peers
+from backstay._control import Agreement, ControlClient, Driving, Link
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._guard import (
     LATE_SECONDS,
@@ -58,6 +58,8 @@ from backstay_rpc.control_pb2 import (
     Rollback,
     Staged,
 )
+
+from .linked import Coordinating
 
 # HTTP/2 by hand: RFC 9113, RFC 7541.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -197,7 +199,7 @@ class Training:
         quiet = SimpleNamespace(**dict.fromkeys(("staged", "counted", "updated", "finished"), lambda *_: None))
         self.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), quiet, quiet)  # type: ignore[arg-type]
         self.shard, self.incarnation, self.agreement = 0, 1, AGREEMENT
-        self.server = ControlServer(self, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=timeouts)  # type: ignore[arg-type]
+        self.server = Coordinating(self, TOKEN, timeouts=timeouts)
         self.driving.start()
         self.version = 0
         self.driving.attach(0, self._sink(0), 0, 0)
@@ -386,7 +388,7 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
     try:
         until(lambda: job.link.refused is not None)
         assert "replaced by incarnation 1" in str(job.link.refused)
-        until(lambda: job.server.linked() == 1)
+        until(lambda: len(job.server.links) == 1)
     finally:
         link.close()
 
@@ -425,7 +427,8 @@ class Exchange:
     def __init__(self, **timeouts: float) -> None:
         def echo(hello: Hello, stream: object) -> None:
             while (item := stream.read()) is not None:  # type: ignore[attr-defined]
-                stream.write(*item)  # type: ignore[attr-defined]
+                frame, body = item
+                stream.write(frame, *(() if body is None else (body,)))  # type: ignore[attr-defined]
 
         self.listener = tcp.Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
         self.port = self.listener.bound

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from backstay._checkpoint import CheckpointStore, Claim, Contents, FolderLease, Holder, Job, Manifest, Origin
-from backstay._control import ControlClient, ControlServer, Driving, Peers
+from backstay._control import ControlClient, Driving
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
@@ -29,6 +29,8 @@ from backstay._timeouts import Timeouts
 from backstay._update import ShardEngine
 from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
 from backstay_rpc.control_pb2 import Activity, Done, Peer, Rollback
+
+from .linked import Coordinating
 
 TOKEN = "0123456789abcdef"
 HISTORY = "00000000000000aa"
@@ -62,6 +64,8 @@ class Coordinated:
         self.driving = driving
         self.agreement = SCRIPT.plan(2).agreement
 
+    def fence(self, _: object) -> None: ...
+
 
 class Quiet:
     """A `Storage` and an `Observer` that are not asked."""
@@ -79,7 +83,7 @@ def driving() -> Iterator[Driving]:
     made.close()
 
 
-def environment_at(control: ControlServer) -> Environment:
+def environment_at(control: Coordinating) -> Environment:
     """Of shard 1's server, in a job whose coordinator is there."""
     environment = Environment.read(
         {
@@ -102,14 +106,14 @@ def environment_at(control: ControlServer) -> Environment:
 
 
 @pytest.fixture
-def coordinator(driving: Driving) -> Iterator[ControlServer]:
-    control = ControlServer(Coordinated(driving), Peers(), bind="127.0.0.1", port=0, token=TOKEN)  # type: ignore[arg-type]
+def coordinator(driving: Driving) -> Iterator[Coordinating]:
+    control = Coordinating(Coordinated(driving), TOKEN)
     yield control
     control.close()
 
 
 @pytest.fixture
-def server(coordinator: ControlServer) -> Iterator[Server]:
+def server(coordinator: Coordinating) -> Iterator[Server]:
     stop = Stop()
     metrics = Metrics("job", "ParameterServer", 1)
     made = Server(environment_at(coordinator), SCRIPT, SCRIPT.plan(2), metrics, stop)
@@ -131,7 +135,7 @@ def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, 
 
 
 def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
-    coordinator: ControlServer, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No worker has joined it, and the job is over. A worker may have been pulling from the previous server."""
     answers: list[bool] = []

@@ -448,7 +448,7 @@ def test_garbage_ends_only_its_senders_stream(
     end = stream(shard)
     sent, why = GARBAGE[case]
     for frame, body in sent:
-        end.write(frame, body)
+        end.write(frame, *(() if body is None else (body,)))
     answer, body = end.read()
     assert body is None
     assert answer.refused.code == "INVALID_ARGUMENT"

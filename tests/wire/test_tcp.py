@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._wire.frames import MAX_CHUNK_BYTES
-from backstay._wire.seam import Bytes, Refusal
+from backstay._wire.seam import PLACED, Bytes, Refusal
 from backstay._wire.tcp import ClientStream, Frames, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (
@@ -73,11 +73,11 @@ def test_frames_are_the_same_however_their_bytes_arrive(
         for (frame, body), (_, how) in zip(sent, [*bodies, (0, "own")], strict=True):
             memory = np.zeros(len(body), np.uint8)
 
-            def place(_: Frame, nbytes: int, how: str = how, memory: Bytes = memory) -> Bytes | None:
+            def place(_: Frame, nbytes: int, how: str = how, memory: Bytes = memory) -> Sequence[Bytes] | None:
                 assert nbytes == memory.nbytes
                 if how == "refuse":
                     raise Refusal("INVALID_ARGUMENT", "not here")
-                return memory if how == "place" else None
+                return (memory[: nbytes // 3], memory[nbytes // 3 :]) if how == "place" else None
 
             if how == "refuse" and body:
                 with pytest.raises(Refusal):
@@ -86,8 +86,8 @@ def test_frames_are_the_same_however_their_bytes_arrive(
             found = frames.read(place)
             assert found is not None
             assert found[0] == frame
-            assert (b"" if found[1] is None else found[1].tobytes()) == body
-            assert how != "place" or not body or found[1] is memory
+            assert (found[1] is PLACED) == (how == "place" and bool(body))
+            assert (b"" if found[1] is None else memory.tobytes() if how == "place" else found[1].tobytes()) == body
         assert frames.read() is None
         thread.join()
 
@@ -117,9 +117,9 @@ def test_a_header_of_ten_thousand_ranks_passes() -> None:
         for _ in range(2):
             assert frames.read() == (first, None)
             memory = np.zeros_like(body)
-            found = frames.read(lambda _, nbytes, memory=memory: memory)
+            found = frames.read(lambda _, nbytes, memory=memory: (memory,))
             assert found is not None
-            assert found[1] is memory
+            assert found[1] is PLACED
             np.testing.assert_array_equal(memory, body)
         thread.join()
 

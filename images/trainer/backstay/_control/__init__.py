@@ -1,7 +1,8 @@
-"""The control plane over gRPC: joining, heartbeats, decisions and progress, in small messages without tensors.
+"""The control plane: joining, heartbeats, decisions and progress, in small messages without tensors.
 
-`_service` answers workers, evaluators and the operator. `_driving` runs the pure coordinator with a clock, a lock and
-links to the shards. `_link` is a shard's side of such a link. Workers and evaluators call through `_client`.
+`_service` answers workers, evaluators and the operator over gRPC. `_driving` runs the pure coordinator with a clock, a
+lock and links to the shards. `_links` has the coordinator's ends of the links, and `_link` a shard's end. Workers and
+evaluators call through `_client`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from ._agreement import Agreement, first_difference
 from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
 from ._link import Link
-from ._service import ControlServer, Host, Peers
+from ._links import Links
+from ._peers import Peers
+from ._service import ControlServer, Host
 from ._spans import Kept, Outbox
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "JobState",
     "Kept",
     "Link",
+    "Links",
     "Observer",
     "Outbox",
     "Peers",

@@ -11,9 +11,10 @@ from backstay_rpc.channels import REFUSAL
 
 from ..errors import Refused, Superseded
 
-__all__ = ["is_final", "refusal_of"]
+__all__ = ["FINAL", "is_final", "refusal_of"]
 
-_FINAL = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.PERMISSION_DENIED}
+FINAL = {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}
+"""The names of codes that further calls would be answered with too."""
 
 
 def is_final(code: Any, trailing: Iterable[tuple[str, str | bytes]] | None) -> bool:
@@ -26,7 +27,7 @@ def is_final(code: Any, trailing: Iterable[tuple[str, str | bytes]] | None) -> b
         code: a `grpc.StatusCode`.
         trailing: the metadata that came with it.
     """
-    return code in _FINAL and any(key == REFUSAL for key, _ in trailing or ())
+    return getattr(code, "name", "") in FINAL and any(key == REFUSAL for key, _ in trailing or ())
 
 
 def refusal_of(error: grpc.RpcError) -> Refused | None:

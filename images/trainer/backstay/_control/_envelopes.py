@@ -36,6 +36,6 @@ def message_in(envelope: CoordinatorMessage) -> Message | None:
 
 
 def report_in(envelope: ShardMessage) -> Report | None:
-    """From the stream; None for what opens a link, for spans, and for a kind that this version does not have."""
+    """From the stream; None for what begins a link, for spans, and for a kind that this version does not have."""
     kind = envelope.WhichOneof("kind")
-    return None if kind in (None, "hello", "position", "spans") else cast(Report, getattr(envelope, kind))
+    return None if kind in (None, "position", "spans") else cast(Report, getattr(envelope, kind))

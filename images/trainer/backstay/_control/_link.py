@@ -6,10 +6,9 @@ After a break, the shard reports again what it holds, and the coordinator sends 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -18,8 +17,10 @@ from backstay_rpc.control_pb2 import (
     Applied,
     Commit,
     Contribution,
-    CoordinatorMessage,
+    CoordinateRequest,
+    Frame,
     GradientId,
+    Hello,
     Lost,
     Norm,
     NormRequest,
@@ -38,9 +39,11 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 from .._coordination import MODES, Mode
 from .._coordination.seam import Report, ShardSink
 from .._timeouts import Timeouts
-from ..errors import Refused
+from .._wire.frames import kind_of
+from .._wire.tcp import ClientStream
+from ..errors import PeerLost, Refused, Superseded
 from ._agreement import Agreement
-from ._auth import refusal_of
+from ._auth import FINAL, refusal_of
 from ._envelopes import message_in, wrap_report
 
 __all__ = ["Link"]
@@ -56,7 +59,7 @@ def _key(gradient: GradientId) -> _Key:
 
 
 class Link:
-    """A `Coordination` for one shard, over a `Coordinate` stream."""
+    """A `Coordination` for one shard, over a data stream to shard 0's server."""
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class Link:
             timeouts: None for the usual ones.
         """
         self._address, self._peer, self._sink, self._mode = address, peer, sink, MODES[mode]
-        self._metadata = Credentials(token).metadata
+        self._token, self._metadata = token, Credentials(token).metadata
         self._timeouts = timeouts or Timeouts()
         self._agreement = agreement
         self._lock = threading.Lock()
-        self._outgoing: queue.SimpleQueue[ShardMessage | None] | None = None
+        self._stream: ClientStream | None = None  # once it carries what the coordinator must know first
         self._held: dict[_Key, Staged] = {}
         self._written: deque[Written] = deque(maxlen=_WRITTEN_KEPT)
         self._term = 0
@@ -95,7 +98,7 @@ class Link:
         self._coordinator = 0
         self._opened = 0  # how often the link was opened
         self._begun = 0  # the newest term that it received
-        self._call: grpc.Call | None = None
+        self._cancel: Callable[[], object] = lambda: None  # ends the attempt to link, or the link
         self._closed = threading.Event()
         self.refused: Refused | None = None
         self.up = False
@@ -117,19 +120,15 @@ class Link:
             if coordinator <= self._coordinator:
                 return
             self._coordinator = coordinator
-            call = self._call
-        if call is not None:
-            call.cancel()
+            cancel = self._cancel
+        cancel()
 
     def close(self) -> None:
         """End the link."""
         self._closed.set()
         with self._lock:
-            if self._outgoing is not None:
-                self._outgoing.put(None)
-            call = self._call
-        if call is not None:
-            call.cancel()
+            cancel = self._cancel
+        cancel()
 
     def report(self, report: Report) -> None:
         """See `Coordination`. Reports that the coordinator may need again are kept."""
@@ -155,7 +154,7 @@ class Link:
     def send_spans(self, take: Callable[[int], Spans | None]) -> None:
         """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
         with self._lock:
-            if self._outgoing is not None and self.up and (found := take(self._opened)) is not None:
+            if self._stream is not None and self.up and (found := take(self._opened)) is not None:
                 self._put(ShardMessage(spans=found))
 
     def started(self, term: int, version: int) -> None:
@@ -167,75 +166,105 @@ class Link:
     # ---- The stream ----
 
     def _put(self, message: ShardMessage) -> None:
-        if self._outgoing is not None:
-            self._outgoing.put(message)
+        """Send a message if there is a link. The next link begins with what the coordinator did not get."""
+        if self._stream is not None:
+            try:
+                self._stream.post(Frame(to_coordinator=message))
+            except PeerLost as lost:
+                _LOG.debug("a report to the coordinator was not sent: %s", lost)
+                self._stream = None
 
     def _run(self) -> None:
         attempt = 0
         while not self._closed.is_set():
             received = False
-            channel = open_channel(self._address)
+            stream: ClientStream | None = None
             try:
-                for envelope in self._open(channel):
-                    received = True
-                    self._receive(envelope)
-            except grpc.RpcError as error:
-                refusal = refusal_of(error)
-                if refusal is not None:
-                    self.refused = refusal
-                    return
-                _LOG.debug("the link to the coordinator broke: %s", error)
+                stream = self._dial()
+                self._open(stream)
+                received = True
+                while True:
+                    frame, _ = stream.read()
+                    self._receive(frame)
+            except PeerLost as lost:
+                _LOG.debug("the link to the coordinator broke: %s", lost)
+            except Refused as refusal:
+                self.refused = refusal
+                return
             finally:
-                with self._lock:
-                    if self._outgoing is not None:
-                        self._outgoing.put(None)
-                    self._outgoing = None
-                    self._call = None
                 self.up = False
-                channel.close()
+                with self._lock:
+                    self._stream, self._cancel = None, lambda: None
+                if stream is not None:
+                    stream.close()
             pauses = self._timeouts.link_pauses
             attempt = 0 if received else min(attempt + 1, len(pauses) - 1)
             self._closed.wait(pauses[attempt])
 
-    def _open(self, channel: grpc.Channel) -> Iterator[CoordinatorMessage]:
-        outgoing: queue.SimpleQueue[ShardMessage | None] = queue.SimpleQueue()
+    def _dial(self) -> ClientStream:
+        """Ask shard 0's server where the link begins, and connect.
+
+        Raises:
+            Refused: further attempts would get the same answer.
+            PeerLost: there is no such server now, or it does not coordinate yet.
+        """
         with self._lock:
-            self._opened += 1
-            outgoing.put(ShardMessage(hello=self._peer))
-            position = Position(
-                term=self._term,
-                version=self._version,
-                last=self._last,
-                prepared=self._prepared,
+            request = CoordinateRequest(
+                peer=self._peer,
                 coordinator=self._coordinator,
-                begun=self._begun,
                 leaves=self._agreement.leaves,
                 settings=self._agreement.settings,
             )
-            outgoing.put(ShardMessage(position=position))
-            for staged in self._held.values():
-                outgoing.put(wrap_report(staged))
-            outgoing.put(wrap_report(Applied(version=self._version)))
-            for written in self._written:
-                outgoing.put(wrap_report(written))
-            self._outgoing = outgoing
+        with open_channel(self._address) as channel:
             stub = ControlStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Coordinate(iter(outgoing.get, None), metadata=self._metadata)
-            self._call = call
+            call = stub.Coordinate.future(request, self._timeouts.link_answer, self._metadata)
+            self._cancels(call.cancel)
+            try:
+                reply = call.result()
+            except grpc.FutureCancelledError:
+                raise PeerLost("the call was cancelled") from None
+            except grpc.RpcError as error:
+                raise refusal_of(error) or PeerLost(f"shard 0's server does not coordinate: {error}") from None
+        hello = Hello(peer=self._peer, expected_incarnation=reply.incarnation)
+        stream = ClientStream(reply.data_address, hello, self._token)
+        self._cancels(lambda: stream.cancel("the link is not used any more"))
+        return stream
+
+    def _cancels(self, cancel: Callable[[], object]) -> None:
+        with self._lock:
+            self._cancel = cancel
         if self._closed.is_set():
-            call.cancel()
-        watchdog = threading.Timer(self._timeouts.link_answer, call.cancel)
+            cancel()
+
+    def _open(self, stream: ClientStream) -> None:
+        """Send what the coordinator must know first, and wait until it accepts the link. Raises as `_dial`."""
+        stream.keep_alive()
+        watchdog = threading.Timer(self._timeouts.link_answer, stream.cancel, ["the coordinator did not answer"])
         watchdog.daemon = True
         watchdog.start()
         try:
-            call.initial_metadata()
+            with self._lock:
+                self._opened += 1
+                position = Position(
+                    term=self._term, version=self._version, last=self._last, prepared=self._prepared, begun=self._begun
+                )
+                stream.write(Frame(to_coordinator=ShardMessage(position=position)))
+                held: list[Report] = [*self._held.values(), Applied(version=self._version), *self._written]
+                for report in held:
+                    stream.write(Frame(to_coordinator=wrap_report(report)))
+                self._stream = stream
+            frame, _ = stream.read()
         finally:
             watchdog.cancel()
-        self.up = call.is_active()
-        return iter(call)
+        if kind_of(frame) == "refused":
+            code, why = frame.refused.code, frame.refused.message
+            if code in FINAL:
+                raise Superseded(code, why) if code == "PERMISSION_DENIED" else Refused(code, why)
+            raise PeerLost(f"the coordinator refuses the link: {why}")
+        self.up = True
 
-    def _receive(self, envelope: CoordinatorMessage) -> None:
-        message = message_in(envelope)
+    def _receive(self, frame: Frame) -> None:
+        message = message_in(frame.to_shard)
         if message is None:
             return
         with self._lock:

@@ -1,17 +1,14 @@
-"""The control service of a server: joins, heartbeats, the coordinator's links, and calls of the operator (O8).
+"""The control service of a server: joins, heartbeats, and calls of the operator (O8).
 
 The service runs on the process's event loop for gRPC, so an open call never holds a thread. A call is accepted or
 refused by its headers, before its messages are read (O7). The host's work for a call may take a lock, so it runs in a
-few threads. Only calls that are authenticated and complete get there. Messages on the coordinator's links are a part of
-every update, so the loop passes them on itself.
+few threads. Only calls that are authenticated and complete get there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
@@ -23,7 +20,8 @@ from google.protobuf.message import Message as ProtoMessage
 from backstay_rpc.channels import NOT_AUTHENTICATED, REFUSAL, Credentials, listen
 from backstay_rpc.control_pb2 import (
     DESCRIPTOR,
-    CoordinatorMessage,
+    CoordinateReply,
+    CoordinateRequest,
     EvaluatedReply,
     EvaluatedRequest,
     HeartbeatReply,
@@ -33,29 +31,24 @@ from backstay_rpc.control_pb2 import (
     LeaveReply,
     LeaveRequest,
     Peer,
-    Position,
     ProgressReply,
     ProgressRequest,
-    ShardMessage,
 )
 from backstay_rpc.loop import call, rpc_loop
+from backstay_spec import contract
 
-from .._coordination.seam import Message
 from .._process._guard import ConnectionGuard
 from .._process._sockets import peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
 from ._driving import Driving
-from ._envelopes import report_in, wrap_message
+from ._peers import Peers
 
-__all__ = ["ControlServer", "Host", "Peers"]
+__all__ = ["ControlServer", "Host"]
 
 _LOG = logging.getLogger(__name__)
 
 _THREADS: Final = 8
-_MAX_WAITING: Final = 100_000
-"""Messages that wait to be sent on one link. A shard that is so far behind is disconnected, and links again."""
-
 _SERVICE: Final = DESCRIPTOR.services_by_name["Control"].full_name
 _MARK: Final = ((REFUSAL, "1"),)
 _M = TypeVar("_M", bound=ProtoMessage)
@@ -74,6 +67,10 @@ class Host(Protocol):
     def driving(self) -> Driving | None:
         """The coordinator; None on other shards than 0."""
 
+    @property
+    def data_address(self) -> str:
+        """``host:port`` of this server's data streams."""
+
     def not_ready(self) -> str:
         """Why pods cannot join yet; empty when they can."""
 
@@ -81,9 +78,6 @@ class Host(Protocol):
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
-
-    def add_spans(self, peer: Peer, spans: bytes) -> None:
-        """Another shard's server sends its last spans: a serialized `Spans`."""
 
     def evaluated(self, request: EvaluatedRequest) -> None: ...
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
@@ -97,73 +91,12 @@ class Host(Protocol):
         """Refuse older incarnations from now on, on every channel."""
 
 
-class Peers:
-    """The newest incarnation of every pod that this server has received. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest: dict[str, int] = {}
-
-    def see(self, role: str, index: int, incarnation: int) -> tuple[int, bool]:
-        """The newest incarnation known, this one included; and whether it is new."""
-        name = f"{role}-{index}"
-        with self._lock:
-            before = self._newest.get(name, -1)
-            if incarnation > before:
-                self._newest[name] = incarnation
-            return max(before, incarnation), incarnation > before
-
-    def known(self) -> dict[str, int]:
-        """By name, such as ``worker-3``."""
-        with self._lock:
-            return dict(self._newest)
-
-
 class _Refused(Exception):  # noqa: N818  # it is what happened
     """The answer to a call is an error. Backstay's own refusals are marked, so that a peer can recognize them."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
         self.code, self.details = code, details
-
-
-class _RemoteSink:
-    """A shard at the other end of a `Coordinate` stream. Any thread calls `deliver`; the rest runs on the loop."""
-
-    def __init__(self) -> None:
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._waiting: deque[CoordinatorMessage] = deque()
-        self._some = asyncio.Event()
-        self._ended = False
-
-    def deliver(self, message: Message) -> None:
-        """See `ShardSink`."""
-        self._waiting.append(wrap_message(message))
-        if len(self._waiting) > _MAX_WAITING:
-            self.end()
-        self._wake()
-
-    def end(self) -> None:
-        self._ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._some.is_set():
-            return
-        if threading.get_ident() == self._thread:  # most messages answer one that the loop has received
-            self._some.set()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._some.set)
-
-    async def send(self, context: Any) -> None:
-        """Write what is put, in order, until `end`."""
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            while self._waiting and not self._ended:
-                await context.write(self._waiting.popleft().SerializeToString())
-            if self._ended:
-                return
 
 
 class ControlService(grpc.GenericRpcHandler):
@@ -174,7 +107,6 @@ class ControlService(grpc.GenericRpcHandler):
     ) -> None:
         self.host = host
         self.guard: ConnectionGuard | None = None  # once the port is known
-        self.links: dict[_RemoteSink, int] = {}  # and their shards
         self._peers = peers
         self._credentials = credentials
         self._pool = pool
@@ -185,15 +117,13 @@ class ControlService(grpc.GenericRpcHandler):
             "Evaluated": (EvaluatedRequest, self._evaluated),
             "Leave": (LeaveRequest, self._leave),
             "Progress": (ProgressRequest, self._progress),
+            "Coordinate": (CoordinateRequest, self._coordinate),
         }
         # All are stream methods: only then a handler of ours reads the message, and can bound how long that takes.
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             f"/{_SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(self._one(kind, answer))
             for name, (kind, answer) in unary.items()
         }
-        self._handlers[f"/{_SERVICE}/Coordinate"] = grpc.stream_stream_rpc_method_handler(
-            self._guarded(self._coordinate)
-        )
         self._refuse: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self._not_authenticated
         )
@@ -276,9 +206,10 @@ class ControlService(grpc.GenericRpcHandler):
         if news and peer.incarnation > 0:
             self.host.fence({name: newest})
 
-    def _agree(self, peer: Peer, position: Position) -> None:
-        here, there = f"{peer.role} {self.host.shard}", f"{peer.role} {peer.index}"
-        difference = self.host.agreement.difference(position.leaves, position.settings, there, here)
+    def _agree(self, request: JoinRequest | CoordinateRequest, here: str) -> None:
+        peer = request.peer
+        there = f"{peer.role} {peer.index}"
+        difference = self.host.agreement.difference(request.leaves, request.settings, there, here)
         if difference:
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, difference)
 
@@ -290,11 +221,7 @@ class ControlService(grpc.GenericRpcHandler):
     def _joined(self, request: JoinRequest) -> JoinReply:
         host = self.host
         self._check(request.shard, request.expected_incarnation)
-        difference = host.agreement.difference(
-            request.leaves, request.settings, f"{request.peer.role} {request.peer.index}", f"shard {host.shard}"
-        )
-        if difference:
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, difference)
+        self._agree(request, f"shard {host.shard}")
         why = host.not_ready()
         if why:
             # Before the peer's incarnation is recorded: a standby does not decide which pods are replaced. During its
@@ -334,6 +261,22 @@ class ControlService(grpc.GenericRpcHandler):
 
         return await self._do(leave)
 
+    async def _coordinate(self, request: CoordinateRequest, _: Any) -> CoordinateReply:
+        return await self._do(self._coordinates, request)
+
+    def _coordinates(self, request: CoordinateRequest) -> CoordinateReply:
+        host, peer = self.host, request.peer
+        if host.driving is None:
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
+        if peer.role != contract.ROLE_SERVER or peer.index == host.shard:
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is not another shard")
+        self._agree(request, f"{peer.role} {host.shard}")
+        self._see(peer)
+        if request.coordinator > host.incarnation:
+            host.superseded(request.coordinator)
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {request.coordinator} leads now")
+        return CoordinateReply(incarnation=host.incarnation, data_address=host.data_address)
+
     async def _progress(self, request: ProgressRequest, _: Any) -> ProgressReply:
         self._check(request.shard, request.expected_incarnation)
         if self.host.awaits_operator():
@@ -351,58 +294,6 @@ class ControlService(grpc.GenericRpcHandler):
         if news:
             self.host.fence(news)
         return self.host.progress(request)
-
-    # ---- Links ----
-
-    async def _coordinate(self, context: Any) -> None:
-        driving = self.host.driving
-        if driving is None:
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
-        first, second = await self._read(context, ShardMessage), await self._read(context, ShardMessage)
-        if first is None or second is None or not first.HasField("hello") or not second.HasField("position"):
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with a hello and a position")
-        peer, position = first.hello, second.position
-        if peer.role != "parameter-server" or peer.index == self.host.shard:
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is not another shard")
-        await self._do(self._agree, peer, position)
-        await self._do(self._see, peer)
-        if position.coordinator > self.host.incarnation:
-            self.host.superseded(position.coordinator)
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {position.coordinator} leads now")
-        await context.send_initial_metadata(())  # the shard waits for it, and there may be no message yet
-        sink = _RemoteSink()
-        for older, shard in self.links.items():
-            if shard == peer.index:
-                older.end()
-        self.links[sink] = peer.index
-        sending = asyncio.ensure_future(sink.send(context))
-        listening = asyncio.ensure_future(self._listen(context, driving, peer, sink))
-        try:
-            driving.attach(
-                peer.index,
-                sink,
-                position.term,
-                position.version,
-                incarnation=peer.incarnation,
-                last=position.last if position.HasField("last") else None,
-                prepared=position.prepared,
-                begun=position.begun,
-            )
-            await asyncio.wait((sending, listening), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.links.pop(sink, None)
-            driving.detach(peer.index, sink)
-            for task in (sending, listening):
-                task.cancel()
-            await asyncio.gather(sending, listening, return_exceptions=True)
-
-    async def _listen(self, context: Any, driving: Driving, peer: Peer, sink: _RemoteSink) -> None:
-        while (data := await context.read()) is not grpc.aio.EOF:
-            message = _parsed(ShardMessage, data)
-            if message.HasField("spans"):
-                self.host.add_spans(peer, message.spans.SerializeToString())
-            elif (report := report_in(message)) is not None:
-                driving.receive(peer.index, sink, report)
 
 
 def _parsed(kind: type[_M], data: bytes) -> _M:
@@ -447,10 +338,6 @@ class ControlServer:
         """Answer calls with `host` from now on."""
         self._service.host = host
 
-    def linked(self) -> int:
-        """How many other shards are linked to the coordinator here."""
-        return len(self._service.links)
-
     def close(self) -> None:
         """End all calls."""
         self._guard.close()
@@ -458,6 +345,4 @@ class ControlServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _stop(self) -> None:
-        for link in self._service.links:
-            link.end()
         await self._server.stop(0.5)

@@ -28,7 +28,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 
 from .. import _instrument
-from .._control import Agreement, Driving, Link, Peers
+from .._control import Agreement, Driving, Link, Links, Peers
 from .._coordination import Intervals, Liveness
 from .._coordination.seam import Message, Report
 from .._process._environment import Environment
@@ -106,6 +106,7 @@ class Server:
         self._leader: Leader | None = None
         self._driving: Driving | None = None
         self._link: Link | None = None
+        self._links = Links(self, self._peers) if self.shard == 0 else None
         if self.shard == 0:
             names = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
             self._leader = Leader(
@@ -189,9 +190,11 @@ class Server:
             port=environment.data_port,
             token=environment.token,
             replicate=None if self._replication is None else self._replication.serve,
+            link=None if self._links is None else self._links.serve,
             ended=self._stream_ended,
             timeouts=environment.timeouts,
         )
+        self.data_address = f"{environment.pod_ip}:{self._data.port}"
         self._held = held
         if held is not None:
             self._inherit(held)
@@ -331,8 +334,7 @@ class Server:
         now = time.monotonic()
         with self._lock:
             pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
-        linked = self._driving is not None and self._control.linked() > 0
-        return now < self._newcomers_until or bool(pods) or linked
+        return now < self._newcomers_until or bool(pods) or bool(self._links)
 
     def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:
         """The pod's last message; `last`: values that are known only when the server leaves."""
@@ -477,7 +479,7 @@ class Server:
             incarnation=self.incarnation,
             term=self._runtime.term,
             version=self._runtime.version,
-            data_address=f"{self._env.pod_ip}:{self._data.port}",
+            data_address=self.data_address,
             done=self._done is not None and not self._done.failed,
             failed=self._failed(),
         )

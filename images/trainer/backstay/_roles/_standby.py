@@ -163,6 +163,10 @@ class Standby:
     def driving(self) -> Driving | None:
         return None
 
+    @property
+    def data_address(self) -> str:
+        raise AssertionError("a standby does not coordinate")  # calls that need it are refused earlier
+
     def not_ready(self) -> str:
         return f"this is the standby of shard {self.shard}"
 
@@ -176,9 +180,6 @@ class Standby:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         del peer
         return not trained  # a standby counts no reports of the end
-
-    def add_spans(self, peer: Peer, spans: bytes) -> None:
-        pass
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         pass

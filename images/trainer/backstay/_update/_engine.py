@@ -185,7 +185,7 @@ class ShardEngine:
             for factor in (1.0, 0.5) if clipped else (1.0,):
                 for weight in (1.0, 0.5) if weighted and count else (1.0,):
                     mean = Mean.of([weight] * max(1, count), max(1, count), factor)
-                    self._warm(mean, done, clipped, encoded if count else plain)
+                    self._warm(mean, done, clipped, encoded if count else [_device(value) for value in plain])
 
     def apply(
         self,

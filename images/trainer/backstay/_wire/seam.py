@@ -157,7 +157,7 @@ class FrameStream(Protocol):
 
 
 class ServerStream(FrameStream, Protocol):
-    """The server's end of a data stream. Any thread may call these two methods. They never block."""
+    """The server's end of a data stream. Any thread may call these methods. They never wait."""
 
     def received(self) -> int | None:
         """The bytes that have arrived since the stream began; None: the system does not report them."""
@@ -165,6 +165,18 @@ class ServerStream(FrameStream, Protocol):
 
     def cut(self) -> None:
         """Ends the stream: `read` and `write` of another thread return."""
+        ...
+
+    def post(self, frame: Frame) -> None:
+        """Sends a small frame without a body.
+
+        Raises:
+            PeerLost: the stream is broken, or the other end reads so slowly that nothing more can be sent.
+        """
+        ...
+
+    def keep_alive(self) -> None:
+        """The stream ends when the other end's node has not answered for about 10 s."""
         ...
 
 

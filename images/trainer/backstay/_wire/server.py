@@ -336,6 +336,7 @@ class DataServer:
         port: int,
         token: str,
         replicate: Callable[[Hello, FrameStream], None] | None = None,
+        link: Callable[[Hello, ServerStream], None] | None = None,
         ended: Callable[[Hello], None] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -343,7 +344,8 @@ class DataServer:
 
         Args:
             shard: serves the streams, from many threads.
-            replicate: serves the streams of servers: standbys.
+            replicate: serves the streams of this shard's standbys.
+            link: serves the links of the other shards' servers to the coordinator.
             ended: called when the stream of a worker has ended.
             host: address to bind, such as ``0.0.0.0``.
             port: 0 for any.
@@ -359,9 +361,11 @@ class DataServer:
         workers = StreamServer(shard, timeouts).serve
 
         def serve(hello: Hello, stream: ServerStream) -> None:
-            if replicate is not None and hello.peer.role == contract.ROLE_SERVER:
-                replicate(hello, stream)
-                return
+            if hello.peer.role == contract.ROLE_SERVER:
+                handler = replicate if hello.peer.index == hello.shard else link
+                if handler is not None:
+                    handler(hello, stream)
+                    return
             try:
                 workers(hello, stream)
             finally:

@@ -59,6 +59,9 @@ MAX_LATE: Final = 8
 
 KEEPALIVE_SECONDS: Final = 30
 
+LINK_BYTES: Final = 4 << 20
+"""So much may wait to be sent on a link; the system allows less (``net.core.wmem_max``)."""
+
 LINGER_BYTES: Final = 256 << 10
 LINGER_SECONDS: Final = 1.0
 """So much of what a refused caller still sends is received, for so long, so that the caller can read the refusal."""
@@ -104,6 +107,32 @@ class Frames:
                     sent -= len(unsent.popleft())
                 if sent:
                     unsent[0] = unsent[0][sent:]
+
+    def post(self, frame: Frame) -> None:
+        """Send a frame without a body, and without waiting.
+
+        Raises:
+            OSError: the connection broke, or its peer reads too slowly. Then nothing more can be sent on it.
+        """
+        header = frame.SerializeToString()
+        data = _HEAD.pack(len(header), 0) + header
+        with self._writing:
+            try:
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+        if sent < len(data):
+            self.cut()
+            raise ConnectionError("the other end reads too slowly")
+
+    def keep_alive(self) -> None:
+        """Notice within about 10 s that the peer's node is gone, and let many small frames wait for a slow peer."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINK_BYTES)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None] | None:
         """The next frame with its body; None at the end of the stream.
@@ -277,6 +306,17 @@ class ClientStream:
         except OSError as error:
             raise self._lost(error) from error
 
+    def post(self, frame: Frame) -> None:
+        """See `ServerStream`."""
+        try:
+            self._frames.post(frame)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def keep_alive(self) -> None:
+        """See `ServerStream`."""
+        self._frames.keep_alive()
+
     def alive(self) -> bool:
         return self._why is None
 
@@ -321,6 +361,15 @@ class _ServerStream:
             self._frames.write(frame, *body)
         except OSError as error:
             raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
+
+    def post(self, frame: Frame) -> None:
+        try:
+            self._frames.post(frame)
+        except OSError as error:
+            raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
+
+    def keep_alive(self) -> None:
+        self._frames.keep_alive()
 
     def alive(self) -> bool:
         return not self._frames.ended()

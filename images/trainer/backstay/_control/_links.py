@@ -1,0 +1,149 @@
+"""The coordinator's ends of the links to the servers of the other shards.
+
+A link is a data stream, because its messages are a part of every update. One thread receives a message and acts on it.
+A message is sent by the thread that has it (docs/decisions/0058).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final, Protocol
+
+from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
+from backstay_spec import contract
+
+from .._coordination.seam import Message
+from .._wire import frames
+from .._wire.frames import kind_of
+from .._wire.seam import Refusal, ServerStream
+from ..errors import PeerLost
+from ._driving import Driving
+from ._envelopes import report_in, wrap_message
+from ._peers import Peers
+
+__all__ = ["LinkHost", "Links"]
+
+_LOG = logging.getLogger(__name__)
+
+ACCEPTED: Final = Frame(to_shard=CoordinatorMessage())
+"""The coordinator's first message."""
+
+
+class LinkHost(Protocol):
+    """Shard 0's server. Thread-safe."""
+
+    shard: int
+    incarnation: int
+
+    @property
+    def driving(self) -> Driving | None:
+        """The coordinator; None on other shards than 0."""
+
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
+        """Another shard's server sends its last spans: a serialized `Spans`."""
+
+
+class _RemoteSink:
+    """A `ShardSink` at the other end of a link."""
+
+    def __init__(self, shard: int, stream: ServerStream) -> None:
+        self.shard, self._stream = shard, stream
+
+    def deliver(self, message: Message) -> None:
+        """See `ShardSink`. Never waits: a shard whose link breaks gets what it has missed when it links again."""
+        try:
+            self._stream.post(Frame(to_shard=wrap_message(message)))
+        except PeerLost as lost:
+            _LOG.debug("a message to shard %d was not sent: %s", self.shard, lost)
+
+    def end(self) -> None:
+        self._stream.cut()
+
+
+class Links:
+    """Serves the links, each in the thread of its data stream."""
+
+    def __init__(self, host: LinkHost, peers: Peers) -> None:
+        """
+        Args:
+            host: the server of shard 0.
+            peers: the incarnations known here.
+        """
+        self._host, self._peers = host, peers
+        self._lock = threading.Lock()
+        self._open: set[_RemoteSink] = set()
+
+    def __len__(self) -> int:
+        """How many other shards are linked."""
+        with self._lock:
+            return len(self._open)
+
+    def serve(self, hello: Hello, stream: ServerStream) -> None:
+        """Serve a link until it ends."""
+        try:
+            self._serve(hello, stream)
+        except Refusal as refusal:
+            stream.write(frames.refused(refusal))
+
+    def _serve(self, hello: Hello, stream: ServerStream) -> None:
+        driving = self._driving(hello)
+        item = stream.read()
+        if item is None:
+            return
+        first = item[0].to_coordinator
+        if not first.HasField("position"):
+            raise Refusal("INVALID_ARGUMENT", "a link begins with a position")
+        position, peer = first.position, hello.peer
+        sink = _RemoteSink(peer.index, stream)
+        with self._lock:
+            for older in [other for other in self._open if other.shard == peer.index]:
+                older.end()
+            self._open.add(sink)
+        try:
+            stream.keep_alive()
+            stream.write(ACCEPTED)
+            driving.attach(
+                peer.index,
+                sink,
+                position.term,
+                position.version,
+                incarnation=peer.incarnation,
+                last=position.last if position.HasField("last") else None,
+                prepared=position.prepared,
+                begun=position.begun,
+            )
+            while (item := stream.read()) is not None:
+                frame, body = item
+                message = frame.to_coordinator
+                if kind_of(frame) != "to_coordinator" or body is not None:
+                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind_of(frame)!r} cannot come on a link")
+                if message.HasField("spans"):
+                    self._host.add_spans(peer, message.spans.SerializeToString())
+                elif (report := report_in(message)) is not None:
+                    driving.receive(peer.index, sink, report)
+        finally:
+            with self._lock:
+                self._open.discard(sink)
+            driving.detach(peer.index, sink)
+
+    def _driving(self, hello: Hello) -> Driving:
+        peer, host = hello.peer, self._host
+        driving = host.driving
+        if driving is None or hello.shard != host.shard:
+            raise Refusal("FAILED_PRECONDITION", "the coordinator is on shard 0")
+        if peer.role != contract.ROLE_SERVER or peer.index == host.shard:
+            raise Refusal("INVALID_ARGUMENT", f"{peer.role} {peer.index} is not another shard")
+        if hello.expected_incarnation != host.incarnation:
+            raise Refusal(
+                "FAILED_PRECONDITION",
+                f"shard 0 has incarnation {host.incarnation}, not {hello.expected_incarnation}: link again",
+            )
+        newest, _ = self._peers.see(peer.role, peer.index, peer.incarnation)
+        if newest > peer.incarnation:
+            raise Refusal(
+                "PERMISSION_DENIED",
+                f"{peer.role}-{peer.index} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it "
+                "must stop",
+            )
+        return driving

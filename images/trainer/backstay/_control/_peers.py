@@ -1,0 +1,29 @@
+"""The newest incarnation of every pod that a server has received."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["Peers"]
+
+
+class Peers:
+    """The newest incarnation of every pod that this server has received. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: dict[str, int] = {}
+
+    def see(self, role: str, index: int, incarnation: int) -> tuple[int, bool]:
+        """The newest incarnation known, this one included; and whether it is new."""
+        name = f"{role}-{index}"
+        with self._lock:
+            before = self._newest.get(name, -1)
+            if incarnation > before:
+                self._newest[name] = incarnation
+            return max(before, incarnation), incarnation > before
+
+    def known(self) -> dict[str, int]:
+        """By name, such as ``worker-3``."""
+        with self._lock:
+            return dict(self._newest)
