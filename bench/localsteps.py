@@ -6,11 +6,12 @@ All rows train the byte-level transformer of `examples/bytes` on the same number
 optimizer. No row is tuned. The link is the one of the server. The kernel limits it in each direction, in a network
 namespace of this program (bench/_link.py). This needs root. The workers share the cores of this machine.
 
-    python bench/localsteps.py [--size small|large] [--seeds 3] [--rows N ...] [--results FILE]
+    python bench/localsteps.py [--size small|large] [--seeds 3] [--rows N ...] [--results FILE] [--runs N] [--write]
 
 Columns: bits per byte on held-out text, after the last update (mean and standard deviation over the seeds); bytes on
 the link for each token, in both directions, with all headers; goodput (docs/goodput.md); the seconds from the first
-update to the last. The file keeps the results: a run that it has is not run again.
+update to the last. The file keeps the results: a run that it has is not run again. So the table may be measured in
+pieces of `--runs` runs. `--write` writes the tables of both sizes into docs/local-steps.md, and their picture.
 """
 
 from __future__ import annotations
@@ -20,21 +21,28 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import _link
 from _cluster import Cluster, Job, cluster
-from _common import table
 from chaos import Chaos
 
+REPO = Path(__file__).resolve().parent.parent
+PAGE = REPO / "docs" / "local-steps.md"
+PICTURE = REPO / "docs" / "pictures" / "local-steps.svg"
+
 COUNT, KILL_SECONDS = 24, 26.0
-STEPS = {"small": 3840, "large": 960}
+STEPS = {"small": 6144, "large": 1920}
+"""Of all workers of a row together. Each run of two cores takes longer than `KILL_SECONDS`."""
+
 _NUMBERS = itertools.count()
 STREAMED = {"count": COUNT, "fragments": 4, "overlap": 2}
 
@@ -61,6 +69,14 @@ class Row:
     def between(self) -> int:
         """Steps of a worker between two of its contributions."""
         return 1 if self.local is None else int(self.local["count"]) // int(self.local.get("fragments", 1))
+
+    def updates(self, size: str) -> int:
+        """How many updates a job of this row makes."""
+        steps = STEPS[size] // self.workers // self.between
+        return steps if self.update["mode"] == "Sync" else steps * self.workers
+
+    def title(self) -> str:
+        return f"{self.name}, {self.workers} workers"
 
 
 ROWS = (
@@ -100,9 +116,7 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
 
     import backstay
 
-    steps = STEPS[size] // row.workers
-    contributions = 1 if row.update["mode"] == "Sync" else row.workers
-    updates = steps // row.between * contributions
+    steps, updates = STEPS[size] // row.workers, row.updates(size)
     job = Job(on, f"text-{next(_NUMBERS)}", steps=updates, workers=row.workers, every_steps=100_000, script="text.py")
     job.spec["args"] = [
         *("--size", size, "--worker-steps", str(steps), "--updates", str(updates), "--seed", str(seed)),
@@ -141,28 +155,133 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
     return Result(float(bits), sent / tokens, goodput, times[-1] - times[0], len(chaos.faults))
 
 
-def shown(results: dict[str, Result], size: str, rows: Iterable[int]) -> str:
-    """The table of the runs that there are."""
-    lines = [("", "workers", "killed", "bits/byte", "bytes/token", "goodput", "seconds")]
-    for number in rows:
-        for killing in (False, True):
-            found = [result for key, result in results.items() if key.rpartition("/")[0] == name(size, number, killing)]
-            if not found:
-                continue
-            bits = [result.bits for result in found]
-            spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
-            lines.append(
-                (
-                    "... with deaths" if killing else ROWS[number].name,
-                    str(ROWS[number].workers),
-                    f"{statistics.mean(result.killed for result in found):.1f}",
-                    f"{statistics.mean(bits):.3f}{spread}",
-                    f"{statistics.mean(result.sent for result in found):,.0f}",
-                    f"{statistics.mean(result.goodput for result in found):.1%}",
-                    f"{statistics.mean(result.seconds for result in found):.1f}",
-                )
-            )
-    return table(lines)
+def found(results: Mapping[str, Result], size: str, row: int, killing: bool) -> list[Result]:
+    """The runs of all seeds that there are."""
+    return [result for key, result in results.items() if key.rpartition("/")[0] == name(size, row, killing)]
+
+
+def mean(of: Callable[[Result], float], runs: Iterable[Result]) -> float:
+    return statistics.mean(map(of, runs))
+
+
+def table(results: Mapping[str, Result], size: str, rows: Iterable[int]) -> str:
+    """In Markdown: the runs that there are."""
+    lines = [
+        "| row | workers | updates | seeds | killed | held-out bits per byte | bytes per token | goodput | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for number, killing in itertools.product(rows, (False, True)):
+        runs, row = found(results, size, number, killing), ROWS[number]
+        if not runs:
+            continue
+        spread = f" ± {deviation(runs):.3f}" if len(runs) > 1 else ""
+        lines.append(
+            f"| {'with deaths' if killing else row.name} | {row.workers} | {row.updates(size):,} | {len(runs)} "
+            f"| {mean(lambda run: run.killed, runs):.2g} | {mean(lambda run: run.bits, runs):.3f}{spread} "
+            f"| {mean(lambda run: run.sent, runs):,.0f} | {mean(lambda run: run.goodput, runs):.0%} "
+            f"| {mean(lambda run: run.seconds, runs):.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def deviation(runs: Iterable[Result]) -> float:
+    """Of the bits per byte; 0 of one run."""
+    bits = [run.bits for run in runs]
+    return statistics.stdev(bits) if len(bits) > 1 else 0.0
+
+
+# ---- The picture ----
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#882255")
+INK, GRID = "#24292f", "#d8dee4"
+WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 330, 220, 56, 44, 64, 60  # pixels of a panel, and around it
+
+
+def draw(results: Mapping[str, Result]) -> str:
+    """An SVG picture: for each size, bits over bytes, bits over time, and goodput. Hollow: with deaths."""
+    sizes = [size for size in STEPS if any(key.startswith(f"{size}/") for key in results)]
+    tall = TOP + HEIGHT + BOTTOM
+    width, height = LEFT + 3 * (WIDTH + GAP), len(sizes) * tall + 22 * math.ceil(len(ROWS) / 3) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12" fill="{INK}">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for line, size in enumerate(sizes):
+        points = {
+            (number, killing): runs
+            for number, killing in itertools.product(range(len(ROWS)), (False, True))
+            if (runs := found(results, size, number, killing))
+        }
+        parts.append(f'<g transform="translate({LEFT} {line * tall + TOP})">')
+        parts += scatter(points, f"{size} model: bits per byte over bytes per token", lambda run: run.sent, log=True)
+        parts.append(f'</g><g transform="translate({LEFT + WIDTH + GAP} {line * tall + TOP})">')
+        parts += scatter(points, f"{size} model: bits per byte over seconds", lambda run: run.seconds, log=False)
+        parts.append(f'</g><g transform="translate({LEFT + 2 * (WIDTH + GAP)} {line * tall + TOP})">')
+        parts += [*bars(points, f"{size} model: goodput"), "</g>"]
+    for number, row in enumerate(ROWS):
+        x, y = LEFT + number % 3 * (WIDTH + GAP), len(sizes) * tall + number // 3 * 22
+        parts.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{COLORS[number]}"/>')
+        parts.append(f'<text x="{x + 12}" y="{y + 4}">{escape(row.title())}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+Points = Mapping[tuple[int, bool], list[Result]]
+
+
+def scatter(points: Points, title: str, along: Callable[[Result], float], *, log: bool) -> Iterator[str]:
+    """One point for each row: the mean, and a line for the standard deviation of the bits."""
+    scale = math.log10 if log else float
+    places = {key: (scale(mean(along, runs)), mean(lambda run: run.bits, runs)) for key, runs in points.items()}
+    bits = [bits for _, bits in places.values()]
+    low, high = math.floor(10 * min(bits)) / 10, math.ceil(10 * max(bits) + 0.1) / 10
+    first = math.floor(min(x for x, _ in places.values())) if log else 0.0
+    last = math.ceil(max(x for x, _ in places.values())) if log else 1.05 * max(x for x, _ in places.values())
+
+    def down(bits: float) -> float:
+        return HEIGHT * (high - bits) / (high - low)
+
+    yield f'<text y="-16" font-weight="bold">{escape(title)}</text>'
+    for tick in range(5):
+        y, value = HEIGHT * (1 - tick / 4), low + tick * (high - low) / 4
+        yield f'<path d="M0 {y:.1f}h{WIDTH}" stroke="{GRID}"/>'
+        yield f'<text x="-8" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>'
+    step = 1 if log else next(size for size in (5, 10, 20, 50, 100) if last / size < 8)
+    for value in range(int(first), int(last) + 1, step):
+        x = WIDTH * (value - first) / (last - first)
+        yield f'<text x="{x:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{10**value if log else value:,}</text>'
+    for (number, killing), (at, value) in places.items():
+        x, spread, color = WIDTH * (at - first) / (last - first), deviation(points[number, killing]), COLORS[number]
+        yield f'<path d="M{x:.1f} {down(value - spread):.1f}V{down(value + spread):.1f}" stroke="{color}"/>'
+        fill = "#ffffff" if killing else color
+        yield f'<circle cx="{x:.1f}" cy="{down(value):.1f}" r="5" fill="{fill}" stroke="{color}" stroke-width="2"/>'
+
+
+def bars(points: Points, title: str) -> Iterator[str]:
+    yield f'<text y="-16" font-weight="bold">{escape(title)}</text>'
+    for tick in range(0, 101, 25):
+        x = WIDTH * tick / 100
+        yield f'<path d="M{x:.1f} 0V{HEIGHT}" stroke="{GRID}"/>'
+        yield f'<text x="{x:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{tick} %</text>'
+    deep = HEIGHT / (2 * len(ROWS))
+    for (number, killing), runs in points.items():
+        y, width, color = (2 * number + killing) * deep, WIDTH * mean(lambda run: run.goodput, runs), COLORS[number]
+        fill = "#ffffff" if killing else color
+        yield (
+            f'<rect y="{y + 1.5:.1f}" width="{width:.1f}" height="{deep - 3:.1f}" fill="{fill}" stroke="{color}" '
+            'stroke-width="1.5"/>'
+        )
+
+
+def write(results: Mapping[str, Result]) -> None:
+    """The tables of both sizes in their page, and the picture."""
+    text = PAGE.read_text()
+    for size in STEPS:
+        begin, end = f"<!-- table of the {size} model -->\n", f"<!-- end of the table of the {size} model -->\n"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table(results, size, range(len(ROWS)))}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text)
+    PICTURE.write_text(draw(results))
 
 
 def name(size: str, row: int, killing: bool) -> str:
@@ -170,22 +289,29 @@ def name(size: str, row: int, killing: bool) -> str:
     return f"{size}/{row}/{'killed' if killing else 'quiet'}"
 
 
-async def measure(arguments: argparse.Namespace, path: Path | None) -> dict[str, Result]:
-    """All runs that are not in the file, in one cluster."""
+def stored(path: Path | None) -> dict[str, Result]:
+    """The results in a file."""
     kept = json.loads(path.read_text()) if path and path.exists() else {}
-    results = {key: Result(**values) for key, values in kept.items()}
+    return {key: Result(**values) for key, values in kept.items()}
+
+
+async def measure(arguments: argparse.Namespace, results: dict[str, Result]) -> None:
+    """The runs that are not in the results, in one cluster."""
+    due = [
+        (number, killing, seed)
+        for killing, seed, number in itertools.product((False, True), range(arguments.seeds), arguments.rows)
+        if f"{name(arguments.size, number, killing)}/{seed}" not in results
+    ][: arguments.runs]
+    if not due:
+        return
     async with cluster() as on:
-        for seed in range(arguments.seeds):
-            for number in arguments.rows:
-                for killing in (False, True):
-                    key = f"{name(arguments.size, number, killing)}/{seed}"
-                    if key in results:
-                        continue
-                    results[key] = await run(on, ROWS[number], arguments.size, seed, killing)
-                    print(key, results[key], file=sys.stderr, flush=True)
-                    if path:
-                        path.write_text(json.dumps({key: asdict(value) for key, value in results.items()}, indent=1))
-    return results
+        for number, killing, seed in due:
+            key = f"{name(arguments.size, number, killing)}/{seed}"
+            results[key] = await run(on, ROWS[number], arguments.size, seed, killing)
+            print(key, results[key], file=sys.stderr, flush=True)
+            if arguments.results:
+                kept = json.dumps({key: asdict(value) for key, value in results.items()}, indent=1)
+                arguments.results.write_text(kept)
 
 
 def main() -> None:
@@ -196,12 +322,17 @@ def main() -> None:
     parser.add_argument("--gigabits", type=float, default=1.0, help="a second on the link, in each direction")
     parser.add_argument("--rows", type=int, nargs="*", default=range(len(ROWS)), help="from 0; default: all")
     parser.add_argument("--results", type=Path, help="a file that keeps the results")
+    parser.add_argument("--runs", type=int, help="the most runs to do now; default: all that are missing")
+    parser.add_argument("--write", action="store_true", help="write the page and its picture, of all results")
     arguments = parser.parse_args()
-    _link.enter(arguments.gigabits)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for evaluating here
-    results = asyncio.run(measure(arguments, arguments.results))
-    print(table([("size", arguments.size), ("link", f"{arguments.gigabits:g} Gb/s")]))
-    print(shown(results, arguments.size, arguments.rows))
+    results = stored(arguments.results)
+    if arguments.runs != 0:
+        _link.enter(arguments.gigabits)
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for evaluating here
+        asyncio.run(measure(arguments, results))
+    print(table(results, arguments.size, arguments.rows))
+    if arguments.write:
+        write(results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import optax
 import backstay
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bytes" / "train.py"
-SIZES = {"small": (64, 2, 64, 8), "large": (128, 4, 128, 16)}  # width, layers, context, batch
+SIZES = {"tiny": (32, 2, 32, 8), "small": (64, 2, 64, 8), "large": (128, 4, 128, 8)}  # width, layers, context, batch
 
 
 def example(size):
