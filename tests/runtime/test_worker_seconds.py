@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay._roles._beside import Beside
 from backstay._roles._worker_reports import WorkerReports
 from backstay._roles._worker_seconds import WorkerSeconds, process_age
 from backstay_rpc.control_pb2 import HeartbeatRequest, Peer, ProgressReply
@@ -19,7 +22,10 @@ from backstay_spec.goodput import MEASURED
 CALLS = st.lists(
     st.tuples(
         st.floats(0, 100),
-        st.sampled_from(["starting", "data", "computed", "exchanged", "reconnecting", "abandoned", "rolled back"]),
+        st.sampled_from(
+            ["starting", "data", "computed", "began next", "exchanged", "reconnecting", "abandoned", "rolled back"]
+        ),
+        st.floats(-1, 200),
         st.floats(-1, 200),
         st.floats(-1, 200),
         st.one_of(st.none(), st.integers(0, 30)),
@@ -47,13 +53,15 @@ class Worker:
 def test_the_parts_of_a_workers_time_add_up_to_its_age(calls: list[tuple[Any, ...]], age: float) -> None:
     worker = Worker(age)
     saved = 0
-    for passed, call, sent, answered, applied_at in calls:
+    for passed, call, sent, answered, beside, applied_at in calls:
         worker.now += passed
         match call:
             case "computed":
                 worker.seconds.computed()
             case "exchanged":
-                worker.seconds.exchanged(sent, answered, applied_at=applied_at)
+                worker.seconds.exchanged(sent, answered, applied_at=applied_at, beside=beside)
+            case "began next":
+                worker.seconds.began_next()
             case "abandoned":
                 worker.seconds.abandoned()
             case "rolled back":
@@ -66,6 +74,76 @@ def test_the_parts_of_a_workers_time_add_up_to_its_age(calls: list[tuple[Any, ..
         assert sum(found.seconds) == pytest.approx(worker.now - 50 + age, abs=1e-6)
         assert -1e-9 <= found.unsaved <= found.seconds[MEASURED.index("applied")] + 1e-6
     assert sum(worker.seconds.rounded) == pytest.approx(worker.now - 50 + age, abs=0.02)
+
+
+@given(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9), st.floats(-1, 9))
+def test_computing_beside_an_exchange_takes_its_time_from_the_beginning(
+    send: float, wait: float, receive: float, beside: float
+) -> None:
+    worker = Worker()
+    worker.seconds.ended("data")
+    ends = send, send + wait, send + wait + receive
+    worker.now += ends[-1]
+    worker.seconds.exchanged(send, send + wait, applied_at=1, beside=beside)
+    found = worker.named()
+    computed = min(max(0.0, beside), ends[-1])
+    left = [max(0.0, end - max(computed, begin)) for begin, end in zip((0.0, *ends), ends, strict=False)]
+    wanted = {"computing": computed, "send": left[0], "wait": left[1], "receive": left[2]}
+    assert {part: found.get(part, 0.0) for part in wanted} == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_was_computed_beside_an_exchange_belongs_to_the_next_contribution(used: bool) -> None:
+    worker = Worker()
+    worker.seconds.ended("data")
+    worker.now += 4
+    worker.seconds.computed()
+    worker.now += 1
+    worker.seconds.began_next()
+    worker.now += 8
+    assert worker.named() == {"computing": 5, "wait": 8}
+    worker.seconds.exchanged(1, 6, applied_at=1, beside=5)
+    assert worker.named() == {"applied": 4, "computing": 6, "wait": 1, "receive": 2}
+    if not used:
+        worker.seconds.abandoned()
+    worker.now += 3
+    worker.seconds.computed()
+    worker.now += 1
+    worker.seconds.exchanged(1, 1, applied_at=2)
+    outcome = {"applied": 13} if used else {"applied": 7, "dropped": 6}
+    assert worker.named() == outcome | {"send": 1, "wait": 1, "receive": 2}
+
+
+def test_it_is_noted_when_a_computation_beside_an_exchange_ends() -> None:
+    now = [10.0]
+    beside, goes = Beside(lambda: now[0]), threading.Event()
+    assert beside.seconds(10, 20) == 0, "there is none"
+
+    def ends(wait: Callable[[], object]) -> None:
+        beside.begin(wait)
+        assert beside._ended is not None
+        beside._ended.exception(60)
+
+    def fail() -> None:
+        raise ValueError
+
+    try:
+        beside.begin(lambda: goes.wait(60))
+        assert beside.seconds(10, 13) == 3, "it still runs"
+        assert beside.seconds(10, 13) == 0, "each counts once"
+        goes.set()
+        for wait in (goes.wait, fail):
+            now[0] = 10.0
+            ends(wait)
+            now[0] = 16.0
+            assert beside.seconds(4, 13) == 6
+            ends(wait)
+            assert beside.seconds(4, 13) == 9, "it ended after the exchange"
+            ends(wait)
+            assert beside.seconds(17, 20) == 0, "it ended before the exchange"
+    finally:
+        goes.set()
+        beside.close()
 
 
 def test_a_computation_belongs_to_what_became_of_it() -> None:

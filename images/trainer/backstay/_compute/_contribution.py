@@ -126,6 +126,12 @@ class Computation(Protocol):
         """The key of the first batch that `start` will draw for this contribution; None: it has all of them."""
         ...
 
+    def early(self) -> Callable[[], object] | None:
+        """Waits until the part of the next contribution is computed that the last `start` has begun; None: it began
+        none.
+        """
+        ...
+
     def start(self, start: Start) -> Contribution:
         """Dispatch the computation of one contribution and return.
 
@@ -197,6 +203,9 @@ class GradientComputation:
 
     def first_batch(self, start: Start) -> BatchKey:
         return start.key
+
+    def early(self) -> None:
+        return None
 
     def start(self, start: Start) -> PackedContribution:
         batch = self._batch_of(start.key)

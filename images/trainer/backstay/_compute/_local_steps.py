@@ -195,6 +195,11 @@ class LocalTraining:
         continued = self._continued
         return self._program.local.overlap if continued and received is not None and continued.key == key else 0
 
+    def early(self) -> Callable[[], object] | None:
+        """See `Computation.early`."""
+        continued = self._continued
+        return None if continued is None or continued.carry is None else partial(jax.block_until_ready, continued.sums)
+
     def steps(
         self,
         leaves: Sequence[Any],
@@ -309,6 +314,9 @@ class LocalComputation:
     def compile(self, batch: Any) -> float | None:
         flops = self._program.compile(batch)
         return None if flops is None else flops * self.batches
+
+    def early(self) -> Callable[[], object] | None:
+        return self._training.early()
 
     def first_batch(self, start: Start) -> BatchKey | None:
         number = self._training.made(start.key, start.received)

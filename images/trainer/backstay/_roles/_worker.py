@@ -49,6 +49,7 @@ from .._wire.client import Push, ShardedClient, connect
 from .._wire.seam import Pulled, flow_of
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
+from ._beside import Beside
 from ._black_box import hang_report
 from ._key_steps import KEY_STEPS
 from ._metrics import STEP_PARTS, HttpPort, Metrics
@@ -152,7 +153,7 @@ class Worker:
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
-        self._overlaps, self._ahead = script.overlaps(environment.config), Ahead()
+        self._overlaps, self._ahead, self._beside = script.overlaps(environment.config), Ahead(), Beside()
         self._zero = ZeroLeaves(plan.partition.tree)
         self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
@@ -252,13 +253,19 @@ class Worker:
         self._compiled = True
         if self._overlaps and pulled.version + 1 < self._script.steps:  # else this one may be the last
             following = replace(start, key=replace(key, step=step + 1))
-            self._draw(following)
-            self._ahead.keep(self._term, self._computation.start(following), pulled)
+            self._draw(following, due=False)
+            self._ahead.keep(self._term, begun := self._computation.start(following), pulled)
+            self._beside.begin(begun.wait)
+            self.seconds.began_next()
+        elif (early := self._computation.early()) is not None:
+            self._beside.begin(early)
         return contribution, at
 
-    def _draw(self, start: Start) -> None:
+    def _draw(self, start: Start, *, due: bool = True) -> None:
         """Wait for the first batch of a contribution, before its computation is measured."""
         if (first := self._computation.first_batch(start)) is not None:
+            if due and first.step == start.key.step * self._computation.batches:
+                self.seconds.abandoned()  # what was computed early, for another key
             self._prepared = first, self._batch(first)
 
     def _batch(self, key: BatchKey) -> Any:
@@ -330,7 +337,7 @@ class Worker:
                 with _instrument.span("exchange", key_step):
                     began = time.monotonic()
                     pulled, params = self._pull(Push(identity, blocks, info), 0)
-                    record_exchange(pulled, identity, began, time.monotonic())
+                    record_exchange(pulled, identity, began, ended := time.monotonic())
             except (PeerLost, Refused) as error:
                 term = self._term
                 pulled, params = self._reconnect(error)
@@ -343,7 +350,8 @@ class Worker:
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
-            self.seconds.exchanged(pulled.pushed_at - began, pulled.answered_at - began, applied_at=applied_at)
+            beside, sent, answered = self._beside.seconds(began, ended), pulled.pushed_at, pulled.answered_at
+            self.seconds.exchanged(sent - began, answered - began, applied_at=applied_at, beside=beside)
             self._key_steps.answered(key_step, pulled)
             self._count(pulled, key_step, info())
             return pulled, params, True
@@ -478,6 +486,7 @@ class Worker:
     def _finish(self, pulled: Pulled, params: Sequence[Any]) -> Result | None:
         """Wait until the job is done; None when a server was lost meanwhile, and the last version may have changed."""
         self._heart.activity = LEAVING
+        self.seconds.abandoned()  # what was computed early, for an update after the last
         if self._plan.wire.parameters != "Exact" or self._plan.partition.fragments > 1:
             # The result has the precision of the servers, and all fragments.
             try:
@@ -579,6 +588,7 @@ class Worker:
         shown = "  ".join(f"{part} {seconds:.3g}" for part, seconds in measured.items())
         _LOG.info("seconds of this worker: %s", shown, extra={"fields": {"workerSeconds": measured}})
         self._disconnect()
+        self._beside.close()
         self._heart.close()
         self._batches.close()
         self._control.leave(trained=self._returns)

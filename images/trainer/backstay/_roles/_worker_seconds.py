@@ -26,7 +26,8 @@ class WorkerSeconds:
     """Divides the time of one process into `MEASURED`, without a gap and without overlap. Thread-safe.
 
     Each method but `report` assigns the time since the previous call. The seconds of a computation wait until its
-    outcome is known.
+    outcome is known. With `overlap`, the computation after it may begin before that: its seconds are those of the
+    next one.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
@@ -38,6 +39,7 @@ class WorkerSeconds:
         self._clock, self._lock = clock, threading.Lock()
         self._at = clock() - age
         self._seconds = dict.fromkeys(MEASURED, 0.0)
+        self._next = 0.0  # computation of the contribution after the one in hand
         self._doing = "starting"
         self._versions, self._applied = [0], [0.0]  # what was applied up to each of these versions
         self._saved = 0
@@ -54,27 +56,37 @@ class WorkerSeconds:
             self._seconds["computing"] += self._passed()
             self._doing = "wait"
 
-    def exchanged(self, sent: float, answered: float, *, applied_at: int | None) -> None:
+    def began_next(self) -> None:
+        """The time since the previous call is computation of the contribution after the one in hand."""
+        with self._lock:
+            self._next += self._passed()
+            self._doing = "wait"
+
+    def exchanged(self, sent: float, answered: float, *, applied_at: int | None, beside: float = 0.0) -> None:
         """The time since the previous call was the exchange of the contribution.
 
         Args:
             sent: seconds from the beginning of the exchange until the contribution was sent.
             answered: seconds from its beginning until the first new parameters came from every shard.
             applied_at: the version that contains the contribution; None: it is not part of an update.
+            beside: seconds from its beginning in which the next contribution was computed. They are computation, and
+                not a part of the exchange.
         """
         with self._lock:
             passed = self._passed()
-            send = min(max(0.0, sent), passed)
-            wait = min(max(0.0, answered - sent), passed - send)
-            for part, seconds in (("send", send), ("wait", wait), ("receive", passed - send - wait)):
+            at = computed = min(max(0.0, beside), passed)
+            self._next += computed
+            for part, end in (("send", sent), ("wait", answered), ("receive", passed)):
+                seconds = min(max(at, end), passed) - at
                 self._seconds[part] += seconds
+                at += seconds
             self._resolve("dropped" if applied_at is None else "applied")
             if applied_at is not None:
                 self._remember(applied_at)
             self._doing = "data"
 
     def abandoned(self) -> None:
-        """The outcome of the computation in hand will not be known."""
+        """No update will contain the computation in hand, or that is not known. The next one is in hand now."""
         with self._lock:
             self._resolve("dropped")
 
@@ -100,7 +112,8 @@ class WorkerSeconds:
             self._saved = max(saved, self._saved)
             at = max(0, bisect_right(self._versions, self._saved) - 1)
             del self._versions[:at], self._applied[:at]
-            seconds = self._seconds | {self._doing: self._seconds[self._doing] + max(0.0, self._clock() - self._at)}
+            seconds = self._seconds | {"computing": self._seconds["computing"] + self._next}
+            seconds[self._doing] += max(0.0, self._clock() - self._at)
             return control_pb2.WorkerSeconds(
                 seconds=[seconds[part] for part in MEASURED],
                 version=self._versions[-1],
@@ -123,7 +136,7 @@ class WorkerSeconds:
 
     def _resolve(self, part: str) -> None:
         self._seconds[part] += self._seconds["computing"]
-        self._seconds["computing"] = 0.0
+        self._seconds["computing"], self._next = self._next, 0.0
 
     def _passed(self) -> float:
         now = self._clock()
