@@ -55,7 +55,7 @@ class Row:
         workers: how many.
         local: the arguments of `LocalSteps`; None: an update for each batch.
         update, wire: of the job's spec.
-        outer_rate: of plain SGD as outer optimizer; None: the default of the mode.
+        outer: arguments of scripts/text.py for the outer optimizer; none: the default of the mode.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Row:
     local: dict[str, Any] | None = None
     update: dict[str, Any] = field(default_factory=lambda: {"mode": "Sync", "backups": 0})
     wire: dict[str, Any] = field(default_factory=dict)
-    outer_rate: float | None = None
+    outer: tuple[str, ...] = ()
 
     @property
     def between(self) -> int:
@@ -84,9 +84,15 @@ ROWS = (
     Row("Sync, 1 backup, no grace", update={"mode": "Sync", "backups": 1}),
     Row("Sync, 1 backup, grace Auto", update={"mode": "Sync", "backups": 1, "grace": "Auto"}),
     Row("24 local steps", local={"count": COUNT}),
-    Row("24 local steps, outer SGD 1.0", local={"count": COUNT}, outer_rate=1.0),
-    Row("24 local steps", workers=8, local={"count": COUNT}),
-    Row("24 local steps, 4 fragments, overlap 2, Int4", local=STREAMED, wire={"gradients": "Int4"}),
+    Row("24 local steps, outer SGD 1.0", local={"count": COUNT}, outer=("--outer-rate", "1.0")),
+    Row("24 local steps, warm-up", local={"count": COUNT}, outer=("--warm-up", "100")),
+    Row("24 local steps, warm-up", workers=8, local={"count": COUNT}, outer=("--warm-up", "100")),
+    Row(
+        "24 local steps, warm-up, 4 fragments, overlap 2, Int4",
+        local=STREAMED,
+        outer=("--warm-up", "400"),
+        wire={"gradients": "Int4"},
+    ),
     Row("Async, 24 local steps", local={"count": COUNT}, update={"mode": "Async"}),
 )
 
@@ -121,7 +127,7 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
     job.spec["args"] = [
         *("--size", size, "--worker-steps", str(steps), "--updates", str(updates), "--seed", str(seed)),
         *(("--local", json.dumps(row.local)) if row.local else ()),
-        *(("--outer-rate", str(row.outer_rate)) if row.outer_rate is not None else ()),
+        *row.outer,
     ]
     job.spec["update"], job.spec["wire"] = row.update, row.wire
     before = sum(_link.carried())
@@ -192,7 +198,7 @@ def deviation(runs: Iterable[Result]) -> float:
 
 # ---- The picture ----
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#882255")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#882255", "#44AA99")
 INK, GRID = "#24292f", "#d8dee4"
 WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 330, 220, 56, 44, 64, 60  # pixels of a panel, and around it
 

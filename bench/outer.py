@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from scripts.text import SIZES, example, inner
+from scripts.text import SIZES, example, inner, warmed_up
 
 import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
@@ -55,6 +55,7 @@ class Row:
 
 STREAMED = {"count": COUNT, "fragments": 4, "overlap": 2}
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+HALF = optax.sgd(0.7, momentum=0.5, nesterov=True)
 ROWS = (
     Row("Sync", 4, 4),
     Row("Sync, 1 of 4 is a backup, no grace", 4, 3),
@@ -78,6 +79,11 @@ ROWS = (
         outer=(optax.sgd(0.7), False),
     ),
     Row("LocalSteps 24, outer SGD 1.0", 4, 4, {"count": COUNT}, outer=(optax.sgd(1.0), False)),
+    Row("LocalSteps 24, momentum 0.5", 4, 4, {"count": COUNT}, outer=(HALF, False)),
+    Row("LocalSteps 24, warm-up", 4, 4, {"count": COUNT}, outer=(warmed_up(100), False)),
+    Row("LocalSteps 6, outer SGD 1.0", 4, 4, {"count": 6}, outer=(optax.sgd(1.0), False)),
+    Row("LocalSteps 6, momentum 0.5", 4, 4, {"count": 6}, outer=(HALF, False)),
+    Row("LocalSteps 6, warm-up", 4, 4, {"count": 6}, outer=(warmed_up(100), False)),
 )
 
 

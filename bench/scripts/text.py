@@ -1,4 +1,4 @@
-"""The bytes example in two sizes, with an update for each batch or with local steps.
+"""The bytes example in three sizes, with an update for each batch or with local steps.
 
 bench/localsteps.py runs it in jobs, and bench/outer.py imports its parts.
 """
@@ -36,6 +36,12 @@ def inner(steps):
     return optax.chain(optax.clip_by_global_norm(1.0), adamw(steps))
 
 
+def warmed_up(updates):
+    """The default outer optimizer, with a momentum that grows from 0 to 0.9 in the first updates (local-steps.md)."""
+    momentum = optax.linear_schedule(0.0, 0.9, updates)
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=momentum, nesterov=True)
+
+
 def main():
     from _timeline import follow
 
@@ -44,7 +50,9 @@ def main():
     parser.add_argument("--worker-steps", type=int, required=True, help="of each worker")
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--local", type=json.loads, help="arguments of LocalSteps")
-    parser.add_argument("--outer-rate", type=float, help="of plain SGD; default: the default of the mode")
+    outer = parser.add_mutually_exclusive_group()
+    outer.add_argument("--outer-rate", type=float, help="of plain SGD; default: the default of the mode")
+    outer.add_argument("--warm-up", type=int, help="updates in which the momentum of the default grows")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     follow()
@@ -54,6 +62,8 @@ def main():
         how = {"local": backstay.LocalSteps(optimizer=inner(arguments.worker_steps), **arguments.local)}
         if arguments.outer_rate is not None:
             how["optimizer"] = optax.sgd(arguments.outer_rate)
+        if arguments.warm_up is not None:
+            how["optimizer"] = warmed_up(arguments.warm_up)
     module = example(arguments.size)
     backstay.train(
         init=module.init,
