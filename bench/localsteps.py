@@ -190,6 +190,11 @@ def table(results: Mapping[str, Result], size: str, rows: Iterable[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sizes_of(results: Iterable[str]) -> list[str]:
+    """The sizes that have results."""
+    return [size for size in STEPS if any(key.startswith(f"{size}/") for key in results)]
+
+
 def deviation(runs: Iterable[Result]) -> float:
     """Of the bits per byte; 0 of one run."""
     bits = [run.bits for run in runs]
@@ -205,7 +210,7 @@ WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 330, 220, 56, 44, 64, 60  # pixels of a 
 
 def draw(results: Mapping[str, Result]) -> str:
     """An SVG picture: for each size, bits over bytes, bits over time, and goodput. Hollow: with deaths."""
-    sizes = [size for size in STEPS if any(key.startswith(f"{size}/") for key in results)]
+    sizes = sizes_of(results)
     tall = TOP + HEIGHT + BOTTOM
     width, height = LEFT + 3 * (WIDTH + GAP), len(sizes) * tall + 22 * math.ceil(len(ROWS) / 3) + 8
     parts = [
@@ -282,7 +287,7 @@ def bars(points: Points, title: str) -> Iterator[str]:
 def write(results: Mapping[str, Result]) -> None:
     """The tables of both sizes in their page, and the picture."""
     text = PAGE.read_text()
-    for size in STEPS:
+    for size in sizes_of(results):
         begin, end = f"<!-- table of the {size} model -->\n", f"<!-- end of the table of the {size} model -->\n"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{table(results, size, range(len(ROWS)))}\n{end}{rest.partition(end)[2]}"

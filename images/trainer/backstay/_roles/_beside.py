@@ -11,7 +11,7 @@ __all__ = ["Beside"]
 
 
 class Beside:
-    """Notes when a computation has ended that nobody waits for yet. One at a time."""
+    """Notes when a computation has ended that the worker does not wait for yet. One at a time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """
