@@ -165,7 +165,7 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     port = deaf.add_insecure_port("127.0.0.1:0")
     deaf.start()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync", Timeouts(link_answer=0.05))
+    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync", Timeouts(link_answer=0.5))
     link.start()
     assert all(dialled.acquire(timeout=30) for _ in range(3))
     link.close()
