@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._checkpoint import CheckpointStore, Manifest, load
+from backstay._checkpoint._manifest import StateRecord
 from backstay._checkpoint._names import parse_manifest, parse_shard
 from backstay._checkpoint._sealed import seal, unseal
+from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay.errors import CheckpointError
+from backstay_rpc.control_pb2 import GradientId, GradientInfo, Staged
 
 Write = Callable[..., Manifest]
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [np.ones(2, np.float32)], "none": None}
@@ -208,3 +211,19 @@ def test_a_manifest_of_format_1_is_refused_with_its_format(tmp_path: Path) -> No
         load(str(tmp_path))
     with pytest.raises(CheckpointError, match="has format 1"):
         load(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+def test_a_manifest_holds_the_state_of_a_job_with_local_steps(mode: Any) -> None:
+    """T7: also before the first update, and where a run with another number of local steps continues."""
+    state = CoordinatorState(1, 0, 2)
+    for batches in (4, 3):
+        job = Coordinator(Rules(mode=mode, shards=1, steps=10, batches=batches), state)
+        for version in range(job.state.version, job.state.version + 2):
+            for rank in range(2 if mode == "Sync" else 1):
+                gradient = GradientId(term=1, version=version, rank=rank, key_step=version, attempt=1)
+                job.staged(0.0, 0, Staged(id=gradient, info=GradientInfo(finite=True, examples=1)))
+        StateRecord.model_validate(job.state.to_json())
+        state = CoordinatorState.from_json(job.state.to_json())
+        assert state.batches == batches
+    assert state.version == 4

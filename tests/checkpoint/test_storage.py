@@ -17,7 +17,6 @@ import pytest
 
 from backstay._checkpoint import CheckpointStore, Manifest
 from backstay._checkpoint._files import RemoteFolder
-from backstay._roles._storing import patiently
 from backstay.errors import CheckpointError, StorageError
 
 
@@ -103,35 +102,10 @@ def test_t7_an_error_that_may_pass_never_makes_a_whole_checkpoint_look_damaged(
     flaky.down = {call}
     with pytest.raises(StorageError, match=f"503 while calling {call}"):
         store.newest()
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 4:
-            flaky.down = set()
-
-    newest = patiently(store.newest, clock=lambda: sum(slept), sleep=sleep)
+    flaky.down = set()
+    newest = store.newest()
     assert newest.manifest is not None
     assert newest.manifest.version == 2
-    assert slept == [1, 2, 4, 8]
-
-
-def test_t8_reading_from_a_storage_that_never_answers_ends_with_an_error(store: CheckpointStore, flaky: Flaky) -> None:
-    flaky.down = {"ls"}
-    slept: list[float] = []
-    with pytest.raises(StorageError, match="cannot list"):
-        patiently(store.newest, seconds=20, clock=lambda: sum(slept), sleep=slept.append)
-    assert sum(slept) == 20
-
-
-def test_damage_is_reported_at_once() -> None:
-    """Only after an error of the storage does `patiently` try again."""
-
-    def damaged() -> None:
-        raise CheckpointError("its SHA-256 is not the manifest's")
-
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        patiently(damaged, sleep=lambda seconds: pytest.fail("it waited"))
 
 
 def test_t7_a_local_file_that_cannot_be_read_does_not_count_as_damage(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import jax
 import ml_dtypes
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey
 from backstay._compute import Encoder, Summary
-from backstay._roles._worker import end_sending
 from backstay._update._codecs import (
     GROUP,
     SMALL,
@@ -32,9 +30,8 @@ from backstay._update._engine import ShardEngine
 from backstay._update._partition import Partition, gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import TreeSpec, describe
-from backstay._wire.frames import sections_of
+from backstay._wire import frames
 from backstay.errors import ConfigurationError
-from backstay_rpc.control_pb2 import RejectReason
 
 SIZES = [3, SMALL - 1, SMALL, SMALL + 200, 3 * SMALL + 77]
 KEY = BatchKey(step=5, rank=1, world=2, seed=9)
@@ -56,7 +53,7 @@ def layout_of(
 
 def received(wire: BlockWire, block: Any) -> np.ndarray:
     """A block of a contribution, decoded from its bytes."""
-    data = np.concatenate(sections_of(block))
+    data = np.concatenate(frames.sections_of(block))
     assert data.nbytes == wire.nbytes
     views = wire.views(data)
     return views if isinstance(views, np.ndarray) else np.asarray(jax.jit(lambda b: b.decode())(views))
@@ -116,7 +113,7 @@ def test_t4_parameters_are_rounded_alike(shards: int) -> None:
         for block, one in zip(layout.blocks, wires[s].parameters, strict=True):
             values = np.array(gather(block, leaves))
             into = np.zeros(values.nbytes, np.uint8)
-            data = sections_of(values if one.codec is None else one.encode(values))
+            data = frames.sections_of(values if one.codec is None else one.encode(values))
             offset = 0
             for section in data:
                 for start in range(0, section.nbytes, 1000):
@@ -220,7 +217,9 @@ def test_a_contribution_that_is_sent_again_has_the_same_bits() -> None:
     with encoder.sending(Given(parts, leaves)) as sending:
         for s, layout in enumerate(parts.shards):
             for _ in range(2):
-                passes = [[sections_of(sending.blocks[s][b]) for b in range(len(layout.blocks))] for _ in range(2)]
+                passes = [
+                    [frames.sections_of(sending.blocks[s][b]) for b in range(len(layout.blocks))] for _ in range(2)
+                ]
                 for first, second in zip(*passes, strict=True):
                     for one, other in zip(first, second, strict=True):
                         np.testing.assert_array_equal(one, other)
@@ -258,7 +257,7 @@ def test_residuals_follow_the_outcome() -> None:
             try:
                 with encoder.sending(Given(parts, leaves, replace(KEY, step=step))) as sending:
                     for b in range(len(wires[0].gradients)):
-                        sections_of(sending.blocks[0][b])
+                        frames.sections_of(sending.blocks[0][b])
                     if outcome == "raised":
                         raise ZeroDivisionError
                     if outcome != "unknown":
@@ -279,23 +278,6 @@ def test_residuals_follow_the_outcome() -> None:
     assert same(last(), last("applied", "raised"))
 
 
-@pytest.mark.parametrize(
-    ("outcome", "fate"),
-    [
-        (RejectReason.REJECT_UNSPECIFIED, "applied"),
-        (RejectReason.LATE, "dropped"),
-        (RejectReason.SKIPPED, "dropped"),
-        (RejectReason.DUPLICATE, None),
-        (None, None),
-    ],
-)
-def test_a_worker_reports_the_outcome(outcome: Any, fate: str | None) -> None:
-    """A duplicate was sent before the stream broke: whether that one is applied is unknown."""
-    sending = Mock(spec_set=["applied", "dropped"])
-    end_sending(sending, outcome)
-    assert [name for name, _, _ in sending.method_calls] == ([] if fate is None else [fate])
-
-
 @pytest.mark.parametrize("gradients", ["BFloat16", "Int8", "Int4"])
 def test_servers_add_up_what_they_decode(gradients: Any) -> None:
     """T1: an update of encoded contributions is that of the decoded ones, also with weights and clipped."""
@@ -309,7 +291,8 @@ def test_servers_add_up_what_they_decode(gradients: Any) -> None:
         encoder = Encoder(wires, 0)
         with encoder.sending(Given(parts, leaves, replace(KEY, rank=rank))) as sending:
             views = [
-                one.views(np.concatenate(sections_of(sending.blocks[0][b]))) for b, one in enumerate(wires[0].gradients)
+                one.views(np.concatenate(frames.sections_of(sending.blocks[0][b])))
+                for b, one in enumerate(wires[0].gradients)
             ]
         encoded.append(views)
         decoded.append(

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay import BatchKey, from_dataset
-from backstay._checkpoint._manifest import StateRecord
 from backstay._coordination import MODES, Coordinator, CoordinatorState, EpochEnded, Rules, Samples, Updated, after
 from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Staged
 
@@ -152,21 +151,6 @@ def test_t9_with_local_steps_only_ranks_that_leave_drop_samples() -> None:
     account = run.job.state.samples
     assert account is not None
     assert account.dropped == 3
-
-
-@pytest.mark.parametrize("mode", ["Sync", "Async"])
-def test_a_manifest_holds_the_state_of_a_job_with_local_steps(mode: Any) -> None:
-    """T7: also before the first update, and where a run with another number of local steps continues."""
-    state = CoordinatorState(1, 0, 2)
-    for batches in (4, 3):
-        job = Coordinator(Rules(mode=mode, shards=1, steps=10, batches=batches), state)
-        for version in range(job.state.version, job.state.version + 2):
-            for rank in range(2 if mode == "Sync" else 1):
-                job.staged(0.0, 0, staged(rank, version, 1))
-        StateRecord.model_validate(job.state.to_json())
-        state = CoordinatorState.from_json(job.state.to_json())
-        assert state.batches == batches
-    assert state.version == 4
 
 
 def test_t9_another_number_of_local_steps_continues_with_the_next_batch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .private_imports import foreign_imports
 
-MOST = 37
+MOST = 6
 """Imports of modules of another room. Lower it when there are fewer."""
 
 

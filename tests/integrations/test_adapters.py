@@ -16,8 +16,6 @@ from flax import linen as nn
 from flax import nnx
 
 import backstay
-from backstay._roles._alone import train_alone
-from backstay._roles._script import Script
 from backstay._update import Objective, describe
 from backstay.errors import ConfigurationError
 from backstay.integrations import equinox as ours_equinox
@@ -211,7 +209,7 @@ def test_equinox_frozen_arrays_keep_their_bits_and_models_may_be_given():
     mask = eqx.tree_at(lambda m: m.layers[-1].weight, mask, True)
     adapter = ours_equinox.adapt(model, lambda m, b: jnp.mean((jax.vmap(m)(b[0]) - b[1]) ** 2), trained=mask)
     settings = {name: value for name, value in adapter.items() if name != "evaluate"}
-    result = train_alone(Script(**settings, batches=lambda key: BATCH, optimizer=optax.sgd(0.1), steps=4))
+    result = backstay.train(**settings, batches=lambda key: BATCH, optimizer=optax.sgd(0.1), steps=4)
     after = adapter.model(result.params, result.state)
     assert np.array_equal(after.layers[0].weight, model.layers[0].weight)
     assert not np.array_equal(after.layers[-1].weight, model.layers[-1].weight)

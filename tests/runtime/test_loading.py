@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,11 +13,26 @@ import pytest
 
 from backstay._roles._loading import build
 from backstay._roles._script import Script
-from backstay._update._kernels import kernels_of
 from backstay_rpc.control_pb2 import Rollback
 from backstay_spec.runtime import RuntimeConfig
 
 from .servers import server_environment
+
+
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """JAX's reports of what it compiles, as they come."""
+    events: list[str] = []
+
+    def listen(event: str, seconds: float, **notes: str | int) -> None:
+        if event.endswith("/backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("by", ["spec", "local steps"])
@@ -30,9 +47,11 @@ def test_an_update_that_damps_stale_contributions_is_compiled_before_training(by
     )
     config = RuntimeConfig(shards=1, workers=2, mode="Async", staleness_damping=by == "spec")
     plan = script.plan(1)
-    engine = build(Rollback(term=1, world=2), server_environment(config=config), script, plan, 2)
-    functions: dict[Any, Any] = kernels_of(plan.rule)._jitted
-    before = {key: function._cache_size() for key, function in functions.items()}
-    for weight in (1.0, 0.5):
-        engine.apply([[np.ones(40, np.float32)]], weights=[weight])
-    assert {key: function._cache_size() for key, function in functions.items()} == before
+    with compiling() as before:
+        engine = build(Rollback(term=1, world=2), server_environment(config=config), script, plan, 2)
+    assert before
+    with compiling() as during:
+        for weight in (1.0, 0.5):
+            engine.apply([[np.ones(40, np.float32)]], weights=[weight])
+        engine.block(0)
+    assert not during

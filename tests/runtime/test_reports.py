@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import optax
 import pytest
@@ -15,8 +14,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import backstay
-from backstay._checkpoint import PosixFolder
-from backstay._checkpoint._files import RemoteFolder
+from backstay._checkpoint import PosixFolder, open_folder
 from backstay._roles import _event_files
 from backstay._roles._event_files import EventFiles
 from backstay._roles._reports import Reports
@@ -72,8 +70,7 @@ def test_an_evaluation_that_is_reported_again_is_stored_once(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["posix", "object store"])
 def test_files_end_before_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(_event_files, "MAX_BYTES", 500)
-    memory = fsspec.filesystem("memory")
-    remote = RemoteFolder(f"memory://{tmp_path.name}", memory, f"/{tmp_path.name}")
+    remote = open_folder(f"memory://{tmp_path.name}")
     folder = PosixFolder(tmp_path) if kind == "posix" else remote
     files = EventFiles(folder, "job.uid.1", clock=lambda: 1000.0)
     for step in range(50):

@@ -39,7 +39,7 @@ from backstay._process._guard import (
 )
 from backstay._process._sockets import peer_address, socket_address
 from backstay._timeouts import Timeouts
-from backstay._wire import tcp
+from backstay._wire import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc import bearer
 from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
@@ -430,9 +430,9 @@ class Exchange:
                 frame, body = item
                 stream.write(frame, *(() if body is None else (body,)))  # type: ignore[attr-defined]
 
-        self.listener = tcp.Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
+        self.listener = Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
         self.port = self.listener.bound
-        self._stream = tcp.ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
+        self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
 
     def continues(self) -> None:
         body = np.arange(100_000, dtype=np.uint8)
@@ -506,11 +506,10 @@ def test_t8_a_caller_that_sends_a_byte_now_and_then_is_closed(
 
 
 def test_t8_a_refused_caller_that_sends_a_byte_now_and_then_is_closed(
-    exchange: Callable[..., Exchange], strangers: list[Connection], monkeypatch: pytest.MonkeyPatch
+    exchange: Callable[..., Exchange], strangers: list[Connection]
 ) -> None:
     """O7: what it sends after the refusal is received for a moment only."""
-    monkeypatch.setattr(tcp, "LINGER_SECONDS", 0.2)
-    data = exchange(unproven=3600.0)
+    data = exchange(unproven=3600.0, refused=0.2)
     stranger = Connection(data.port, silent=True)
     strangers.append(stranger)
     stranger.send(WRONG)
@@ -538,7 +537,7 @@ def test_t8_strangers_do_not_keep_the_last_threads(
 
     def served() -> bool:
         try:
-            stream = tcp.ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
+            stream = ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
             try:
                 stream.write(Frame(pull=Pull()))
                 stream.read()
@@ -590,7 +589,7 @@ def test_t8_connections_that_use_up_all_descriptors_are_closed(strangers: list[C
         # They begin HTTP/2, as gRPC itself closes those that do not. The last ones wait to be accepted.
         strangers.extend(Connection(port) for _ in range(limit + 20))
         assert all(stranger.closed() for stranger in strangers)
-        stream = tcp.ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
+        stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
         stream.write(Frame(pull=Pull()))
         stream.read()
         stream.close()

@@ -1,4 +1,4 @@
-"""Spans on their way to shard 0's server, what it keeps of them, and the records beside the checkpoints."""
+"""Spans on their way to shard 0's server, and what it keeps of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay import _instrument
-from backstay._checkpoint import CheckpointStore, PosixFolder, Records, record_name
-from backstay._checkpoint._records import KEPT
+from backstay._checkpoint import CheckpointStore
 from backstay._control import Outbox
 from backstay._control._spans import Kept, columns
 from backstay._process._environment import Environment
@@ -25,7 +24,7 @@ from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
 from backstay_spec.runtime import RuntimeConfig
 
-from .servers import flush, server_environment
+from .servers import server_environment
 
 PEER = Peer(role="worker", index=3, incarnation=2, pod="w")
 SERVER = Peer(role="parameter-server", index=0, incarnation=1, pod="s")
@@ -242,43 +241,6 @@ def test_after_the_folder_was_lost_nothing_is_written(tmp_path: Path) -> None:
     tracing.records.lost()
     tracing.close()
     assert names(tmp_path) == []
-
-
-# ---- Records
-
-
-def test_old_records_are_deleted_and_nothing_else_is(tmp_path: Path) -> None:
-    (tmp_path / "step-1.manifest.json").write_text("mine")
-    (tmp_path / "trace-notes.txt").write_text("mine")
-    records = Records([PosixFolder(tmp_path)])
-    for number in range(KEPT["trace"] + 3):
-        records.put("trace", record_name("trace", number, "u"), lambda: b"x")
-        records.put("report", record_name("report", 1, "worker-1"), lambda: b"x")  # the same name: written once
-        flush(records)
-    records.close(10)
-    found = names(tmp_path)
-    assert "trace-notes.txt" in found
-    assert "step-1.manifest.json" in found
-    assert sum(name.endswith(".pb.gz") for name in found) == KEPT["trace"]
-    assert f"trace-{KEPT['trace'] + 2:012d}-u.pb.gz" in found
-    assert sum(name.startswith("report-") for name in found) == 1
-
-
-def test_a_folder_that_errs_costs_the_record_in_that_folder_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    records = Records([PosixFolder(tmp_path / "file" / "below"), PosixFolder(tmp_path / "good")])
-    records.put("trace", record_name("trace", 1, "../U!"), lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    records.put("trace", record_name("trace", 2, "../U!"), lambda: b"x")
-    records.close(10)
-    assert names(tmp_path / "good") == ["trace-000000000002-u.pb.gz"]
-
-
-def test_no_record_is_read_as_a_part_of_a_checkpoint() -> None:
-    from backstay._checkpoint import Contents
-
-    found = Contents.of([record_name(kind, 1.0, "worker-3-inc-000002") for kind in KEPT])
-    kinds = (found.manifests, found.claims, found.leases, found.shards, found.format_1, found.unknown)
-    assert not any(kinds)
 
 
 # ---- The page

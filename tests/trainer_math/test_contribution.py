@@ -17,7 +17,6 @@ from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
 from backstay._wire import Arrangement
-from backstay._wire.buffers import DIRECT_BYTES
 
 KEY = BatchKey(step=3, rank=1, world=2, seed=7)
 
@@ -28,7 +27,7 @@ def loss(params: Any, batch: Any) -> Any:
 
 @pytest.fixture
 def params() -> dict[str, Any]:
-    return {"b": np.float32(3), "w": np.arange(DIRECT_BYTES // 4 + 5, dtype=np.float32)}
+    return {"b": np.float32(3), "w": np.arange((1 << 16) + 5, dtype=np.float32)}
 
 
 def computation_of(params: Any, keys: list[BatchKey], value: float = 0.5) -> tuple[Computation, Arrangement]:
@@ -50,6 +49,7 @@ def test_a_gradient_is_a_contribution(params: dict[str, Any]) -> None:
     assert computation.batches == 1
     contribution: Contribution = computation.start(Start(jax.tree_util.tree_leaves(params), KEY))
     contribution.wait()
+    assert arrangement.direct == {1}, "one leaf travels in blocks of its own, the other one is packed"
     assert (contribution.key, keys) == (KEY, [KEY])
     summary = contribution.summary
     assert (summary.finite, summary.examples, dict(summary.metrics)) == (True, 4, {"half": 1.5})

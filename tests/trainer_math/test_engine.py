@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._roles._local import clip_factor
+from backstay._update._clip import clip_factor
 from backstay._update._engine import STATE, ShardEngine, array_specs
 from backstay._update._kernels import enable_x64, kernels_of
 from backstay._update._partition import gather, partition, scatter

@@ -1,12 +1,9 @@
-"""Fragments: how layers are divided, and what an update of one fragment changes, on a server and on its standby."""
+"""Fragments: how layers are divided, and what an update of one fragment changes on a server."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import optax
@@ -16,18 +13,13 @@ from hypothesis import strategies as st
 
 from backstay import LocalSteps
 from backstay._coordination import MODES
-from backstay._roles._worker import Worker
-from backstay._shard import Follower
-from backstay._shard._prepared import WHOLE, Gathered, Prepared
 from backstay._update._codecs import ShardWire, Wire, coded_leaves, shard_wires
 from backstay._update._engine import ShardEngine
 from backstay._update._fragments import fragments_of, layer_of
 from backstay._update._partition import Partition, partition
 from backstay._update._rules import Rule, analyse
 from backstay._update._tree import describe
-from backstay.errors import ConfigurationError, PeerLost
-from backstay_rpc.control_pb2 import Commit, Contribution, Frame, GradientId, GradientInfo, ReplicaArray, ReplicaState
-from backstay_rpc.control_pb2 import Replica as ReplicaFrame
+from backstay.errors import ConfigurationError
 
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 COUNT = 3
@@ -181,98 +173,3 @@ def test_an_update_changes_its_fragment_alone(ranks: int) -> None:
     broken = [gradients(parts, wire, 0, 0), gradients(parts, wire, 1, 1)]
     with pytest.raises(ValueError, match=r"contribution 1, block .* is missing"):
         engine.apply(broken, divisor=2)
-
-
-class Script:
-    """A stream on which an active server sends these frames."""
-
-    def __init__(self, frames: Iterator[tuple[Frame, Any]]) -> None:
-        self._frames = frames
-
-    def read(self, place: Any = None) -> tuple[Frame, Any]:
-        found = next(self._frames, None)
-        if found is None:
-            raise PeerLost("the end of the script")
-        frame, body = found
-        came = np.concatenate([np.empty(0, np.uint8), *(piece.reshape(-1).view(np.uint8) for piece in body)])
-        if not came.nbytes:
-            return frame, None
-        targets = None if place is None else place(frame, came.nbytes)
-        if targets is None:
-            return frame, came
-        at = 0
-        for target in targets:
-            target[:] = came[at : at + target.nbytes]
-            at += target.nbytes
-        return frame, came[:0]
-
-    def write(self, frame: Frame) -> None:
-        assert frame.WhichOneof("kind")
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, monkeypatch: Any) -> None:
-    """Whether a mean travels in one frame or in chunks."""
-    monkeypatch.setattr("backstay._wire.frames.WHOLE_BYTES", 1 << 20 if at_once else 0)
-    rule, parts, (wire,) = laid_out(shards=1)
-    engine = engine_of(rule, parts)
-
-    def frames() -> Iterator[tuple[Frame, Any]]:
-        yield Frame(replica=ReplicaFrame(state=ReplicaState(term=1, version=0, world=2))), ()
-        for entry in engine.snapshot(whole=True).entries:
-            array = ReplicaArray(key=entry.key, start=entry.start, stop=entry.stop)
-            yield Frame(replica=ReplicaFrame(array=array)), np.array(entry.value)
-        yield WHOLE, ()
-        for version in range(COUNT + 2):
-            ids = [GradientId(term=1, version=version, rank=rank, key_step=version) for rank in range(2)]
-            named = [Contribution(id=one, weight=1.0) for one in ids]
-            given = [gradients(parts, wire, version, rank) for rank in range(2)]
-            infos = [GradientInfo(finite=True)] * 2
-            prepared = Prepared.of(engine, version, named, given, infos, 2.0, copy=True)
-            yield from prepared.kept().frames()
-            prepared.apply(engine, 1.0)
-            assert Gathered(version, named, given, 2.0).is_of(version, named)
-            commit = Commit(term=1, version=version, contributions=named, world=2, clip_factor=1.0)
-            yield Frame(replica=ReplicaFrame(commit=commit)), ()
-
-    follower = Follower(parts, 0, rule)
-    with pytest.raises(PeerLost, match="the end of the script"):
-        follower.follow(Script(frames()))  # type: ignore[arg-type]
-    held = follower.take()
-    assert held is not None
-    assert held.engine.version == engine.version == COUNT + 2
-    theirs = {(entry.key, entry.start): entry.value for entry in held.engine.snapshot(whole=True).entries}
-    for entry in engine.snapshot(whole=True).entries:
-        assert np.array_equal(theirs[entry.key, entry.start], entry.value)
-
-
-@pytest.mark.parametrize(
-    ("received", "count", "done", "kept"),
-    [
-        (None, 2, True, True),
-        (frozenset({0, 1}), 2, True, True),
-        (frozenset({1}), 2, True, False),
-        (frozenset({0}), 1, True, True),
-        (None, 2, False, False),
-    ],
-)
-def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
-    received: frozenset[int] | None, count: int, done: bool, kept: bool
-) -> None:
-    """The servers have left, so that the whole model cannot be requested: `kept`: what came last is the result."""
-
-    class Used(Exception):  # noqa: N818
-        """The parameters become the result."""
-
-    worker = Mock()
-    worker._heart.job.done = done
-    worker._plan.wire.parameters = "BFloat16"
-    worker._plan.partition.fragments = count
-    worker._plan.partition.tree.unflatten.side_effect = Used
-    worker._pull.side_effect = PeerLost("the server has left")
-    pulled = SimpleNamespace(version=7, fragments=received)
-    if kept:
-        with pytest.raises(Used):
-            Worker._finish(worker, pulled, [])  # type: ignore[arg-type]
-    else:
-        assert Worker._finish(worker, pulled, []) is None  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
-from backstay._roles._local import clip_factor
+from backstay._update._clip import clip_factor
 from backstay._update._engine import ShardEngine
 from backstay._update._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter

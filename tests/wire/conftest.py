@@ -233,6 +233,7 @@ def kit() -> SimpleNamespace:
         Layout=Layout,
         FakeEngine=FakeEngine,
         Recorder=Recorder,
+        Timeouts=Timeouts,
         exact_wire=lambda layout: ShardWire.exactly(layout.blocks),
         gid=gid,
         commit=commit,

@@ -18,7 +18,6 @@ from backstay._shard import _replication
 from backstay._shard._follower import Follower, Held
 from backstay._shard._prepared import Prepared
 from backstay._shard._replication import HELD, Replica, Replication
-from backstay._timeouts import Timeouts
 from backstay._update import ShardEngine, analyse, describe, partition
 from backstay._wire.frames import WHOLE_BYTES, kind_of
 from backstay._wire.seam import Place
@@ -223,7 +222,7 @@ def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:
 
 
 def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_still_is(
-    monkeypatch: pytest.MonkeyPatch,
+    kit: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state may take any time while bytes move; a standby that receives nothing is lost."""
     waits: list[float] = []
@@ -234,7 +233,7 @@ def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_
 
     def wait_for(what: Callable[[], bool], seconds: float | None = None) -> bool:
         """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""
-        if seconds != Timeouts().held:
+        if seconds != kit.Timeouts().held:
             return real(what, seconds)
         waits.append(seconds)
         if len(waits) > 4:

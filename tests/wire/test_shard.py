@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from backstay._shard import ShardRuntime
 from backstay._shard._standbys import NoStandbys
-from backstay._timeouts import Timeouts
 from backstay._update import ShardWire
 from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Part, Reject, Save
@@ -319,9 +318,9 @@ def test_a_failed_job_refuses_waiting_streams(kit: SimpleNamespace, make_shard: 
     assert not shard.coordination.of("failed")
 
 
-def test_nothing_waits_for_a_peer_that_is_gone(make_shard: Make) -> None:
+def test_nothing_waits_for_a_peer_that_is_gone(kit: SimpleNamespace, make_shard: Make) -> None:
     """T8."""
-    assert make_shard((4,), timeouts=Timeouts(peer_check=0.01)).runtime.answer(None, 99, lambda: False) is None
+    assert make_shard((4,), timeouts=kit.Timeouts(peer_check=0.01)).runtime.answer(None, 99, lambda: False) is None
 
 
 def test_closing_refuses_waiting_streams(kit: SimpleNamespace, make_shard: Make, background: Any) -> None:

@@ -18,15 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 
 from backstay import _instrument
 from backstay._process import listening_socket
-from backstay._roles._worker import record_exchange
-from backstay._update import BlockWire, ShardWire
-from backstay._update._codecs import CODECS, GROUP
+from backstay._update import Wire, analyse, coded_leaves, describe, partition, shard_wires
 from backstay._wire import frames
-from backstay._wire.client import Push
+from backstay._wire.client import Push, record_exchange
 from backstay._wire.seam import flow_of
 from backstay._wire.server import DataServer
 from backstay._wire.tcp import ClientStream, PortTaken
@@ -349,17 +348,18 @@ GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
 }
 
 
-@pytest.mark.parametrize("elements", [2 * GROUP, 1 << 18])
+@pytest.mark.parametrize("elements", [1 << 12, 1 << 18])
 def test_codec_data_that_no_codec_makes_is_refused(
     kit: SimpleNamespace, make_shard: Make, stream: Make, elements: int
 ) -> None:
     """O7, T10: in one frame and in several; the contribution never counts."""
-    float32 = np.dtype(np.float32)
-    coded = BlockWire(elements, float32, CODECS["Int8"], np.arange(elements // GROUP, dtype=np.uint32))
-    exact = BlockWire(elements, float32)
-    shard = make_shard((elements,), serve=True, wire=ShardWire((coded,), (exact,), (exact,)))
-    codes, scales, _ = coded.sections
-    data = np.zeros(coded.nbytes, np.uint8)
+    tree, int8 = describe({"w": np.zeros(elements, np.float32)}), Wire("Int8")
+    coded = coded_leaves(tree, int8)
+    [wire] = shard_wires(partition(tree, analyse(optax.sgd(0.1), tree), 1, coded=coded), int8, coded)
+    [block] = wire.gradients
+    shard = make_shard((elements,), serve=True, wire=wire)
+    codes, scales, _ = block.sections
+    data = np.zeros(block.nbytes, np.uint8)
     data[codes : codes + scales].view(np.float32)[1] = np.nan
     end = stream(shard)
     end.write(frames.pull(0))

@@ -51,6 +51,7 @@ class Timeouts:
         storing: how long a job tries to store its last version before it fails.
         store_again: the longest pause between two of these attempts; the first is 1 s.
         unproven: a connection on which no call carried the token for so long is closed.
+        refused: a data stream that was refused is received for so long, so that the caller can read the refusal.
     """
 
     heartbeat: float = 2.0
@@ -88,6 +89,7 @@ class Timeouts:
     storing: float = 600.0
     store_again: float = 30.0
     unproven: float = 10.0
+    refused: float = 1.0
 
     @property
     def end(self) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ._arrays import fix
 from ._export import Exported, export
-from ._files import Folder, PosixFolder, same_place
+from ._files import Folder, PosixFolder, open_folder, same_place
 from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._load import Checkpoint, load
 from ._manifest import Claim, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
@@ -23,7 +23,7 @@ from ._reader import Reader
 from ._records import Records, record_name
 from ._start import StartFrom, read_start
 from ._store import CheckpointStore, Contents, Entry, Newest
-from ._structure import describe_structure
+from ._structure import describe_structure, rebuild
 
 __all__ = [
     "Checkpoint",
@@ -52,9 +52,11 @@ __all__ = [
     "export",
     "fix",
     "load",
+    "open_folder",
     "parse_manifest",
     "probe",
     "read_start",
+    "rebuild",
     "record_name",
     "same_place",
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo, Norm, NormRequest, Rollback
 
+from .._update import clip_factor
 from ._decisions import Counted
 from ._ledger import identity
 from ._mode import UpdateMode
@@ -248,8 +249,9 @@ class History:
         if limit is None or not pending.needs_norms or pending.commit.skip:
             return
         # In order of shard, so that the sum is the same run after run.
-        norm = pending.norm = math.sqrt(sum(pending.norms[shard] for shard in range(self._rules.shards)))
-        pending.commit.clip_factor = 1.0 if norm <= limit else limit / norm
+        squares = sum(pending.norms[shard] for shard in range(self._rules.shards))
+        pending.norm = math.sqrt(squares)
+        pending.commit.clip_factor = clip_factor(limit, squares)
 
     def take_back(self) -> list[Pending]:
         """Withdraw the pending decisions; returns them, oldest first."""

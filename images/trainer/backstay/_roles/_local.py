@@ -23,6 +23,7 @@ from .._compute._initial import initial
 from .._compute._local_steps import LocalProgram, LocalTraining
 from .._data._batch_key import BatchKey
 from .._result import Result
+from .._update import clip_factor
 from .._update._codecs import Rounding, Wire
 from .._update._fragments import Turns
 from .._update._kernels import Mean, enable_x64, mean, state_mean
@@ -55,12 +56,6 @@ class Update:
     applied: bool
     params: Any
     state: Any = None
-
-
-def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
-    """The factor that makes a gradient's norm at most `clip_norm`; exactly 1 if it is small enough."""
-    norm = math.sqrt(sum_of_squares)
-    return 1.0 if norm <= clip_norm else clip_norm / norm
 
 
 def train_local(

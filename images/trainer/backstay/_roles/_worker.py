@@ -45,8 +45,8 @@ from .._result import Result
 from .._update._partition import parts_of_leaves
 from .._update._untrained import ZeroLeaves
 from .._wire.buffers import Arrangement, ParamBuffers
-from .._wire.client import Push, ShardedClient, connect
-from .._wire.seam import Pulled, flow_of
+from .._wire.client import Push, ShardedClient, connect, record_exchange
+from .._wire.seam import Pulled
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
 from ._beside import Beside
@@ -96,19 +96,6 @@ def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
     elif outcome is not None and outcome != RejectReason.DUPLICATE:
         # Of a duplicate it is unknown whether the earlier one was applied.
         sending.dropped()
-
-
-def record_exchange(pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
-    """Keep the parts of an exchange as spans.
-
-    `backstay trace` computes clocks from these times. The contribution is sent after `began`, and the server has
-    received it before `Pulled.answered_at`, also where threads run late.
-    """
-    step, flow = gradient.key_step, flow_of(gradient)
-    outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
-    _instrument.record("push", began, pulled.pushed_at, step, flow=flow)
-    _instrument.record("update_wait", pulled.pushed_at, pulled.answered_at, step, outcome=outcome, flow=flow)
-    _instrument.record("pull", pulled.answered_at, ended, step, version=pulled.version)
 
 
 class _Once:

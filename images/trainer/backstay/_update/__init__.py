@@ -5,7 +5,8 @@ The names that other rooms use, in the order in which a job uses them:
 - `describe` gives the `TreeSpec` of a model, `analyse` the `Rule` of an optimizer on it, `partition` the `Partition`
   into shards and blocks;
 - a `ShardEngine` holds the state of one shard and applies updates; `Snapshot` and `array_specs` are for checkpoints;
-- `Tree` adds many contributions in a fixed order; `mean` and `state_mean` add those of one update;
+- `Tree` adds many contributions in a fixed order; `mean` and `state_mean` add those of one update, and `clip_factor`
+  bounds its norm;
 - `Wire` selects codecs, and `shard_wires` gives the form of each block on the wire;
 - `Objective` is a script's loss and its gradient; `LocalSteps` are steps of a worker alone; `Turns` are fragments;
 - `Untrained` finds leaves that no gradient reaches.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
+    from ._clip import clip_factor
     from ._codecs import BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
     from ._engine import ShardEngine, Snapshot, array_specs
     from ._fragments import Turns, fragments_of
@@ -60,6 +62,7 @@ __all__ = [
     "analyse",
     "array_specs",
     "called",
+    "clip_factor",
     "coded_leaves",
     "default_outer",
     "describe",
@@ -104,6 +107,7 @@ _HOMES: Final = {
     "analyse": "._rules",
     "array_specs": "._engine",
     "called": "._rules",
+    "clip_factor": "._clip",
     "coded_leaves": "._codecs",
     "default_outer": "._local_steps",
     "describe": "._tree",

@@ -207,7 +207,7 @@ class ShardEngine:
                 until `ready(b)`; other memory is copied.
             weights: one for each contribution; None is all 1.
             divisor: usually the number of contributions.
-            clip_factor: `clip_factor(...)` of `backstay._clip`, or 1.
+            clip_factor: what the function `clip_factor` returns, or 1.
         """
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, clip_factor)
         self._check(gradients, mean)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from . import frames
 from .buffers import Arrangement, ParamBuffers
-from .client import Push, ShardedClient, connect
+from .client import Push, ShardedClient, connect, record_exchange
 from .frames import CHUNK_BYTES, Cover, kind_of
 from .memory import BufferPool, Staging
 from .seam import (
@@ -57,4 +57,5 @@ __all__ = [
     "flow_of",
     "frames",
     "kind_of",
+    "record_exchange",
 ]

@@ -25,12 +25,12 @@ from .._coordination import MODES, Mode
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import PLACED, Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal
+from .seam import PLACED, Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal, flow_of
 
 if TYPE_CHECKING:
     from .._update import BlockWire, ShardWire
 
-__all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect"]
+__all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect", "record_exchange"]
 
 
 class CancellableStream(FrameStream, Protocol):
@@ -479,3 +479,16 @@ def connect(
             client.close()
         raise
     return ShardedClient(clients, mode)
+
+
+def record_exchange(pulled: Pulled, gradient: GradientId, began: float, ended: float) -> None:
+    """Keep the parts of an exchange as spans.
+
+    `backstay trace` computes clocks from these times. The contribution is sent after `began`, and the server has
+    received it before `Pulled.answered_at`, also where threads run late.
+    """
+    step, flow = gradient.key_step, flow_of(gradient)
+    outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"
+    _instrument.record("push", began, pulled.pushed_at, step, flow=flow)
+    _instrument.record("update_wait", pulled.pushed_at, pulled.answered_at, step, outcome=outcome, flow=flow)
+    _instrument.record("pull", pulled.answered_at, ended, step, version=pulled.version)

@@ -63,8 +63,7 @@ LINK_BYTES: Final = 4 << 20
 """So much may wait to be sent on a link; the system allows less (``net.core.wmem_max``)."""
 
 LINGER_BYTES: Final = 256 << 10
-LINGER_SECONDS: Final = 1.0
-"""So much of what a refused caller still sends is received, for so long, so that the caller can read the refusal."""
+"""So much of what a refused caller still sends is received, so that the caller can read the refusal."""
 
 AHEAD_BYTES: Final = _HEAD.size + (64 << 10)
 """At most so many bytes are received before the frame that they belong to is known. Longer headers are received
@@ -430,7 +429,8 @@ class Listener:
             raise ValueError("the job's token is empty: a data server without one would accept no caller")
         self._credentials = Credentials(token)
         self._handler = handler
-        self._unproven_seconds = (timeouts or Timeouts()).unproven
+        times = timeouts or Timeouts()
+        self._unproven_seconds, self._refused_seconds = times.unproven, times.refused
         self._warnings = Warnings("the data port")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -586,8 +586,8 @@ class Listener:
 
     def _refuse(self, caller: _Caller, frames: Frames, refusal: Refusal) -> None:
         """Send a refusal, and receive what the caller still sends: closing at once could drop the refusal."""
-        deadline = time.monotonic() + LINGER_SECONDS
-        caller.socket.settimeout(LINGER_SECONDS)
+        deadline = time.monotonic() + self._refused_seconds
+        caller.socket.settimeout(self._refused_seconds)
         with contextlib.suppress(OSError):
             frames.write(refused(refusal))
             caller.socket.shutdown(socket.SHUT_WR)

@@ -11,12 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._compute._local_steps import AHEAD
+from backstay._compute import AHEAD
 from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
-from backstay._update._codecs import Wire
-from backstay._update._kernels import enable_x64
-from backstay._update._untrained import UPDATES
+from backstay._update import UPDATES, Wire, enable_x64
 from backstay.errors import ConfigurationError, JobFailed
 from backstay.testing import train_local
 

@@ -12,14 +12,10 @@ import pytest
 
 import backstay
 from backstay import BatchKey, LocalSteps
-from backstay._compute._contribution import Start
+from backstay._compute import Start
 from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
-from backstay._update._codecs import Wire
-from backstay._update._kernels import enable_x64
-from backstay._update._partition import partition
-from backstay._update._rules import analyse
-from backstay._update._tree import describe
+from backstay._update import Wire, analyse, describe, enable_x64, partition
 from backstay._wire import Arrangement
 from backstay.errors import ConfigurationError, JobFailed
 from backstay.testing import train_local

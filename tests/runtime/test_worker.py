@@ -1,0 +1,62 @@
+"""A worker after an exchange: the residuals of its contribution, and the parameters that become the result."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from backstay._roles._worker import Worker, end_sending
+from backstay.errors import PeerLost
+from backstay_rpc.control_pb2 import RejectReason
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fate"),
+    [
+        (RejectReason.REJECT_UNSPECIFIED, "applied"),
+        (RejectReason.LATE, "dropped"),
+        (RejectReason.SKIPPED, "dropped"),
+        (RejectReason.DUPLICATE, None),
+        (None, None),
+    ],
+)
+def test_a_worker_reports_the_outcome(outcome: Any, fate: str | None) -> None:
+    """A duplicate was sent before the stream broke: whether that one is applied is unknown."""
+    sending = Mock(spec_set=["applied", "dropped"])
+    end_sending(sending, outcome)
+    assert [name for name, _, _ in sending.method_calls] == ([] if fate is None else [fate])
+
+
+@pytest.mark.parametrize(
+    ("received", "count", "done", "kept"),
+    [
+        (None, 2, True, True),
+        (frozenset({0, 1}), 2, True, True),
+        (frozenset({1}), 2, True, False),
+        (frozenset({0}), 1, True, True),
+        (None, 2, False, False),
+    ],
+)
+def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
+    received: frozenset[int] | None, count: int, done: bool, kept: bool
+) -> None:
+    """The servers have left, so that the whole model cannot be requested: `kept`: what came last is the result."""
+
+    class Used(Exception):  # noqa: N818
+        """The parameters become the result."""
+
+    worker = Mock()
+    worker._heart.job.done = done
+    worker._plan.wire.parameters = "BFloat16"
+    worker._plan.partition.fragments = count
+    worker._plan.partition.tree.unflatten.side_effect = Used
+    worker._pull.side_effect = PeerLost("the server has left")
+    pulled = SimpleNamespace(version=7, fragments=received)
+    if kept:
+        with pytest.raises(Used):
+            Worker._finish(worker, pulled, [])  # type: ignore[arg-type]
+    else:
+        assert Worker._finish(worker, pulled, []) is None  # type: ignore[arg-type]
