@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -84,7 +85,7 @@ def test_t4_the_clip_factor_is_the_same_in_any_order_of_answers(squares: list[fl
         assert made.release() == []
         answer(made, pending, shard, squares[shard])
     assert made.release() == [pending]
-    norm = (squares[0] + squares[1]) ** 0.5
+    norm = math.sqrt(squares[0] + squares[1])  # the power 0.5 may differ in the last bit
     assert pending.norm == norm
     assert pending.commit.clip_factor == (1.0 if norm <= 2.0 else 2.0 / norm)
 
