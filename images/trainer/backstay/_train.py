@@ -35,7 +35,7 @@ from ._process import (
     write_termination,
 )
 from ._result import Result
-from ._roles._script import Script, evaluation_of
+from ._roles import Script, evaluation_of
 from ._update import LocalSteps, default_outer
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     import optax
 
     from ._checkpoint import StartFrom
-    from ._roles._metrics import Metrics
-    from ._roles._reports import OnUpdate, StopWhen
-    from ._roles._script import Plan
-    from ._roles._worker import Worker
+    from ._roles import Metrics, OnUpdate, Plan, StopWhen, Worker
     from ._update import Wire
 
 __all__ = ["train"]
@@ -212,9 +209,7 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
 
 def _alone(script: Script) -> Result:
     from ._coordination import Rate
-    from ._roles._alone import Report, train_alone
-    from ._roles._epochs import epochs_of
-    from ._roles._reports import Throttle
+    from ._roles import Report, Throttle, epochs_of, train_alone
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
     configure("text", "", "", bar)
@@ -264,8 +259,7 @@ def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _in_pod(environment: Environment, script: Script, began: float) -> Result:
-    from ._roles._metrics import Metrics
-    from ._roles._worker_seconds import process_age
+    from ._roles import Metrics, process_age
 
     configure(environment.config.log_format, environment.name, environment.job)
     _faults.install(environment, os.environ)
@@ -282,7 +276,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     stop.install()
     metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
     if environment.role != contract.ROLE_WORKER and environment.checkpoint_uri is not None:
-        from ._checkpoint._files import open_folder
+        from ._checkpoint import open_folder
 
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
@@ -293,7 +287,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     _instrument.record("start", now - process_age(), now)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
-    from ._roles._worker import Stopped, Worker  # imports JAX
+    from ._roles import Stopped, Worker  # imports JAX
 
     worker: Worker | None = None
     try:
@@ -301,7 +295,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
             worker = Worker(environment, script, plan, metrics, stop)
             result = worker.run()
         else:
-            from ._roles._restored import restored
+            from ._roles import restored
 
             result = restored(environment, environment.trained, plan, metrics)
     except Stopped:
@@ -344,19 +338,18 @@ def _share_compilations() -> None:
 
 def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> NoReturn:
     if environment.role == contract.ROLE_EVALUATOR:
-        from ._roles._evaluator import Evaluator
-        from ._roles._worker import Stopped
+        from ._roles import Evaluator, Stopped
 
         try:
             Evaluator(environment, script, plan, metrics, stop).run()
         except Stopped:
             end_process(SIGTERM_EXIT)
         end_process(0)
-    from ._roles._server import Server
+    from ._roles import Server
 
     inherited = None
     if environment.standby:
-        from ._roles._standby import Standby
+        from ._roles import Standby
 
         inherited = Standby(environment, script, plan, metrics, stop).run()
         if inherited is None:

@@ -7,7 +7,7 @@ evaluators call through `_client`.
 
 from __future__ import annotations
 
-from ._agreement import Agreement, first_difference
+from ._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement, first_difference
 from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
 from ._link import Link
@@ -17,6 +17,11 @@ from ._service import ControlServer, Host
 from ._spans import Kept, Outbox
 
 __all__ = [
+    "CONSTANTS",
+    "LAYOUT",
+    "PROGRAM",
+    "SOFTWARE",
+    "STRUCTURE",
     "Agreement",
     "ControlClient",
     "ControlServer",

@@ -6,8 +6,10 @@ every interleaving, and a standby can hold the same state (T6). The vocabulary i
 
 from __future__ import annotations
 
+from ._blame import AsyncBlame, Blame, Blamed
 from ._coordinator import Coordinator
 from ._decisions import (
+    OUTCOME_OF,
     CheckpointFailed,
     Counted,
     Decision,
@@ -27,10 +29,16 @@ from ._rate import Rate
 from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
+from .seam import Coordination, Message, Report, ShardSink
 
 __all__ = [
     "MODES",
+    "OUTCOME_OF",
+    "AsyncBlame",
+    "Blame",
+    "Blamed",
     "CheckpointFailed",
+    "Coordination",
     "Coordinator",
     "CoordinatorState",
     "Counted",
@@ -39,14 +47,17 @@ __all__ = [
     "Finished",
     "Intervals",
     "Liveness",
+    "Message",
     "Mode",
     "Outcome",
     "Rate",
     "Redone",
+    "Report",
     "Restart",
     "Rules",
     "Samples",
     "Send",
+    "ShardSink",
     "UpdateMode",
     "Updated",
     "WriteManifest",

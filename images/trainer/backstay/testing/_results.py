@@ -13,8 +13,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from .._checkpoint import describe_structure
-from .._checkpoint._structure import rebuild
+from .._checkpoint import describe_structure, rebuild
 from .._result import Result
 from ..errors import CheckpointError
 
