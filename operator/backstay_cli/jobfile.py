@@ -93,11 +93,13 @@ def load_job(path: Path) -> Any:
 
 
 def refuse_other_files(path: Path) -> None:
-    """Refuse a file that is not a TrainingJob and would only give confusing YAML errors.
+    """Refuse a path that is not a TrainingJob and would only give confusing errors.
 
     Raises:
-        BadInput: it is a notebook or a script.
+        BadInput: it is a folder, a notebook or a script.
     """
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder: must be the path of a training script (.py) or a TrainingJob (.yaml)")
     if path.suffix == ".ipynb":
         raise BadInput(
             f"{path} is a notebook: backstay runs Python scripts (.py) and TrainingJobs (.yaml). Convert the notebook "

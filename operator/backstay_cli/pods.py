@@ -138,7 +138,7 @@ def _server_does(view: JobView, state: str, *, standby: bool) -> str:
     if state != "Ready":
         return "follows its server" if standby else "prepares its parameters"
     if standby:
-        return "holds all that its server does"
+        return "has the same state as its server"
     return f"serves step {view.step:,}" if view.step is not None else "serves"
 
 

@@ -233,7 +233,7 @@ def test_a_relative_checkpoint_of_a_file_starts_at_its_folder(tmp_path: Path) ->
         assert "note" not in RUNNER.invoke(app, ["validate", str(path)]).stdout
 
 
-def test_a_notebook_and_a_script_are_named_as_what_they_are(script: str, tmp_path: Path) -> None:
+def test_a_notebook_a_script_and_a_folder_are_refused_with_their_kind(script: str, tmp_path: Path) -> None:
     notebook = tmp_path / "my notes.ipynb"
     notebook.write_text('{"cells": []}')
     for command in ("run", "validate"):
@@ -243,6 +243,10 @@ def test_a_notebook_and_a_script_are_named_as_what_they_are(script: str, tmp_pat
         assert "is a notebook" in result.stderr
         assert f"jupyter nbconvert --to script '{notebook}'" in result.stderr
     assert "is a Python script" in RUNNER.invoke(app, ["validate", script]).stderr
+    for command in ("run", "validate"):
+        result = RUNNER.invoke(app, [command, str(tmp_path)])
+        assert result.exit_code == 2
+        assert f"{tmp_path} is a folder: must be the path of a training script (.py) or a TrainingJob" in result.stderr
 
 
 def test_options_of_scripts_are_refused_for_files(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def _rules() -> dict[str, Any]:
         "metaphors": re.compile(phrase, re.IGNORECASE),
         "nameless_actor": re.compile(rf"(?:\S+: )?(?:{raw['nameless_actor']['begins']})\b"),
         "sentence_length": raw["sentence_length"]["words"],
-        "line_length": raw["line_length"]["characters"],
+        "line_length": raw["line_length"],
     }
 
 
@@ -176,12 +176,14 @@ def _words(tokens: Iterable[Token]) -> str:
 
 
 def _long_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are too long. A table, code, a heading, and a line that is one link or one name are not broken."""
-    fenced, limit = False, _rules()["line_length"]
+    """Lines that are too long. A table, a heading, and a line that is one link or one name are not broken."""
+    fenced, limits = False, _rules()["line_length"]
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.lstrip().startswith("```")
         unbreakable = len(line.split()) <= 2 or "](" in line or "http" in line
-        if len(line) > limit and not (fenced or unbreakable or line.lstrip().startswith(("|", "```", "#", "<!--"))):
+        limit = limits["code" if fenced else "characters"]
+        heading = not fenced and line.lstrip().startswith(("|", "```", "#", "<!--"))
+        if len(line) > limit and not (unbreakable or heading):
             yield number, f"{len(line)} characters, at most {limit}"
 
 

@@ -97,9 +97,17 @@ def test_plain_sentences_questions_headings_and_code_are_accepted(tmp_path: Path
 
 
 def test_names_and_long_lines_are_found(tmp_path: Path) -> None:
-    files = written(tmp_path, {"names.py": "def bear_pod(): ...\n", "long.md": "word, " * 20 + "\n"})
+    files = written(
+        tmp_path,
+        {
+            "names.py": "def bear_pod(): ...\n",
+            "long.md": "word, " * 20 + "\n",
+            "code.md": f"```sh\nrun {'--an-option ' * 8}\n```\n",
+            "short.md": f"```sh\nrun {'--an-option ' * 7}\n```\n",
+        },
+    )
     found = {(finding.file, finding.rule) for finding in lint.check(files, tmp_path)}
-    assert found >= {("names.py", "dialect"), ("long.md", "line_length")}
+    assert found == {("names.py", "dialect"), ("long.md", "line_length"), ("code.md", "line_length")}
 
 
 def test_an_exempt_file_may_not_get_worse_and_its_number_only_falls() -> None:
