@@ -74,7 +74,7 @@ class Process:
 
 @contextmanager
 def processes() -> Iterator[list[Process]]:
-    """A list of processes that are killed at the end, also after an exception."""
+    """A list of processes that are killed at the end, even after an exception."""
     running: list[Process] = []
     try:
         yield running

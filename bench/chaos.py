@@ -58,7 +58,7 @@ class Chaos:
             *[self.stop_worker] * 2,
             self.lose_worker,
             *[self.delete_worker] * 2,
-            self.delete_worker_at_once,
+            self.delete_worker_immediately,
             *[self.evict_worker] * 2,
             *[self.kill_server] * (3 if standbys else 2),
             self.stop_server,
@@ -124,7 +124,7 @@ class Chaos:
     async def delete_worker(self) -> str:
         return await self._delete(self._pick("worker"))
 
-    async def delete_worker_at_once(self) -> str:
+    async def delete_worker_immediately(self) -> str:
         return await self._delete(self._pick("worker"), gracePeriodSeconds="0")
 
     async def evict_worker(self) -> str:

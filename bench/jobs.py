@@ -1,4 +1,4 @@
-"""The operator and the API server at 200 jobs of 10 pods, with a fake kubelet that marks pods running at once.
+"""The operator and the API server at 200 jobs of 10 pods, with a fake kubelet that marks pods running immediately.
 
 Prints the time until all pods are created, and from a dead pod to its replacement (1 job, and at 200 jobs). It also
 prints the operator's memory and both processes' CPU time, beside the limits. ``--assets DIR`` uses a real

@@ -3,7 +3,7 @@
 Both train the same network on the same batches with Adam. The plain loop is typical for a JAX user: one
 jitted function with donated buffers, and no value is read before the end. The benchmark prints one line for each size:
 the medians, and the median and the quartiles of the ratio. The turns are short, so that other programs on the machine
-disturb both loops alike.
+disturb both loops equally.
 """
 
 from __future__ import annotations

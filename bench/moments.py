@@ -1,8 +1,8 @@
 """Deaths at chosen points of a step, one small job each, and the parameters of the witness afterwards.
 
 Random faults seldom happen at these points. One example is between the decision of an update and its application.
-Others are while a standby receives the state, at the last update, and in all pods at once. Each job runs without
-standbys or with them. In Sync mode, the bits must be those of a run without faults.
+Others are while a standby receives the state, at the last update, and in all pods at the same time. Each job runs
+without standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
     python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
 

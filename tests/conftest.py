@@ -78,9 +78,9 @@ FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/runtime/", "t
 class Groups(LoadScopeScheduling):
     """Tests of one group follow each other in one process.
 
-    The end-to-end tests are one: they share a cluster, and two of their jobs at once are many processes. The tests
-    of the command start their own clusters, and those of paused processes mostly wait: each of both is a group. The
-    training jobs of tests/runtime are each alone. All others keep with those of their file, with whom they share
+    The end-to-end tests are one: they share a cluster, and two of their jobs at the same time are many processes. The
+    tests of the command start their own clusters, and those of paused processes mostly wait: each of both is a group.
+    The training jobs of tests/runtime are each alone. All others keep with those of their file, with which they share
     fixtures and what JAX compiled.
     """
 

@@ -16,9 +16,7 @@ import optax
 import backstay
 
 CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 128, 4, 2, 16
-NEAR = (
-    4  # each position sees this byte and the three before it at once, which small models take long to learn otherwise
-)
+NEAR = 4  # each position reads this byte and the three before it; small models learn this slowly
 
 
 def read_sources():

@@ -147,7 +147,7 @@ class ScriptOptions:
     Attributes:
         servers: parameter servers (shards). Default: 1.
         standbys: hot standbys of each shard, 0 or 1.
-        workers: worker pods in all, backups included. Default: 2.
+        workers: all worker pods, including backups. Default: 2.
         backups: a number of pods, or percents such as ``5%``.
         mode: ``Sync`` or ``Async``.
         gradients: the codec of gradients: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.

@@ -112,8 +112,9 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="Environment variable of every pod; NAME alone passes its current value. May be repeated. A script "
-            "also gets the environment of this command, except BACKSTAY_*, KUBERNETES_* and CUDA_VISIBLE_DEVICES.",
+            help="Environment variable of every pod; NAME without a value passes its current value. May be "
+            "repeated. A script also gets the environment of this command, except BACKSTAY_*, KUBERNETES_* and "
+            "CUDA_VISIBLE_DEVICES.",
         ),
     ] = None,
     preload: Annotated[

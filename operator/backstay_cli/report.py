@@ -123,7 +123,7 @@ def ends(view: JobView, logs: Path) -> Iterator[End]:
 
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
-    """How each pod ended. Pods that ended alike are reported together, with one traceback or the end of one log."""
+    """How each pod ended. Pods with the same end are reported together, with one traceback or the end of one log."""
     alike: dict[tuple[str, tuple[str, ...]], list[End]] = {}
     for end in ends(view, logs):
         alike.setdefault((end.how, tuple(tail(end.log))), []).append(end)

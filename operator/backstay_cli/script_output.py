@@ -119,7 +119,7 @@ class ScriptOutput:
         return replaced
 
     def _release(self, *, again: bool = True) -> list[str]:
-        """The traceback that was kept; `again`: also if it is the one that was shown last."""
+        """The traceback that was kept; `again`: even if it is the one that was shown last."""
         held, self._held = self._held, []
         if held == self._shown and not again:
             return []

@@ -1,11 +1,11 @@
-"""Runs one task at a time for each key, and many keys at once (O1).
+"""Runs one task at a time for each key, and many keys at the same time (O1).
 
 A trigger during a run is recorded, and not queued: any number of triggers cause one more run. One run is enough,
 because a run reads the whole state. This module has its own timers, because Kopf's timers would force finalizers on
 the objects.
 
 Keys that are marked as urgent run before all others. So the replacement of a dead pod does not wait for the runs of
-hundreds of other jobs. Many jobs run at once after a change of the leader, for example.
+hundreds of other jobs. Many jobs run at the same time after a change of the leader, for example.
 """
 
 from __future__ import annotations

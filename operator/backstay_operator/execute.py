@@ -63,7 +63,7 @@ class Executor:
         draw: returns a random number in [0, 1), for back-offs and names of events.
         backoffs: of the actions, by (job, action).
         instance: the name of this operator in events.
-        at_once: the number of requests of one plan that are in progress at the same time.
+        parallel: the number of requests of one plan that are in progress at the same time.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Executor:
         draw: Callable[[], float],
         backoffs: Backoffs[tuple[JobKey, str]],
         instance: str,
-        at_once: int = 8,
+        parallel: int = 8,
     ) -> None:
         self._kube = kube
         self._cluster = cluster
@@ -89,7 +89,7 @@ class Executor:
         self._draw = draw
         self._backoffs = backoffs
         self._instance = instance
-        self._at_once = at_once
+        self._parallel = parallel
 
     async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: JobMemory) -> Done:
         """Carry out all actions of a plan that are allowed now.
@@ -125,7 +125,7 @@ class Executor:
     async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
         waits: list[float] = []
         acted = False
-        slots = asyncio.Semaphore(self._at_once)
+        slots = asyncio.Semaphore(self._parallel)
 
         async def one(action: act.Action) -> None:
             nonlocal acted
@@ -281,7 +281,7 @@ class Executor:
             self._cluster.removed(PODS, key, action.uid)
 
     async def _delete(self, key: JobKey, resource: Resource, name: str, uid: str) -> None:
-        """Delete an object that ends at once. A missing object, or another one of the same name, is not an error."""
+        """Delete an object that ends immediately. A missing object, or another one with its name, is not an error."""
         with contextlib.suppress(errors.NotFound, errors.Conflict):
             await self._kube.delete(resource, key[0], name, uid=uid)
         self._cluster.removed(resource, key, uid)

@@ -40,7 +40,7 @@ def read_key(path: str) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Written beside and then linked, so that of two that start at once both read the same whole key."""
+    """Written beside and then linked, so that of two that start at the same time both read the same whole key."""
     beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

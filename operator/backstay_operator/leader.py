@@ -30,8 +30,8 @@ def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
     """A name for this process that no other running process has.
 
     In a pod it is the pod's name and uid (``BACKSTAY_OPERATOR_POD``), so a restarted container takes over from its dead
-    predecessor at once. Elsewhere it is host, process-id namespace and process id, which show whether a predecessor is
-    dead.
+    predecessor immediately. Elsewhere it is host, process-id namespace and process id, which show whether a predecessor
+    is dead.
     """
     pod = environ.get("BACKSTAY_OPERATOR_POD")
     if pod:
@@ -80,7 +80,7 @@ class Leader:
 
     The Lease of an operator in a pod is owned by that pod. When a chart is uninstalled, the rights are deleted before
     the container is stopped, so the container cannot release the Lease. Kubernetes then deletes the Lease with the pod,
-    and the operator of the next installation acts at once.
+    and the operator of the next installation acts immediately.
 
     Args:
         kube: the API server.

@@ -245,7 +245,7 @@ class Poller:
         period: seconds between two rounds of a job.
         deadline: seconds that one call may take.
         patience: seconds that a health request to a server that does not answer may take.
-        at_once: the number of calls, of all jobs, that are in progress at the same time.
+        parallel: the number of calls, of all jobs, that are in progress at the same time.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Poller:
         period: float = 2.0,
         deadline: float = 1.5,
         patience: float = 8.0,
-        at_once: int = 64,
+        parallel: int = 64,
     ) -> None:
         self._what = what
         self._on_progress = on_progress
@@ -273,7 +273,7 @@ class Poller:
         self._period = period
         self._deadline = deadline
         self._patience = patience
-        self._slots = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(parallel)
         self._polls: dict[JobKey, Poll] = {}
         self._attention = Attention(clock)
         self._ticking: asyncio.Task[None] | None = None
@@ -289,7 +289,7 @@ class Poller:
             self._polls[key] = Poll(task)
 
     def poll_now(self, key: JobKey) -> None:
-        """Another server serves the job: begin the next round at once."""
+        """Another server serves the job: begin the next round immediately."""
         if key in self._polls:
             self._polls[key].now.set()
 

@@ -97,7 +97,7 @@ class Reconciler:
         self._poll_now = poll_now
 
     async def __call__(self, key: JobKey) -> float | None:
-        """Reconcile `key`. Returns the seconds after which it must run again, also if no event arrives.
+        """Reconcile `key`. Returns the seconds after which it must run again, even if no event arrives.
 
         Raises:
             backstay_operator.errors.KubeError: the status could not be written.

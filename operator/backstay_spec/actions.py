@@ -9,7 +9,7 @@ How to carry out a `Plan`, in this order:
    do not create pods of a later `stage`, and record a refusal with the reason `HELD` under their names. Send `events`
    at the same time: no action waits for them.
 4. If there were any, plan again with the answers of the API server laid over the index.
-5. Plan again `requeue_after` from now, if given, also when nothing happens.
+5. Plan again `requeue_after` from now, if given, even when nothing happens.
 
 A create that is answered 409 for an object of this job's uid has succeeded. For an object of another uid, and for every
 other refusal (4xx), record an `observed.Refusal` under the object's name. A delete that is answered 404 or 409 (another

@@ -1,7 +1,7 @@
 """Why a pod died, or why it cannot start, read from its status alone (O4).
 
 The table is complete and pure. One place decides which deaths are charged to a budget, which are replaced without
-charge, and which fail the job at once. Sources: the pod lifecycle and the pod disruption conditions of Kubernetes,
+charge, and which fail the job immediately. Sources: the pod lifecycle and the pod disruption conditions of Kubernetes,
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions, and the kubelet's reasons.
 """
 

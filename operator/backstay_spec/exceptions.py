@@ -2,7 +2,8 @@
 
 The trainer's JSON names the exception and its place. A script that fails before it imports `backstay` leaves the end of
 its log (``FallbackToLogsOnError``), in which Python's traceback has the same facts. A script that ends with exit code 0
-before it has called `backstay.train` raises nothing; it counts like an exception, because another attempt ends alike.
+before it has called `backstay.train` raises nothing; it counts like an exception, because another attempt ends in the
+same way.
 """
 
 from __future__ import annotations

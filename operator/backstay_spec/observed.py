@@ -95,7 +95,7 @@ class Progress:
         goal_steps: the updates that training ends with.
         local_steps: of each worker between two updates; None: there are none.
         updates_per_second: the recent rate; None: not known yet.
-        waited_for: whom the updates of the last minutes waited for, the longest first.
+        waited_for: the ranks that the updates of the last minutes waited for, the longest first.
         waits: what the next update waits for, where it has waited for long.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
@@ -224,7 +224,7 @@ class Contact:
         taken: when the round ended, aware.
         answered_at: uid of a server's pod (also a standby's) -> the time of its last answer.
         silent: uid of a server's pod -> its silence; a pod that answered the newest call is not in it.
-        reachable: shards whose active server has answered a worker lately, as that worker reports.
+        reachable: shards whose active server has answered a worker recently, as that worker reports.
         unreachable: shards whose active server leaves a worker's heartbeats unanswered, as that worker reports.
         hung_workers: uids of workers' pods whose heartbeats have stopped, and which left a health request of several
             seconds unanswered.

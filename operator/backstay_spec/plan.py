@@ -295,7 +295,7 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     in_order = sorted(found.creations, key=lambda creation: order.stage(facts, record, creation))
     created = Effects(actions=tuple(_create(facts, record, creation) for creation in in_order))
     selected = services.repointed(facts, record)
-    # A promoted standby serves at once, so its Service is patched before the next standby is created.
+    # A promoted standby serves immediately, so its Service is patched before the next standby is created.
     effects += selected + created if facts.has_standbys else created + selected
     removed = surplus.judge(facts, record, frozenset(slots), deleted)
     effects += removed

@@ -1,4 +1,4 @@
-"""How many gradients make one synchronous update; used by the operator's status and by the coordinator alike."""
+"""How many gradients make one synchronous update; used by the operator's status and by the coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def backups_of(backups: int | str, replicas: int) -> int:
 
     Args:
         backups: a number of pods, or whole percents such as ``"5%"``: N + N*5% pods make a quorum of N.
-        replicas: worker pods in all, at least 1.
+        replicas: all worker pods, at least 1.
 
     Returns:
         How many of `replicas` an update does not wait for; an update still needs at least one gradient.

@@ -62,8 +62,8 @@ class FailureDoc:
 
 
 _POD_START: Final = {
-    "InvalidImageName": "The name of an image is invalid. The job fails at once.",
-    "InvalidPod": "The API server refused a pod as invalid. The job fails at once.",
+    "InvalidImageName": "The name of an image is invalid. The job fails immediately.",
+    "InvalidPod": "The API server refused a pod as invalid. The job fails immediately.",
     "ImagePullFailed": "The node cannot pull an image.",
     "ContainerConfigFailed": "A ConfigMap, Secret or key that a container uses does not exist.",
     "Unschedulable": "No node that the pod may use has enough free resources.",
@@ -129,7 +129,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "NotStarted": "No update has been applied yet.",
             "ServersNotReady": "A server is not ready.",
             "WorkersNotReady": "No worker is ready.",
-            "NoUpdate": "All pods are ready, but no update came for 30 seconds or for five usual updates.",
+            "NoUpdate": "All pods are ready, but no update was applied for 30 seconds or for five usual updates.",
             "Trained": "Training is complete.",
             "Suspended": "The job is suspended.",
             "Finished": "The job has ended.",

@@ -135,7 +135,7 @@ class Update(SpecModel):
     never waits for a worker that is dead, replaced or stalled. May change while the job runs."""
 
     weighting: Weighting = "Equal"
-    """Sync only: `Equal` weighs all gradients of an update alike, `Examples` by their numbers of examples."""
+    """Sync only: `Equal` gives all gradients of an update the same weight, `Examples` their numbers of examples."""
 
     max_non_finite: int = 3
     """The job fails after this many updates in a row that have a gradient with NaN or infinity. Such an update is

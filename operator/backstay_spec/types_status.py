@@ -241,10 +241,10 @@ class TrainingJobStatus(StatusModel):
     """Optimizer steps that each worker makes between two updates (`backstay.LocalSteps`); absent: none."""
 
     examples_per_second: FiniteFloat = None
-    """Examples trained on per second, over all workers, lately."""
+    """Examples trained on per second, over all workers, recently."""
 
     updates_per_second: FiniteFloat = None
-    """Updates applied per second, lately."""
+    """Updates applied per second, recently."""
 
     goodput: FiniteFloat = None
     """The share of the seconds of all worker pods whose computation was applied."""

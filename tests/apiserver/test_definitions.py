@@ -144,7 +144,7 @@ def causes(answer):
         ({"low": 1.5}, "spec.low", "FieldValueTypeInvalid", 'must be of type integer: "number"'),
     ],
 )
-def test_what_is_wrong_is_said_with_field_and_reason(clean, spec, field, reason, said):
+def test_an_invalid_definition_is_refused_with_field_and_reason(clean, spec, field, reason, said):
     found = causes(clean.post(WIDGETS, widget(**spec)))
     assert found[field][0] == reason
     assert said in found[field][1]

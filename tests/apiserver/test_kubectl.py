@@ -153,7 +153,7 @@ def test_apply_refuses_an_unknown_field_by_name(fresh):
     assert fresh("get", "gd", "a", "-o", "jsonpath={.spec}") == '{"mode":"A","size":1}'
 
 
-def test_apply_shows_what_is_wrong_with_which_field(fresh):
+def test_apply_shows_each_invalid_field_and_the_reason(fresh):
     done = fresh.run("apply", "-f", "-", stdin=gadget("a", size=11))
     assert done.returncode == 1
     assert 'The Gadget "a" is invalid: spec.size: Invalid value: 11:' in done.stderr

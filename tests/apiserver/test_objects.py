@@ -141,7 +141,7 @@ def test_a_running_pod_is_marked_and_goes_when_its_kubelet_reports_it(clean):
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-def test_a_pod_that_has_ended_goes_at_once(clean, phase):
+def test_a_pod_that_has_ended_is_deleted_immediately(clean, phase):
     made(clean.post(PODS, pod("a", nodeName="n1")))
     assert clean.merge(f"{PODS}/a/status", {"status": {"phase": phase}}).status == 200
     clean.delete(f"{PODS}/a")
@@ -271,7 +271,7 @@ def service(name, **spec):
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": {"ports": [{"port": 1}], **spec}}
 
 
-def test_services_have_addresses_of_their_own(clean):
+def test_each_service_has_its_own_address(clean):
     addresses = [made(clean.post(f"{CORE}/services", service(f"s{i}")))["spec"]["clusterIP"] for i in range(5)]
     assert len(set(addresses)) == 5
     assert all(a.startswith("127.96.") for a in addresses)

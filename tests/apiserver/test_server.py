@@ -62,7 +62,7 @@ def test_the_certificate_is_taken_by_the_strictest_client(embedded):
         assert ("IP Address", "127.0.0.1") in tls.getpeercert()["subjectAltName"]
 
 
-def test_a_certificate_of_another_server_is_not_taken(embedded):
+def test_a_certificate_of_another_server_is_refused(embedded):
     context = ssl.create_default_context(cadata=make_certificate(["127.0.0.1"]).pem)
     host, port = re.fullmatch(r"https://(.*):(\d+)", embedded.url).groups()
     with socket.create_connection((host, int(port))) as plain, pytest.raises(ssl.SSLCertVerificationError):
@@ -200,7 +200,7 @@ def test_no_body_makes_the_server_fail(data, where, method, content_type):
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"9" * 400, b"9" * 5000])
-def test_what_is_no_json_number_is_a_bad_request(embedded, number):
+def test_a_number_that_json_does_not_have_is_a_bad_request(embedded, number):
     body = b'{"metadata":{"name":"n"},"data":{"a":' + number + b"}}"
     assert embedded.post(f"{CORE}/configmaps", body).status == 400
 
@@ -255,7 +255,7 @@ def test_canonical_quantities(text, canonical):
 
 
 @pytest.mark.parametrize("text", ["", "x", "1Q", "1 Gi", "--1", "1.2.3"])
-def test_what_is_no_quantity(text):
+def test_an_invalid_quantity_is_refused(text):
     with pytest.raises(ValueError, match="quantities must match"):
         quantity.value(text)
 

@@ -31,7 +31,7 @@ MUTATED = {
     "watch by label: an object that stops matching is DELETED",
     "watch: bookmarks asked for",
 }
-# These take effect after a moment, not at once.
+# These take effect after a moment, not immediately.
 EVENTUAL = {"the owned pod afterwards", "crd get: established", "crd discovery", "crd group discovery", "list after it"}
 
 UID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")

@@ -84,7 +84,7 @@ def test_any_watch_from_any_version_replays_to_the_state_of_the_server(operation
         assert past.lines().splitlines() == live
 
 
-def test_history_that_is_gone_is_said_to_be_expired():
+def test_a_watch_from_an_old_version_is_answered_as_expired():
     api = Api(history=4)
     kinds.install(api, "127.96.0.0/16")
     maps = api.registry.must("", "configmaps")

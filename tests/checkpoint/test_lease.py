@@ -146,7 +146,7 @@ def test_t8_a_signal_to_stop_ends_a_writer_that_waits(start: Start) -> None:
         second.lease.acquire()
 
 
-def test_t7_of_two_challengers_at_once_at_most_one_gets_the_lease(
+def test_t7_of_two_challengers_at_the_same_time_at_most_one_gets_the_lease(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second challenger writes its lease after the first has listed the folder, and before it writes its lease."""

@@ -32,7 +32,7 @@ def test_old_records_are_deleted_and_nothing_else_is(tmp_path: Path) -> None:
     assert sum(name.startswith("report-") for name in found) == 1
 
 
-def test_a_folder_that_errs_costs_the_record_in_that_folder_alone(tmp_path: Path) -> None:
+def test_a_folder_that_fails_loses_only_its_own_record(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     records = Records([PosixFolder(tmp_path / "file" / "below"), PosixFolder(tmp_path / "good")])
     records.put("trace", record_name("trace", 1, "../U!"), lambda: 1 / 0)  # type: ignore[arg-type,return-value]

@@ -255,7 +255,7 @@ def test_errors_about_places_and_options_name_what_would_be_valid(tmp_path: Path
         ("nope://a", "Protocol not known"),
     ],
 )
-def test_t8_a_uri_that_can_never_be_read_is_refused_at_once(uri: str, why: str) -> None:
+def test_t8_a_uri_that_can_never_be_read_is_refused_immediately(uri: str, why: str) -> None:
     """`StorageError` is tried again for a minute."""
     with pytest.raises(CheckpointError, match=why) as refused:
         fix(uri)

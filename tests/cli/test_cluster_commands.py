@@ -181,7 +181,7 @@ def test_an_output_that_is_full_is_an_error_of_one_line(cluster: FakeApi, comman
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
 
 
-def test_an_output_that_nobody_reads_ends_the_command_quietly(cluster: FakeApi) -> None:
+def test_a_closed_output_ends_the_command_without_a_message(cluster: FakeApi) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     command = [sys.executable, "-m", "backstay_cli.main", "logs"]
@@ -326,7 +326,9 @@ def test_a_terminal_without_unicode_gets_question_marks(cluster: FakeApi, comman
     assert b"?" in done.stdout
 
 
-def test_the_end_of_a_pipe_is_no_error_of_the_server(cluster: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_a_pipe_is_not_reported_as_an_error_of_the_server(
+    cluster: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def write(_: object) -> None:
         raise BrokenPipeError
 

@@ -83,7 +83,7 @@ def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> No
         (b"[" * 5000, "job.yaml"),
     ],
 )
-def test_a_file_that_is_no_job_is_refused_clearly(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_file_without_a_job_is_refused_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(content)
     with pytest.raises(BadInput, match=says):

@@ -42,7 +42,7 @@ def test_the_store_is_bounded_and_loses_the_oldest(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "run") == ["middle", "new", "old"], "a run that goes on keeps what it has"
 
 
-def test_another_processor_has_a_store_of_its_own(tmp_path: Path) -> None:
+def test_another_processor_has_its_own_store(tmp_path: Path) -> None:
     def info(text: str) -> Path:
         (tmp_path / "cpuinfo").write_text(text)
         return compiled.store_in(tmp_path, tmp_path / "cpuinfo")

@@ -160,7 +160,7 @@ def test_a_file_that_is_too_large_when_it_is_decompressed_is_refused() -> None:
         b'{"traceEvents": ' + b"[" * 100_000,
     ],
 )
-def test_a_file_that_is_no_profile_is_named(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_profile_is_named(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has no \*.trace.json.gz"):
         read_profile(tmp_path)
     (tmp_path / "host.trace.json.gz").write_bytes(content)

@@ -107,7 +107,7 @@ def test_a_healthy_job_needs_nothing() -> None:
     assert list(explain.next_steps(view(), NOW)) == []
 
 
-def test_a_job_that_stands_still_shows_no_rate_and_no_time_that_is_left_but_whom_it_waits_for() -> None:
+def test_a_job_without_updates_shows_what_it_waits_for_and_no_rate_or_time_left() -> None:
     waits = {"seconds": 34.0, "text": "worker 1 waits for its input batch, for 34 s"}
     shown = with_page(view_of(job(), PODS, []), {**PAGE, "waits": waits})
     assert (shown.seconds_left, shown.updates_per_second, shown.examples_per_second) == (None, None, None)
@@ -121,7 +121,7 @@ def test_a_standby_is_distinct_from_the_active_server() -> None:
     shown = view_of(job(active={"parameter-server-0": 1}), pods, [])
     assert [(row.slot, row.does) for row in rows(shown)] == [
         ("server 0", "serves step 240"),
-        ("server 0 (standby)", "holds all that its server does"),
+        ("server 0 (standby)", "has the same state as its server"),
     ]
 
 

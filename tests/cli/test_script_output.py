@@ -46,7 +46,7 @@ def test_the_scripts_lines_are_shown_and_backstays_and_those_of_libraries_are_no
     assert output.end(failed=False) == []
 
 
-def test_the_traceback_of_a_failed_job_is_left_to_the_report(tmp_path: Path) -> None:
+def test_only_the_report_prints_the_traceback_of_a_failed_job(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), b"hello\n" + TRACEBACK)
     assert output.new_lines([pod()]) == ["hello"]

@@ -53,7 +53,9 @@ def test_the_newest_checkpoint_of_shard_0s_servers_counts(tmp_path: Path) -> Non
         (107, {"uri": "/ck"}, (stored(107),), f"to continue: {AGAIN}"),
     ],
 )
-def test_what_was_stored_is_said(tmp_path: Path, step: int | None, checkpoint: Any, lines: Any, says: str) -> None:
+def test_the_last_lines_state_which_checkpoint_was_stored(
+    tmp_path: Path, step: int | None, checkpoint: Any, lines: Any, says: str
+) -> None:
     log(tmp_path, server(1), *lines)
     view = JobView("a", "default", step=step, pods=(server(1),))
     job = {"spec": {"checkpoint": checkpoint}}

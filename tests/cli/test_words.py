@@ -69,7 +69,7 @@ UNSCHEDULABLE["status"]["conditions"] = [
         ({"phase": "Failed"}, ""),
     ],
 )
-def test_what_a_job_waits_for_is_said(view: dict[str, Any], says: str) -> None:
+def test_what_a_job_waits_for_is_stated(view: dict[str, Any], says: str) -> None:
     assert waiting_for(JobView("a", "default", **{"roles": DESIRED, **view})) == says
 
 
@@ -95,7 +95,7 @@ def test_every_number_can_be_shown(value: float | None) -> None:
         assert number(value) == "nan"
 
 
-def test_what_several_pods_said_alike_is_shown_once(tmp_path: Path) -> None:
+def test_the_same_output_of_several_pods_is_shown_once(tmp_path: Path) -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Failed"}}
     ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}, "name": "trainer"}
     dead = [pod(contract.ROLE_WORKER, index, "Failed", containerStatuses=[ended]) for index in range(4)]
@@ -112,7 +112,7 @@ def test_what_several_pods_said_alike_is_shown_once(tmp_path: Path) -> None:
     assert all(len(line) < 1000 for line in lines)
 
 
-def test_the_last_words_of_shard_0_are_newer_than_what_was_seen_last() -> None:
+def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> None:
     before = JobView("a", "default", loss=0.5, examples_per_second=10.0, step=8)
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded", "loss": 0.7}}
     said = '{"result": "Succeeded", "step": 9, "loss": 0.25, "examplesPerSecond": 12.0, "evaluationError": "E: no"}'

@@ -170,7 +170,7 @@ def test_workers_decode_every_bfloat16_as_servers_do() -> None:
 
 @pytest.mark.parametrize("name", ["Int8", "Int4"])
 @pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
-def test_a_scale_is_zero_wherever_its_group_is_not_finite(name: Any, wrong: float) -> None:
+def test_a_scale_is_zero_where_its_group_is_not_finite(name: Any, wrong: float) -> None:
     codec: Any = CODECS[name]
     values = np.random.default_rng(1).uniform(-1, 1, (codec.share, codec.share)).astype(np.float32)
     np.fill_diagonal(values, wrong)  # at another place of each share

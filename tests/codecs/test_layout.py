@@ -102,7 +102,7 @@ def test_t4_one_process_rounds_as_any_number_of_shards(gradients: Any, optimizer
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_t4_parameters_are_rounded_alike(shards: int) -> None:
+def test_t4_parameters_are_rounded_the_same_for_any_number_of_shards(shards: int) -> None:
     """T4: what a worker receives, in chunks of any even size, is what one process computes with."""
     tree, leaves = tree_of()
     wire = Wire(parameters="BFloat16")
@@ -208,7 +208,7 @@ def test_codecs_that_do_not_exist_are_refused(arguments: Any, words: str) -> Non
 
 
 def test_a_contribution_that_is_sent_again_has_the_same_bits() -> None:
-    """T3, T4: also with error feedback, whose residual changes only when the contribution has ended."""
+    """T3, T4: even with error feedback, whose residual changes only when the contribution has ended."""
     tree, leaves = tree_of()
     wire = Wire(gradients="Int4", error_feedback=True)
     parts, wires = layout_of(tree, wire, 2, 1 << 22)
@@ -280,7 +280,7 @@ def test_residuals_follow_the_outcome() -> None:
 
 @pytest.mark.parametrize("gradients", ["BFloat16", "Int8", "Int4"])
 def test_servers_add_up_what_they_decode(gradients: Any) -> None:
-    """T1: an update of encoded contributions is that of the decoded ones, also with weights and clipped."""
+    """T1: an update of encoded contributions is that of the decoded ones, even with weights and clipped."""
     tree, leaves = tree_of()
     wire = Wire(gradients=gradients)
     parts, wires = layout_of(tree, wire, 1, 1 << 22)

@@ -55,7 +55,7 @@ def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None
     assert "disk full" in failed.why
 
 
-def test_a_history_that_starts_at_its_end_is_over_at_once() -> None:
+def test_a_history_that_starts_at_its_end_ends_immediately() -> None:
     """T7: AlreadyComplete."""
     rules = Rules(mode="Sync", shards=1, steps=5, stores=True, evaluates=True)
     job = Coordinator(rules, CoordinatorState(term=2, version=7, world=1), checkpoint="uri")

@@ -587,7 +587,7 @@ def test_the_clip_factor_is_of_the_norm_over_all_shards() -> None:
     assert [decision.norm for decision in decided if isinstance(decision, Updated)] == [5.0]
 
 
-def test_the_world_grows_to_joined_ranks_and_shrinks_at_once() -> None:
+def test_the_world_grows_to_joined_ranks_and_shrinks_immediately() -> None:
     rules = Rules(mode="Sync", shards=1, steps=100)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
     for rank in (0, 1, 3):

@@ -1,4 +1,4 @@
-"""T1, T2, T4: how long an update waits after its quorum, for whom, and how its contributions are weighted."""
+"""T1, T2, T4: how long an update waits after its quorum, for which ranks, and how its contributions are weighted."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_t1_weights_are_shares_of_the_examples(examples: list[int], weighting: s
 # ---- Auto ----
 
 
-def test_auto_waits_for_a_rank_that_is_a_little_late_and_not_for_one_that_is_very_late() -> None:
+def test_auto_waits_for_a_rank_with_a_short_delay_and_not_for_one_with_a_long_delay() -> None:
     steady = {rank: [1.0] * 8 for rank in range(3)}
     little = best_wait({**steady, 3: [1.1] * 8}, 3)
     assert little.wait == pytest.approx(0.1)

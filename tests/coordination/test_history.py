@@ -38,7 +38,7 @@ def answer(history: History, pending: Pending, shard: int, squares: float = 1.0)
     history.answer(shard, Norm(term=commit.term, version=commit.version, sum_of_squares=squares, round=pending.round))
 
 
-def test_without_standbys_and_clipping_a_decision_is_a_commit_at_once() -> None:
+def test_without_standbys_and_clipping_a_decision_is_a_commit_immediately() -> None:
     made = history()
     pending = decide(made)
     assert made.release() == [pending]

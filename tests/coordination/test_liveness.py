@@ -34,7 +34,7 @@ def test_a_worker_that_waits_for_others_is_not_hung() -> None:
     assert ranks(live.stalled(115, 100, 1)) == []  # out of the world
 
 
-def test_twenty_of_its_own_medians_are_waited_for() -> None:
+def test_a_rank_is_stalled_after_twenty_times_its_median() -> None:
     live = Liveness("Async")
     live.joined(0, worker(0))
     live.beat(0, worker(0), TRAINING, 0)

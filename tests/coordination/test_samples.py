@@ -197,7 +197,7 @@ def test_t9_an_async_account_continues_with_another_number_of_local_steps(first:
 @pytest.mark.parametrize("counts", [(1, 1), (3, 3), (3, 2), (2, 5)])
 @pytest.mark.parametrize("world", [1, 3])
 def test_t9_an_async_account_continues_after_updates_in_sync_mode(counts: tuple[int, int], world: int) -> None:
-    """Also where a run in Sync mode took another number of local steps before."""
+    """Even where a run in Sync mode took another number of local steps before."""
     state = CoordinatorState(1, 0, world, samples=Samples(size=10, batch=1))
     used, ended = 0, list[EpochEnded]()
 

@@ -419,7 +419,7 @@ def test_t6_a_successor_without_a_term_that_was_begun_does_not_begin_it_again() 
     assert [d.message.term for d in begun if isinstance(d, Send)] == [4]
 
 
-def test_a_checkpoint_that_died_with_its_writer_is_due_at_once() -> None:
+def test_a_checkpoint_that_died_with_its_writer_is_due_immediately() -> None:
     """T7: otherwise two intervals of work could be lost."""
     rules = Rules(mode="Sync", shards=1, steps=100, replicates=True, stores=True)
     start = Rollback(term=1, version=0, world=1)

@@ -141,7 +141,7 @@ def test_a_state_is_shown_by_its_name(dashboards: Any) -> None:
 
 
 def test_a_number_of_now_is_not_an_older_one(dashboards: Any) -> None:
-    """Of a series, Grafana's stat shows the last value, also if the query has none any more at the end of the range."""
+    """Of a series, Grafana's stat shows the last value, even if the query has none any more at the end of the range."""
     kept = {
         ("job", "Progress"): "of a job that is gone, too",
         ("job", "Checkpoint age"): "of a job that is gone, too",
@@ -210,7 +210,7 @@ def test_rates_fit_the_resolution(dashboards: Any) -> None:
                 assert windows <= allowed, panel["title"]
 
 
-def test_a_name_has_one_colour_that_colour_blind_people_can_tell(dashboards: Any) -> None:
+def test_a_name_has_one_colour_that_colour_blind_people_can_distinguish(dashboards: Any) -> None:
     seen: dict[str, str] = {}
     by_panel: list[tuple[str, dict[str, str]]] = []
     for dashboard in dashboards:

@@ -134,7 +134,7 @@ def of_job(name: str, **more: str) -> str:
 
 
 def test_the_checkpoints_age_grows_while_there_is_no_coordinator(shows: Any) -> None:
-    """Stored at 60 s; the operator has it from the job's status, also without a coordinator."""
+    """Stored at 60 s; the operator has it from the job's status, even without a coordinator."""
     stored = {
         of_job("checkpoint_timestamp_seconds"): " ".join(["_"] * 4 + ["60"] * 56),
         of_job("checkpoint_interval_seconds"): "60x60",

@@ -155,7 +155,7 @@ class Cluster:
         return found
 
     def kill_servers(self) -> None:
-        """SIGKILL to every server at once, the standby's too; the processes are found by their environment."""
+        """SIGKILL to every server at the same time, the standby's too; the processes are found by their environment."""
         servers = {
             f"{contract.ENV_POD_NAME}={pod['metadata']['name']}".encode()
             for pod in self.pods()

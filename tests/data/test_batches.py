@@ -55,7 +55,7 @@ def test_t4_the_same_key_gives_the_same_batch_in_a_new_process_state() -> None:
         np.testing.assert_array_equal(a["x"][:, 0], a["y"] * 2.0)
 
 
-def test_shuffled_anew_by_seed_and_epoch() -> None:
+def test_each_seed_and_epoch_has_another_order() -> None:
     batches = from_dataset(np.arange(100), batch_size=100)
     orders = [tuple(batches(BatchKey(epoch, 0, 1, seed))) for seed in (0, 1) for epoch in (0, 1, 2)]
     assert len(set(orders)) == 6

@@ -260,7 +260,7 @@ def test_an_order_of_a_billion_samples_takes_no_memory_and_is_mixed() -> None:
     assert abs(first.mean() / 1e9 - 0.5) < 0.02
 
 
-def test_batches_are_prepared_by_several_threads_and_no_more_than_asked_for() -> None:
+def test_several_threads_prepare_batches_and_no_more_than_requested() -> None:
     """Each batch waits until all three threads prepare one: with fewer, none would ever be ready."""
     together = threading.Barrier(3, timeout=60)
     begun: list[int] = []

@@ -387,7 +387,11 @@ def test_the_helm_commands_have_values_of_the_chart(block: Block, workshop: Path
     for program, *arguments in recorded(block, workshop):
         if program != "helm" or arguments[0] not in ("install", "upgrade"):
             continue
-        rest = [argument for argument in arguments[1:] if argument not in ("--create-namespace", "--reuse-values")]
+        rest = [
+            argument
+            for argument in arguments[1:]
+            if argument not in ("--create-namespace", "--reuse-values", "--reset-then-reuse-values")
+        ]
         done = helm.run("template", *[str(ROOT / one) if one == "helm/backstay" else one for one in rest])
         assert done.returncode == 0, done.stderr
 

@@ -74,7 +74,9 @@ def test_an_export_that_fails_fails_the_job_and_is_repeated_by_the_next_one(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_o4_a_script_that_raises_in_all_pods_fails_the_job_at_once(cluster: Any, submit: Submit, workers: int) -> None:
+def test_o4_a_script_that_raises_in_all_pods_fails_the_job_immediately(
+    cluster: Any, submit: Submit, workers: int
+) -> None:
     """O4: with budgets left; each slot has died at most twice when the job fails."""
     name = submit({"workers": {"replicas": workers}}, env={"BEHAVE": "raise"})
     status = cluster.wait_for_end(name)

@@ -180,7 +180,7 @@ def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: 
     assert "6" in message
 
 
-def test_an_image_name_that_cannot_be_right_fails_the_job_at_once(cluster: Any, submit: Submit) -> None:
+def test_an_invalid_image_name_fails_the_job_immediately(cluster: Any, submit: Submit) -> None:
     """O4: failures that a retry cannot fix."""
     name = submit({"image": "x:::y"})
     ended(cluster, name, "Failed")

@@ -93,7 +93,7 @@ def process_of(cluster: Any, module: str) -> int:
 def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
     cluster: Any, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Two jobs at once, without and with standbys: what the operator concludes for one is not about the other."""
+    """Two jobs at the same time, without and with standbys: the operator judges each of them separately."""
     jobs = []
     for standbys in (0, 1):
         spec = {

@@ -55,8 +55,8 @@ async def pids_of(cluster: ClusterProcess, name: str) -> list[int]:
             await asyncio.sleep(0.01)
 
 
-async def test_two_clusters_at_once_share_nothing(tmp_path, cluster, driver):
-    """Survives: two `backstay run` at once."""
+async def test_two_clusters_at_the_same_time_share_nothing(tmp_path, cluster, driver):
+    """Survives: two `backstay run` at the same time."""
     with ClusterProcess(tmp_path / "data", log_file=tmp_path / "log") as other:
         client = other.client()
         nodes = [(await c.get("/api/v1/nodes/backstay"))["status"] for c in (client, driver.client)]
@@ -109,7 +109,7 @@ def test_a_cluster_ends_with_its_parent(tmp_path):
     assert not (tmp_path / "data" / "cluster.kubeconfig").exists()
 
 
-def test_a_bad_command_line_states_what_is_wrong(tmp_path):
+def test_an_invalid_command_line_is_refused_with_the_reason(tmp_path):
     command = [sys.executable, "-m", "backstay_cluster", "--data-dir", str(tmp_path), "--kubeconfig", "x.yaml"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1

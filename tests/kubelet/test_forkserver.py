@@ -386,7 +386,7 @@ async def test_a_forkserver_that_always_dies_is_given_up(bench, capfd):
     assert capfd.readouterr().err.count("no forkserver any more") == 1
 
 
-async def test_many_containers_at_once(bench):
+async def test_many_containers_at_the_same_time(bench):
     bench.write("script.py", WAS_PRELOADED + "raise SystemExit(int(sys.argv[1]))\n")
     async with bench.runtime() as runtime:
         runs = [bench.run(runtime, ["python", "script.py", str(i)]) for i in range(20)]
@@ -471,8 +471,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("whom", ["kubelet", "spawner"])
-def test_no_process_outlives_the_kubelet_or_the_spawner(bench, whom):
+@pytest.mark.parametrize("victim", ["kubelet", "spawner"])
+def test_no_process_outlives_the_kubelet_or_the_spawner(bench, victim):
     bench.write("script.py", LEAVES)
     command = [sys.executable, "-c", KUBELET, str(bench.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=bench.env) as parent:
@@ -482,8 +482,8 @@ def test_no_process_outlives_the_kubelet_or_the_spawner(bench, whom):
             # A process that changed its session loses its subreaper with the spawner; the spawner's own children die
             # with it.
             own = {spawner, main, *children(spawner)} - set(pids[2:])
-            os.kill(parent.pid if whom == "kubelet" else spawner, signal.SIGKILL)
-            for pid in {*own, *pids} if whom == "kubelet" else own:
+            os.kill(parent.pid if victim == "kubelet" else spawner, signal.SIGKILL)
+            for pid in {*own, *pids} if victim == "kubelet" else own:
                 wait_gone(pid)
         finally:
             parent.kill()

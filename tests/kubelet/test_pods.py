@@ -93,7 +93,7 @@ async def test_termination_message(driver, script, policy, message):
     assert end.get("message", "") == message
 
 
-async def test_termination_message_at_a_path_of_its_own(driver):
+async def test_the_termination_message_may_have_its_own_path(driver):
     container = {"terminationMessagePath": "/out/said", "env": env(WHERE="/out/said")}
     end = await driver.ended(await driver.pod('printf "$WHERE" >&2; printf yes >"$WHERE"', container=container))
     assert end["message"] == "yes"

@@ -1,4 +1,4 @@
-"""Which API server, and as whom: a service account and a plain kubeconfig are read without the kubernetes package."""
+"""Which API server and which user: a service account and a plain kubeconfig are read without the kubernetes package."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_process_that_got_no_processor_was_not_awake(asleep: float, awake: boo
     assert not attention.paused_since(clock.at + 0.01)
 
 
-def test_time_without_jobs_is_no_pause() -> None:
+def test_time_without_jobs_is_not_a_pause() -> None:
     clock = Clock()
     attention = Attention(clock)
     clock.at += 3600

@@ -134,7 +134,7 @@ def test_o1_while_events_are_late_work_that_is_not_urgent_gets_fewer_slots(virtu
         for number in range(20):
             it.mark(f"calm {number}")
         await asyncio.sleep(4.0)
-        assert len(work.now) == 1  # and not none: what is late may never come
+        assert len(work.now) == 1  # and not none: what is late may never arrive
         it.mark("dead pod", urgent=True)
         it.mark("calm 19", urgent=True)
         await asyncio.sleep(0)
@@ -186,7 +186,7 @@ def test_a_trigger_at_work_settles_too_unless_it_is_urgent(virtual: Callable[...
     virtual(story())
 
 
-def test_a_run_asks_for_the_next_and_the_earliest_timer_wins(virtual: Callable[..., Any]) -> None:
+def test_a_run_requests_the_next_and_the_earliest_timer_applies(virtual: Callable[..., Any]) -> None:
     async def story() -> None:
         work = Work(0.0)
         work.again["a"] = 30.0

@@ -191,7 +191,7 @@ def test_a_death_is_counted_and_recovered_when_its_replacement_works() -> None:
     assert recovered("Worker") == (1, 4)
 
 
-def test_what_a_job_asks_for_is_exported_for_alerts() -> None:
+def test_the_settings_of_a_job_are_exported_for_alerts() -> None:
     watched = Watched()
     spec = spec_of(
         parameterServers={"replicas": 2, "standbys": 1},

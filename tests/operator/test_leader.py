@@ -107,7 +107,7 @@ def test_the_first_acts_the_second_waits_and_takes_over_when_the_first_is_silent
     virtual(story())
 
 
-def test_two_that_start_at_once_never_both_act(virtual: Callable[..., Any]) -> None:
+def test_of_two_operators_that_start_at_the_same_time_only_one_acts(virtual: Callable[..., Any]) -> None:
     async def story() -> None:
         leases = Leases()
         both = [leader(leases, "a"), leader(leases, "b")]
@@ -117,7 +117,7 @@ def test_two_that_start_at_once_never_both_act(virtual: Callable[..., Any]) -> N
     virtual(story())
 
 
-def test_a_clean_exit_hands_over_at_once(virtual: Callable[..., Any]) -> None:
+def test_a_clean_exit_releases_the_lease_immediately(virtual: Callable[..., Any]) -> None:
     async def story() -> None:
         leases = Leases()
         first, second = leader(leases, "a"), leader(leases, "b")
@@ -152,7 +152,9 @@ def test_a_leader_that_cannot_renew_stops_and_is_notified_when_it_leads_again(vi
     virtual(story())
 
 
-def test_a_lease_goes_with_its_holders_pod_and_the_next_operator_acts_at_once(virtual: Callable[..., Any]) -> None:
+def test_a_lease_is_deleted_with_its_holders_pod_and_the_next_operator_acts_immediately(
+    virtual: Callable[..., Any],
+) -> None:
     """Uninstalling the chart deletes the operator's rights first, so it cannot give the Lease back."""
     owner = pod_reference({"BACKSTAY_OPERATOR_POD": "backstay-7/0d9e"})
     assert owner == {"apiVersion": "v1", "kind": "Pod", "name": "backstay-7", "uid": "0d9e"}
@@ -333,7 +335,7 @@ def test_one_who_waits_expects_to_see_the_holders_renewals(virtual: Callable[...
     virtual(story())
 
 
-def test_only_a_process_of_this_machine_is_known_to_be_dead() -> None:
+def test_only_a_process_of_this_machine_can_be_found_dead() -> None:
     me = identity({}, lambda: 0.5)
     host, space, pid, _ = me.split("_")
     assert pid == str(os.getpid())

@@ -66,7 +66,7 @@ def test_a_write_that_the_watch_overtook_is_not_kept() -> None:
     assert overlay.owed_since() is None
 
 
-def test_what_is_gone_stays_gone_whatever_late_event_speaks_of_it() -> None:
+def test_a_deleted_object_stays_deleted_after_any_late_event() -> None:
     overlay, index = make(seen("a", 5))
     overlay.removed(KEY, "a")
     assert values(overlay) == []
@@ -94,7 +94,7 @@ def test_an_answer_that_comes_after_the_deletion_was_shown_raises_nothing_from_t
     assert len(overlay._deleted) <= 14
 
 
-def test_a_write_that_was_deleted_again_does_not_linger() -> None:
+def test_a_write_that_was_deleted_again_is_removed() -> None:
     overlay, _ = make()
     overlay.wrote(KEY, seen("a", 5))
     overlay.shown(KEY, "a", 6, deleted=True)

@@ -128,7 +128,7 @@ def test_a_job_trains_through_the_loss_of_its_workers_its_operator_and_the_api_s
     api.run_pods("story")
     eventually(lambda: api.job("story")["status"]["roles"]["Worker"] == counts(2, 2, 1))
 
-    # The operator is killed and started again: no pod restarted, no count lost, at once though it held the Lease.
+    # The operator is killed and started again: no pod restarted, no count lost, immediately though it held the Lease.
     operator.stop(signal.SIGKILL)
     before = {pod["metadata"]["uid"] for pod in api.pods("story")}
     dead = api.pods("story", "worker")[-1]["metadata"]["name"]
@@ -196,7 +196,7 @@ class Shard(control_pb2_grpc.ControlServicer):
         return self.reply
 
 
-def test_what_the_servers_state_reaches_the_status_and_a_stalled_worker_is_replaced(
+def test_the_reports_of_servers_reach_the_status_and_a_stalled_worker_is_replaced(
     api: Api, start: Callable[..., Process], tmp_path: Path
 ) -> None:
     """O8: by the pod's address, with the job's token."""
@@ -218,7 +218,7 @@ def test_what_the_servers_state_reaches_the_status_and_a_stalled_worker_is_repla
 
     server = api.do(serve())
     try:
-        # Not at once, because progress alone changes a status only every 10 s.
+        # Not immediately, because progress alone changes a status only every 10 s.
         shard.reply.stalled.add(rank=1, incarnation=1, reason="no gradient for 300 s")
         shard.reply.contributed[1] = 1  # it has worked: its replacement does not back off
         api.run_pods("calls", address)

@@ -188,7 +188,7 @@ def test_a_wrong_token_is_counted_and_reports_nothing() -> None:
     asyncio.run(story())
 
 
-def test_a_replaced_pod_gets_a_channel_of_its_own_and_a_job_without_servers_is_left() -> None:
+def test_a_replaced_pod_gets_its_own_channel_and_a_job_without_servers_is_left() -> None:
     async def story() -> None:
         server = FakeServer(1, pb.ProgressReply(incarnation=1))
         received = Received()
@@ -241,7 +241,7 @@ def test_what_is_combined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "at_once"),
+    ("change", "expected"),
     [
         ({"step": 9, "loss": 0.1, "examples_per_second": 3.0, "checkpoint_step": 9}, False),
         ({"stalled": (Stalled(1, 1),)}, True),
@@ -252,15 +252,15 @@ def test_what_is_combined() -> None:
         ({"checkpoint_error": "disk full"}, True),
     ],
 )
-def test_training_that_merely_continues_is_not_urgent(change: dict[str, Any], at_once: bool) -> None:
+def test_only_changes_other_than_progress_are_urgent(change: dict[str, Any], expected: bool) -> None:
     """O8: progress alone changes a status at most every 10 s."""
     before = Progress(taken=NOW, reached=frozenset({0}), step=8, world=4, term=1)
     after = Progress(**{"taken": NOW, "reached": frozenset({0}), "step": 8, "world": 4, "term": 1, **change})
-    assert urgent(before, after) is at_once
+    assert urgent(before, after) is expected
     assert urgent(None, after)
 
 
-def test_what_a_server_said_of_its_standby_survives_it() -> None:
+def test_the_report_of_a_server_about_its_standby_stays_after_the_servers_death() -> None:
     """O4, T6: the operator sends the request when the server is dead."""
     before = Progress(taken=NOW, reached=frozenset({0, 1}), in_sync={0: 2, 1: 2})
     assert carried(None, before) == before  # it has no term yet

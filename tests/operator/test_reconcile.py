@@ -122,7 +122,7 @@ def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
     assert value("backstay_operator_replacement_duration_seconds_count") == 0
 
 
-def test_an_operator_that_starts_anew_changes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+def test_a_restarted_operator_changes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
     """O5: no pod restarted, none doubled, no count lost."""
     kube.put(JOBS, "team", make_job())
     operator = operator_on(kube)

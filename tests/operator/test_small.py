@@ -74,7 +74,7 @@ def test_backoffs_are_each_their_own_and_obey_the_server() -> None:
     assert offs.remaining("b", 0.0) == 0.0
 
 
-def test_patience_is_endless_and_starts_anew_for_each_request() -> None:
+def test_retries_have_no_end_and_each_request_starts_with_the_first_delay() -> None:
     patience = Patience(0.1, 1, then=5)
     for _ in range(2):
         delays = iter(patience)

@@ -347,7 +347,7 @@ def test_the_other_deadlines_still_count(running):
         max_size=10,
     ),
 )
-def test_t8_whatever_becomes_of_worker_0_the_job_ends_and_its_code_runs_at_most_once(running, returned, steps):
+def test_t8_for_any_end_of_worker_0_the_job_ends_and_its_code_runs_at_most_once(running, returned, steps):
     """O1, O5, T8: no history hangs, no pod is created once a pod had the result, and no server ever again."""
     cluster = running({**SPEC, "workers": {"replicas": 1}})
     fields = {} if returned is None else {"returned": returned}

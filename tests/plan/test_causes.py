@@ -82,7 +82,7 @@ def test_the_program_pays_for_its_own_deaths_only():
 
 
 @pytest.mark.parametrize("message", ["TypeError: no such leaf", "no such leaf"])
-def test_last_words_name_the_error_once(message):
+def test_the_final_message_names_the_error_once(message):
     said = json.dumps({"reason": "TypeError", "message": message})
     state = {"exitCode": 1, "reason": "Error", "message": said}
     pod = {"status": {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": {"terminated": state}}]}}
@@ -125,7 +125,7 @@ def test_an_unknown_signal_is_still_a_number():
 @pytest.mark.parametrize(
     "message", ["", "[1]", "{}", "NaN", '{"result": "Fine"}', '{"result": ["Failed"]}', "{" * 5000]
 )
-def test_what_is_no_outcome_is_none(message):
+def test_a_message_without_an_outcome_gives_none(message):
     assert outcome_of(pod(ended(0, message=message))) is None
 
 

@@ -27,7 +27,7 @@ def test_phases_and_counters_follow_the_pods(make_cluster):
     assert [reason for reason, _ in cluster.events] == ["Running"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_and_unsaid(running):
+def test_a_checkpoint_that_cannot_be_written_is_reported_until_one_is_written(running):
     cluster = running(TWO_SERVERS)
     cluster.answer(step=7, checkpoint_error="no space left on device")
     cluster.settle()
@@ -133,7 +133,7 @@ def test_a_step_by_itself_does_not_change_a_condition(running):
     assert cluster.condition("Training") == before
 
 
-def test_an_operator_that_has_just_started_does_not_call_it_interrupted(running):
+def test_a_new_operator_does_not_report_an_interruption(running):
     cluster = running(TRAINING_SPEC)
     train(cluster, 5)
     cluster.tick(40)

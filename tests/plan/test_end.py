@@ -256,7 +256,7 @@ def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector(running):
         ("CreateContainerConfigError", "ContainerConfigFailed"),
     ],
 )
-def test_what_may_mend_is_waited_for_until_the_deadline(running, make_cluster, reason, blocked):
+def test_an_obstacle_that_may_disappear_is_waited_for_until_the_deadline(running, make_cluster, reason, blocked):
     cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
     cluster.settle()
     cluster.wait(cluster.named(SERVER, 0), reason, "why")
@@ -273,7 +273,7 @@ def test_what_may_mend_is_waited_for_until_the_deadline(running, make_cluster, r
     assert cluster.condition("Failed")["reason"] == blocked
 
 
-def test_the_wait_for_a_quota_ends_at_the_deadline_also_after_restarts(make_cluster):
+def test_the_wait_for_a_quota_ends_at_the_deadline_even_after_restarts(make_cluster):
     """T8, and nothing lost with the operator's memory."""
     cluster = make_cluster(SPEC | {"runPolicy": {"pendingDeadlineSeconds": 100}})
     cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")
@@ -306,7 +306,7 @@ def test_a_worker_that_the_job_can_do_without_may_stay_pending(running):
     assert cluster.condition("Failed")["reason"] == "NotStarted"
 
 
-def test_a_pod_that_is_refused_before_the_first_update_fails_the_job_at_once(running):
+def test_a_pod_that_is_refused_before_the_first_update_fails_the_job_immediately(running):
     """O4: its replacement would be refused too."""
     cluster = running(SPEC)
     cluster.answer(step=0)

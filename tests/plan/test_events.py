@@ -138,7 +138,7 @@ def test_a_server_takes_part_again_with_its_first_update_and_not_with_its_first_
     assert (datetime.fromisoformat(death["recovered"]) - before).total_seconds() == 1.05
 
 
-def test_an_interruption_is_one_event_whatever_is_missing_first(running):
+def test_an_interruption_is_one_event_for_any_order_of_causes(running):
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5)
     cluster.settle()

@@ -228,7 +228,7 @@ def test_a_server_that_never_answered_gets_no_longer_deadline(training):
     assert [(d.cause, d.index, d.charged) for d in cluster.deaths] == [("Stalled", 1, True)]
 
 
-def test_an_operator_that_has_just_started_calls_before_it_judges(training):
+def test_a_new_operator_calls_before_it_judges(training):
     """O5: how long the kubelet has found it unready says nothing; unanswered calls of this operator do."""
     cluster, name = training, training.named(SERVER, 0)
     cluster.run(name, ready=False)
@@ -297,7 +297,7 @@ def test_a_worker_whose_script_continues_after_training_is_left_alone(out_of_tou
     assert not cluster.deaths
 
 
-def test_what_servers_said_before_they_could_miss_a_worker_is_not_held_against_it(out_of_touch):
+def test_reports_from_before_a_worker_could_be_missed_do_not_count_against_it(out_of_touch):
     cluster, name = out_of_touch
     cluster.answer(step=7, reached=frozenset({0, 1}))
     cluster.tick(30)

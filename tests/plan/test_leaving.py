@@ -10,7 +10,7 @@ TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, 
 SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
 
 
-def test_workers_that_leave_when_it_is_done_are_no_deaths(running):
+def test_workers_that_leave_a_completed_job_are_not_deaths(running):
     """The end of a job: exit code 0 after `done`; the pods end in any order."""
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(WORKER, 0), 0)

@@ -288,7 +288,7 @@ def test_a_service_selects_one_incarnation_of_one_job():
 
 
 def test_the_network_policy_admits_the_pods_of_the_job():
-    """O7: RPC from the job's pods and the operator; health and metrics from anybody; ingress only."""
+    """O7: RPC from the job's pods and the operator; health and metrics from every client; ingress only."""
     policy = manifests.network_policy(job().metadata, PlanSettings("backstay-system", {"app": "backstay"}))
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     peers, operator, anybody = policy["spec"]["ingress"]

@@ -114,7 +114,7 @@ def test_a_server_that_stops_stores_first_if_its_standby_does_not_hold_everythin
     assert [d.incarnation for d in training.deaths] == [1]
 
 
-def test_a_server_that_stops_is_replaced_at_once_by_a_standby_that_holds_everything(training):
+def test_a_server_that_stops_is_replaced_immediately_by_a_standby_in_sync(training):
     answer(training, shard_0=2, shard_1=2)
     training.delete(training.named(SERVER, 0, 1), 60)
     training.settle()

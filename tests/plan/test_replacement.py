@@ -13,7 +13,7 @@ SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
 SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}}
 
 
-def test_a_dead_worker_is_replaced_at_once_and_once(running):
+def test_a_dead_worker_is_replaced_immediately_and_once(running):
     cluster = running(TWO_SERVERS)
     dead = cluster.named(WORKER, 1)
     cluster.end(dead, 137)
@@ -52,7 +52,7 @@ def test_a_success_without_exit_code_0_is_a_crash(running):
     assert cluster.status["roles"]["ParameterServer"]["restarts"] == 1
 
 
-def test_an_invalid_image_name_fails_the_job_at_once(make_cluster):
+def test_an_invalid_image_name_fails_the_job_immediately(make_cluster):
     cluster = make_cluster(SPEC)
     cluster.settle()
     cluster.wait(cluster.named(WORKER, 1), "InvalidImageName", "couldn't parse image name")
@@ -61,7 +61,7 @@ def test_an_invalid_image_name_fails_the_job_at_once(make_cluster):
     assert "worker 1" in cluster.condition("Failed")["message"]
 
 
-def test_a_pod_that_the_api_refuses_as_invalid_fails_the_job_at_once(make_cluster):
+def test_a_pod_that_the_api_refuses_as_invalid_fails_the_job_immediately(make_cluster):
     cluster = make_cluster(SPEC)
     cluster.refuse["mnist-worker-1"] = ("Invalid", "spec.containers[0].resources: must be positive")
     cluster.settle()

@@ -1,4 +1,4 @@
-"""O4: pods that raise the same exception before the first update fail the job at once, with the traceback."""
+"""O4: pods that raise the same exception before the first update fail the job immediately, with the traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def crash(cluster, role, index, message, code=1):
     cluster.settle()
 
 
-def test_most_workers_with_one_exception_fail_the_job_at_once(make_cluster):
+def test_most_workers_with_one_exception_fail_the_job_immediately(make_cluster):
     cluster = started(make_cluster)
     for rank in (0, 3):
         crash(cluster, WORKER, rank, says())
@@ -110,7 +110,7 @@ def test_after_the_first_update_budgets_decide(make_cluster):
     assert cluster.status["phase"] != "Failed"
 
 
-def test_what_was_mended_while_the_job_was_suspended_is_not_held_against_it(make_cluster):
+def test_exceptions_from_before_a_suspension_do_not_count(make_cluster):
     """The dead pods of before are still there; the next ones run another spec."""
     cluster = started(make_cluster)
     for rank in range(2):
@@ -180,7 +180,7 @@ def test_what_may_succeed_later_is_retried(make_cluster, message, code):
     assert cluster.status["phase"] != "Failed"
 
 
-def test_a_disruption_is_no_exception(make_cluster):
+def test_a_disruption_does_not_count_as_an_exception(make_cluster):
     cluster = started(make_cluster)
     for rank in range(4):
         name = cluster.named(WORKER, rank)

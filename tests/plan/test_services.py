@@ -72,7 +72,7 @@ def test_a_deleted_service_comes_back_under_its_address(running):
     assert cluster.services[name]["spec"]["selector"] == lost["spec"]["selector"]
 
 
-def test_an_address_that_is_being_freed_is_asked_for_again(running):
+def test_an_address_that_is_being_freed_is_requested_again(running):
     """T8: the API server reports a Service's deletion some milliseconds before it can assign its address again."""
     cluster = running(TWO_SERVERS)
     name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))
@@ -86,7 +86,7 @@ def test_an_address_that_is_being_freed_is_asked_for_again(running):
     assert cluster.status["roles"]["Worker"]["disruptions"] == 0
 
 
-def test_where_an_address_is_lost_for_good_the_pods_that_know_it_are_replaced(running):
+def test_if_an_address_is_lost_permanently_the_pods_that_use_it_are_replaced(running):
     """T8: they would call their servers at that address forever."""
     cluster = running(TWO_SERVERS)
     name = next(n for n in cluster.services if n.startswith("mnist-ps-0"))

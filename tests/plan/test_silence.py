@@ -297,8 +297,8 @@ def test_t8_a_server_that_hangs_is_replaced_within_12_s_where_nothing_interrupts
 
 
 def test_t8_when_nothing_answers_for_minutes_the_servers_are_replaced_without_charge(make_world):
-    """Everything is silent at once and no witness is left: the observer or the node may be the cause. Nothing is
-    replaced for 5 minutes, and nothing is charged."""
+    """Everything is silent at the same time and no witness is left: the observer or the node may be the cause. Nothing
+    is replaced for 5 minutes, and nothing is charged."""
     world = make_world(2, 0)
     world.stopped = {name: [(5, 10**6)] for name in (*names_of(world), "worker")}
     world.run(295)

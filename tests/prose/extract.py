@@ -159,8 +159,6 @@ def _names(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
             if not isinstance(node, ast.ClassDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 names += [argument.arg for argument in arguments]
-            if node.name.startswith("test_"):
-                continue
             for name in names:
                 words = " ".join(_NAME_PARTS.findall(name)).lower()
                 if words:

@@ -213,7 +213,7 @@ def test_the_log_has_the_frames_of_the_script_and_not_those_between_them() -> No
     assert "_worker.py" in printed(fault.value), "without a line of the script all frames stay"
 
 
-def test_the_last_message_fits_and_stays_json_whatever_the_script_said() -> None:
+def test_the_last_message_fits_and_stays_json_for_any_output_of_the_script() -> None:
     """https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/: 4096 bytes."""
     for text in ("é\n" * 5000, "\ud800" * 3000, '"' * 9000, "错误" * 9000):
         fields = {"result": "AfterTrainingFailed", "reason": "E", "message": text, "traceback": text + "the end"}

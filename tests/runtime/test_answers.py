@@ -166,7 +166,7 @@ def strange(request: pytest.FixtureRequest) -> Iterator[str]:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(SECONDS)
             seen = b""
-            # Frames of the caller, until its HEADERS (kind 1) have come: an answer to no call would be an error.
+            # Frames of the caller, until its HEADERS (kind 1) have arrived: an answer to no call would be an error.
             connection.sendall(_SETTINGS if STRANGE[request.param].startswith(_SETTINGS) else b"")
             while True:
                 data = connection.recv(1 << 16)
@@ -254,7 +254,7 @@ def test_a_server_that_has_answered_is_not_asked_again_while_others_are_waited_f
     assert [shard.asked for shard in shards] == [1, 201, 1]
 
 
-def test_an_answer_that_is_old_is_asked_for_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_answer_is_requested_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server that gave it may be gone."""
     shards = [Shard(0), Shard(5), Shard(0)]
     joined(monkeypatch, *shards, join_stale=0.0)

@@ -97,7 +97,7 @@ def test_a_report_has_the_stacks_and_the_last_spans_of_the_pod_that_died(tmp_pat
 def test_a_report_survives_spans_that_cannot_be_read_and_has_those_of_its_incarnation(tmp_path: Path) -> None:
     box = Box(tmp_path)
     box.record("a", {**DEATH, "incarnation": 2})
-    box.box.tick(at_once=True)
+    box.box.tick(every=True)
     report = json.loads(box.files("report")[0].read_text())
     (span,) = report["spans"]
     assert span == {
@@ -115,7 +115,7 @@ def test_a_server_that_took_over_makes_no_report_twice_and_has_its_position(tmp_
     for number in range(2):
         box = Box(tmp_path)
         box.record(str(number), DEATH)
-        box.box.tick(at_once=True)
+        box.box.tick(every=True)
         assert len(box.files("report")) == 1
         assert len(box.reply().reports) == 1
 
@@ -155,7 +155,7 @@ def test_a_job_that_is_deleted_leaves_its_newest_step_and_account(tmp_path: Path
     assert status["goodput"] == pytest.approx(1 / len(PARTS), abs=1e-4)
 
 
-def test_nonsense_from_the_wire_and_a_torn_file_cost_nothing(tmp_path: Path) -> None:
+def test_invalid_messages_and_a_truncated_file_lose_nothing(tmp_path: Path) -> None:
     box = Box(tmp_path)
     for number, text in enumerate(("{", "[]", '{"history": 1}', '{"history": [{"slot": 1, "incarnation": "x"}]}', "")):
         box.box.record(text, str(number))

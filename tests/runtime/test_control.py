@@ -103,7 +103,7 @@ class FakeHost:
 
 
 class Recorder:
-    """A `ShardSink` that keeps what it is told."""
+    """A `ShardSink` that keeps the messages that it gets."""
 
     def __init__(self) -> None:
         self.received: list[object] = []
@@ -176,7 +176,7 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
 def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
     host: FakeHost, server: ControlServer
 ) -> None:
-    """It is promoted but was not told yet: the shard's Service leads to it, and both standbys dial there."""
+    """A promoted standby without the message yet: the shard's Service selects it, and both standbys connect to it."""
     host.loading = "this is the standby of shard 0"
     own, next_one = (
         ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="parameter-server", index=0, incarnation=number))
@@ -196,9 +196,9 @@ def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
 
 
 def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
-    """O7: every method of the service, whatever is sent."""
+    """O7: every method of the service, with any message."""
     for metadata in ((), bearer("wrong"), bearer(TOKEN + "x"), (("authorization", TOKEN),), 2 * bearer(TOKEN)):
-        with open_channel(f"127.0.0.1:{server.port}") as channel:  # a connection of its own
+        with open_channel(f"127.0.0.1:{server.port}") as channel:  # its own connection
             stub = ControlStub(channel)
             for name, method in vars(stub).items():
                 with pytest.raises(grpc.RpcError) as refused:
@@ -239,7 +239,7 @@ def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
 
 
 def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer, host: FakeHost) -> None:
-    """T6: on joining, on heartbeats, and when the operator says so."""
+    """T6: on joining, on heartbeats, and in calls of the operator."""
     old, new = client_of(server, 4, 0), client_of(server, 4, 1)
     join(old)
     join(new)
@@ -262,8 +262,8 @@ def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer,
     new.close()
 
 
-def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) -> None:
-    """A server that was stopped finds calls when it goes on; their caller has given them up, and has promoted since."""
+def test_t6_an_old_call_of_the_operator_does_not_count(host: FakeHost) -> None:
+    """A stopped server continues and finds old calls. Their caller has timed out, and has promoted a standby since."""
     server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=3600.0))
     asked = threading.Event()
     host.awaits_operator = lambda: asked.set() or host.asking  # type: ignore[method-assign]
@@ -275,7 +275,7 @@ def test_t6_what_the_operator_said_too_long_ago_is_not_its_word(host: FakeHost) 
     before.cancel()
     until(before.done)
     host.asking = False
-    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has come before this
+    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has arrived before this
     assert host.progressed == 1
     channel.close()
     server.close()
@@ -346,7 +346,7 @@ def test_a_port_that_is_taken_is_named(server: ControlServer, host: FakeHost) ->
 
 
 def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
-    """T1, T3: shard 1 tells again what it holds, and is told again what it missed; once each."""
+    """T1, T3: shard 1 reports again what it holds, and gets what it missed; once each."""
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     driving.start()
@@ -375,7 +375,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     until(lambda: "Commit" in sink.kinds())
     link.report(Applied(version=1))
     driving.report(0, Applied(version=1))
-    # Decided while the link is down: told when it is up again, and the files it wrote meanwhile are not forgotten.
+    # Decided while the link is down: sent when it is up again, and the files that shard 1 wrote meanwhile count.
     link.report(staged(1))
     until(lambda: bool(driving._coordinator.open_gradients()))
     server.close()
@@ -393,7 +393,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
 
 
 def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
-    """It was only stopped, and its link is still open when it goes on: its gradients are not those of its successor."""
+    """A stopped server continues with an open link: its gradients are not those of its successor."""
     rules = Rules(mode="Sync", shards=2, steps=100)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     older, newer = Recorder(), Recorder()
@@ -408,7 +408,7 @@ def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
 
 
 def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
-    """A whole job is deleted: every server is told to stop, and one may be gone before another asks for its part."""
+    """A whole job is deleted: every server gets SIGTERM, and one may end before another requests its part."""
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     driving.start()
@@ -434,10 +434,10 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
 
 
 @pytest.mark.parametrize("patience", [600.0, 0.0])
-def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(patience: float) -> None:
+def test_t8_training_waits_a_limited_time_for_checkpoints_that_cannot_be_read(patience: float) -> None:
     timeouts = Timeouts(restore_again=0.0, restoring=patience)
 
-    class Errs(FakeStorage):
+    class Fails(FakeStorage):
         left = 3
 
         def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
@@ -447,7 +447,7 @@ def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
             return super().newest(above_term)
 
     rules = Rules(mode="Sync", shards=1, steps=100, timeouts=timeouts)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Errs(), Silence())
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Fails(), Silence())
     driving.start()
     sink = Recorder()
     driving.attach(0, sink, 1, 7)  # it has lived on after a coordinator that is gone
@@ -457,7 +457,7 @@ def test_t8_training_waits_for_checkpoints_that_cannot_be_read_and_not_for_ever(
 
 
 def test_a_shard_may_answer_from_inside_a_call() -> None:
-    """Decisions keep their order, and nothing deadlocks, when a sink calls the coordinator back at once."""
+    """Decisions keep their order, and nothing deadlocks, when a sink calls the coordinator back immediately."""
     rules = Rules(mode="Sync", shards=1, steps=50)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
 

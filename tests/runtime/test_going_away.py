@@ -1,4 +1,4 @@
-"""A server that is about to end still accepts connections, and sends GOAWAY on each at once.
+"""A server that is about to end still accepts connections, and sends GOAWAY on each immediately.
 
 gRPC itself retries a call on such a connection, without a pause, while it treats the channel as ready. One thread is
 then permanently busy, and the process uses all memory.

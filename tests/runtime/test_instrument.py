@@ -99,7 +99,7 @@ def test_values_pass_unchanged_without_a_script() -> None:
     assert (_instrument.alter("frame", 1), _instrument.alter("else", 1)) == (2, 1)
 
 
-def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip_lately() -> None:
+def test_the_offset_of_a_clock_is_that_of_the_shortest_recent_round_trip() -> None:
     clocks = type(_instrument.clocks)()
     clocks.observe((0, 1), 10.0, 105.5, 11.0)  # a round trip of 1 s, at 10.5 here
     assert clocks.offsets() == {(0, 1): (95.0, 0.5)}

@@ -210,7 +210,7 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     assert "\nprocess_resident_memory_bytes " in text
     labels = 'index="0",outcome="applied",role="ParameterServer",training_job="tiny"'
     assert f"backstay_contributions_total{{{labels}}} 0.0" in text
-    # After SIGTERM, a server without checkpoints ends at once, and its worker leaves too.
+    # After SIGTERM, a server without checkpoints ends immediately, and its worker leaves too.
     for pod in (server, tiny.pods[1]):
         pod.process.send_signal(signal.SIGTERM)
     assert server.wait() == 143
@@ -229,7 +229,7 @@ def test_gradients_that_are_not_finite_fail_the_job(job) -> None:
     assert tiny.pods[1].final_message()["reason"] == "NonFiniteGradients"
 
 
-def test_a_script_that_raises_leaves_its_last_words(job) -> None:
+def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
     """A worker's exception: its traceback in the log, its last line in the message, exit code 1."""
     tiny = job(1, 1)
     tiny.environment = {"RAISE_AT": "2"}

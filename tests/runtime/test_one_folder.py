@@ -25,7 +25,7 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     assert "job default/a (uid 1, pod parameter-server-0)" in str(second.final_message()["message"])
     server.process.send_signal(signal.SIGKILL)
     assert server.wait() == KILLED
-    # Its next incarnation continues its history at once, although another job requests the folder.
+    # Its next incarnation continues its history immediately, although another job requests the folder.
     third = other.server(0, 1)
     server = tiny.server(0, 1)
     tiny.wait_for(server, "continuing from the checkpoint of step 2: ")
@@ -82,7 +82,7 @@ def test_t6_a_writer_that_was_stopped_stores_nothing_more(job, tmp_path: Path) -
     assert worker.wait() == 1
 
 
-def test_t7_another_seed_is_refused_and_any_history_may_be_asked_for(job, tmp_path: Path) -> None:
+def test_t7_another_seed_is_refused_and_any_history_may_be_requested(job, tmp_path: Path) -> None:
     """`AlreadyComplete` is for the same job and seed; `continueFrom: Any` begins a new history and deletes nothing."""
     folder = tmp_path / "folder"
     checkpoint: dict[str, Any] = {"uri": str(folder), "every_steps": 2, "keep": 1}

@@ -1,4 +1,4 @@
-"""The small parts of a pod, without processes: batches ahead, the environment, arguments, last words."""
+"""The small parts of a pod, without processes: batches ahead, the environment, arguments, the final message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_a_batch_key_is_all_that_its_randomness_depends_on() -> None:
-    """T4: the same key, the same numbers, in whichever world and process."""
+    """T4: the same key, the same numbers, in every world and process."""
     first = BatchKey(step=3, rank=1, world=4, seed=7)
     assert first.rng.normal() == BatchKey(step=3, rank=1, world=9, seed=7).rng.normal()
     others = [BatchKey(step=3, rank=2, world=4, seed=7), BatchKey(step=4, rank=1, world=4, seed=7), BatchKey(3, 1, 4)]

@@ -1,4 +1,4 @@
-"""T8: a pod reads checkpoints again while the storage fails, for a bounded time, and reports damage at once."""
+"""T8: a pod reads checkpoints again while the storage fails, for a bounded time, and reports damage immediately."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_t8_reading_from_a_storage_that_never_answers_ends_with_an_error() -> No
     assert sum(storage.slept) == 20
 
 
-def test_damage_is_reported_at_once() -> None:
+def test_damage_is_reported_immediately() -> None:
     """Only after an error of the storage does `patiently` try again."""
 
     def damaged() -> None:

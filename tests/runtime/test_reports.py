@@ -85,7 +85,7 @@ def test_files_end_before_they_are_large(tmp_path: Path, monkeypatch: pytest.Mon
     assert max(sizes) < 600
 
 
-def test_a_storage_that_errs_loses_nothing_when_it_is_back(
+def test_a_storage_that_fails_for_some_time_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = EventFiles(PosixFolder(tmp_path), "job.uid.1")
@@ -124,7 +124,7 @@ def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
     assert called == [(1, 0.5, {"error": 2.0}), (40, 40.0, {})]
 
 
-def test_stop_when_is_asked_for_each_evaluation_and_its_errors_stop_nothing() -> None:
+def test_stop_when_is_called_for_each_evaluation_and_its_errors_do_not_stop_training() -> None:
     asked: list[Mapping[str, float]] = []
     stopped = threading.Event()
 

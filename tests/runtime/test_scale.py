@@ -88,7 +88,7 @@ def environment_of(role: str, index: int, address: str) -> Environment:
 
 def test_64_shards_train() -> None:
     """Every server and the worker are those of a pod, with real ports; only the processes are one."""
-    block = claim_block()  # an address of its own, where no port can be taken
+    block = claim_block()  # its own address, where no port can be taken
     plan = SCRIPT.plan(SHARDS)
     assert all(shard.nbytes for shard in plan.partition.shards)
     stop = Stop()
@@ -254,7 +254,7 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
     try:
         for link in links:
             link.start()
-        until(lambda: all(received[1:]))  # each was told where to start
+        until(lambda: all(received[1:]))  # each has received its start
         client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
         client.beat(0, 1, TRAINING, 0.0)
         client.close()

@@ -95,7 +95,7 @@ def grpc_headers(method: str, token: str | None = None) -> bytes:
         ":method": "POST",
         ":scheme": "http",
         ":path": method,
-        ":authority": "stranger",
+        ":authority": "caller",
         "te": "trailers",
         "content-type": "application/grpc",
     }
@@ -252,7 +252,7 @@ class Training:
 
 
 @pytest.fixture
-def strangers() -> Iterator[list[Connection]]:
+def callers() -> Iterator[list[Connection]]:
     """Connections that are closed in the end."""
     made: list[Connection] = []
     yield made
@@ -274,18 +274,18 @@ def training() -> Iterator[Callable[..., Training]]:
 
 
 def test_o7_calls_without_a_token_are_refused_by_their_headers(
-    training: Callable[..., Training], strangers: list[Connection], caplog: pytest.LogCaptureFixture
+    training: Callable[..., Training], callers: list[Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
     """T8: 40 calls that never send a message hold nothing."""
     job = training(message=3600.0, unproven=3600.0)
     job.continues()
     with caplog.at_level(logging.WARNING):
         for first in range(0, 40, 10):
-            strangers.append(Connection(job.server.port))
+            callers.append(Connection(job.server.port))
             streams = {2 * number + 1 for number in range(10)}
             for stream in sorted(streams):
-                strangers[-1].call(stream, HEARTBEAT, None if first % 20 else "another token")
-            assert strangers[-1].answered(streams) == streams
+                callers[-1].call(stream, HEARTBEAT, None if first % 20 else "another token")
+            assert callers[-1].answered(streams) == streams
         job.continues()
     said = [record.getMessage() for record in caplog.records if "without this job's token" in record.getMessage()]
     assert len(said) == 1
@@ -294,36 +294,36 @@ def test_o7_calls_without_a_token_are_refused_by_their_headers(
 
 
 def test_t8_calls_with_the_token_that_never_send_a_message_hold_no_thread(
-    training: Callable[..., Training], strangers: list[Connection]
+    training: Callable[..., Training], callers: list[Connection]
 ) -> None:
     job = training(message=3600.0)
     job.continues()
     threads = threading.active_count()
     streams = {2 * number + 1 for number in range(40)}
-    strangers.append(Connection(job.server.port))
+    callers.append(Connection(job.server.port))
     for stream in sorted(streams):
-        strangers[-1].call(stream, HEARTBEAT, TOKEN)
+        callers[-1].call(stream, HEARTBEAT, TOKEN)
     job.continues()
     assert threading.active_count() <= threads
 
 
-def test_t8_a_call_whose_message_does_not_come_ends(
-    training: Callable[..., Training], strangers: list[Connection]
+def test_t8_a_call_whose_message_does_not_arrive_ends(
+    training: Callable[..., Training], callers: list[Connection]
 ) -> None:
     job = training(message=0.05)
-    strangers.append(Connection(job.server.port))
-    strangers[-1].call(1, HEARTBEAT, TOKEN)
-    assert strangers[-1].answered({1}) == {1}
+    callers.append(Connection(job.server.port))
+    callers[-1].call(1, HEARTBEAT, TOKEN)
+    assert callers[-1].answered({1}) == {1}
     # Half a message: its length, and not all of the bytes.
-    strangers[-1].call(3, HEARTBEAT, TOKEN)
-    strangers[-1].send(frame(DATA, 0, 3, b"\0" + struct.pack(">I", 100) + b"half"))
-    assert strangers[-1].answered({3}) == {3}
+    callers[-1].call(3, HEARTBEAT, TOKEN)
+    callers[-1].send(frame(DATA, 0, 3, b"\0" + struct.pack(">I", 100) + b"half"))
+    assert callers[-1].answered({3}) == {3}
     job.continues()
 
 
 @pytest.mark.parametrize("method", [HEARTBEAT, "/backstay.v1.Control/Coordinate", "/backstay.v1.Control/None"])
 def test_o7_large_messages_without_a_token_do_not_grow_a_server(
-    training: Callable[..., Training], strangers: list[Connection], method: str
+    training: Callable[..., Training], callers: list[Connection], method: str
 ) -> None:
     """40 messages of 15 MB: they are sent without regard to HTTP/2's windows, as far as the server lets them."""
     job = training(unproven=3600.0)
@@ -332,12 +332,12 @@ def test_o7_large_messages_without_a_token_do_not_grow_a_server(
     message = b"\0" + struct.pack(">I", 15 * MIB) + bytes(15 * MIB)
     chunk = 16 << 10
     for _ in range(40):
-        strangers.append(Connection(job.server.port))
-        strangers[-1].call(1, method)
-        strangers[-1].socket.settimeout(0.05)
+        callers.append(Connection(job.server.port))
+        callers[-1].call(1, method)
+        callers[-1].socket.settimeout(0.05)
         with contextlib.suppress(OSError):
             for at in range(0, len(message), chunk):
-                strangers[-1].socket.sendall(frame(DATA, 0, 1, message[at : at + chunk]))
+                callers[-1].socket.sendall(frame(DATA, 0, 1, message[at : at + chunk]))
     job.continues()
     assert memory() - before < 100 * MIB
 
@@ -352,33 +352,33 @@ def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Call
     job.continues()
 
 
-def test_t8_a_stranger_that_continues_calling_is_cut_off(
-    training: Callable[..., Training], strangers: list[Connection]
+def test_t8_an_unauthenticated_caller_that_continues_is_disconnected(
+    training: Callable[..., Training], callers: list[Connection]
 ) -> None:
     job = training(unproven=3600.0)  # not because the connection is without a valid call for long
-    strangers.append(Connection(job.server.port))
+    callers.append(Connection(job.server.port))
     for number in range(4 * MAX_REFUSED):
-        strangers[-1].call(2 * number + 1, HEARTBEAT)
-    assert strangers[-1].closed()
+        callers[-1].call(2 * number + 1, HEARTBEAT)
+    assert callers[-1].closed()
     job.continues()
 
 
 def test_o7_calls_above_the_limit_of_a_connection_are_refused(
-    training: Callable[..., Training], strangers: list[Connection]
+    training: Callable[..., Training], callers: list[Connection]
 ) -> None:
-    """Also with the token: the others stay open, and hold nothing that training needs."""
+    """Even with the token: the others stay open, and hold nothing that training needs."""
     job = training(message=3600.0)
-    strangers.append(Connection(job.server.port))
+    callers.append(Connection(job.server.port))
     streams = [2 * number + 1 for number in range(MAX_CALLS_PER_CONNECTION + 16)]
     for stream in streams:
-        strangers[-1].call(stream, HEARTBEAT, TOKEN)
+        callers[-1].call(stream, HEARTBEAT, TOKEN)
     surplus = set(streams[MAX_CALLS_PER_CONNECTION:])
-    assert strangers[-1].answered(surplus) == surplus
+    assert callers[-1].answered(surplus) == surplus
     job.continues()
 
 
 def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[..., Training]) -> None:
-    """The older server, which was only stopped, learns at once that it was replaced."""
+    """The older server, which was only stopped, learns immediately that it was replaced."""
     job = training()
     job.continues()
     sink = SimpleNamespace(deliver=lambda _: None)
@@ -393,28 +393,28 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
         link.close()
 
 
-def test_t8_idle_connections_are_closed(training: Callable[..., Training], strangers: list[Connection]) -> None:
+def test_t8_idle_connections_are_closed(training: Callable[..., Training], callers: list[Connection]) -> None:
     """300 of them, half of which do not even begin to speak HTTP/2."""
     job = training(unproven=1.0)
     job.continues()
-    strangers.extend(Connection(job.server.port, silent=number % 2 == 0) for number in range(300))
+    callers.extend(Connection(job.server.port, silent=number % 2 == 0) for number in range(300))
     job.continues()
-    assert all(stranger.closed() for stranger in strangers)
+    assert all(caller.closed() for caller in callers)
     job.continues()
 
 
 def test_t8_a_call_whose_headers_never_end_is_closed(
-    training: Callable[..., Training], strangers: list[Connection]
+    training: Callable[..., Training], callers: list[Connection]
 ) -> None:
     """A slow loris: it begins a call, and keeps HTTP/2 alive, but the headers never end."""
     job = training(unproven=1.0)
-    strangers.append(Connection(job.server.port))
+    callers.append(Connection(job.server.port))
     headers = grpc_headers(HEARTBEAT)
-    strangers[-1].send(frame(HEADERS, 0, 1, headers[:20]))
-    assert strangers[-1].closed()
-    strangers.append(Connection(job.server.port))
-    strangers[-1].send(frame(HEADERS, END_HEADERS, 1, headers)[:12])  # not even one frame
-    assert strangers[-1].closed()
+    callers[-1].send(frame(HEADERS, 0, 1, headers[:20]))
+    assert callers[-1].closed()
+    callers.append(Connection(job.server.port))
+    callers[-1].send(frame(HEADERS, END_HEADERS, 1, headers)[:12])  # not even one frame
+    assert callers[-1].closed()
     job.continues()
 
 
@@ -464,29 +464,29 @@ WRONG = struct.pack("<8sHI", b"backsty1", 5, 0) + b"wrong"
 
 
 def test_o7_data_streams_without_a_token_are_refused_by_their_first_bytes(
-    exchange: Callable[..., Exchange], strangers: list[Connection]
+    exchange: Callable[..., Exchange], callers: list[Connection]
 ) -> None:
     data = exchange(unproven=3600.0)
     data.continues()
     for _ in range(40):
-        stranger = Connection(data.port, silent=True)
-        strangers.append(stranger)
-        stranger.send(WRONG)
-        assert b"does not carry this job's token" in stranger.socket.recv(200)
+        caller = Connection(data.port, silent=True)
+        callers.append(caller)
+        caller.send(WRONG)
+        assert b"does not carry this job's token" in caller.socket.recv(200)
     data.continues()
 
 
 @pytest.mark.parametrize("opening", [WRONG, b"x" * 14, struct.pack("<8sHI", b"backsty1", 5, 1 << 31) + b"wrong"])
 def test_o7_bytes_without_a_token_do_not_grow_the_data_port(
-    exchange: Callable[..., Exchange], strangers: list[Connection], opening: bytes
+    exchange: Callable[..., Exchange], callers: list[Connection], opening: bytes
 ) -> None:
     data = exchange(unproven=3600.0)
     data.continues()
     before, sent = memory(), 0
-    stranger = Connection(data.port, silent=True)
-    strangers.append(stranger)
-    stranger.send(opening)
-    while sent < 256 * MIB and stranger.send(bytes(MIB)):
+    caller = Connection(data.port, silent=True)
+    callers.append(caller)
+    caller.send(opening)
+    while sent < 256 * MIB and caller.send(bytes(MIB)):
         sent += MIB
     assert sent < 256 * MIB
     assert memory() - before < 64 * MIB
@@ -494,33 +494,33 @@ def test_o7_bytes_without_a_token_do_not_grow_the_data_port(
 
 
 def test_t8_a_caller_that_sends_a_byte_now_and_then_is_closed(
-    exchange: Callable[..., Exchange], strangers: list[Connection]
+    exchange: Callable[..., Exchange], callers: list[Connection]
 ) -> None:
     """O7: the time of the first bytes is bounded, and not the time between two of them."""
     data = exchange(unproven=0.3)
-    stranger = Connection(data.port, silent=True)
-    strangers.append(stranger)
-    while stranger.send(b"b"):
+    caller = Connection(data.port, silent=True)
+    callers.append(caller)
+    while caller.send(b"b"):
         time.sleep(0.02)
     data.continues()
 
 
 def test_t8_a_refused_caller_that_sends_a_byte_now_and_then_is_closed(
-    exchange: Callable[..., Exchange], strangers: list[Connection]
+    exchange: Callable[..., Exchange], callers: list[Connection]
 ) -> None:
     """O7: what it sends after the refusal is received for a moment only."""
     data = exchange(unproven=3600.0, refused=0.2)
-    stranger = Connection(data.port, silent=True)
-    strangers.append(stranger)
-    stranger.send(WRONG)
-    until(lambda: not stranger.send(b"b"))
+    caller = Connection(data.port, silent=True)
+    callers.append(caller)
+    caller.send(WRONG)
+    until(lambda: not caller.send(b"b"))
     data.continues()
 
 
-def test_t8_strangers_do_not_keep_the_last_threads(
-    exchange: Callable[..., Exchange], strangers: list[Connection], monkeypatch: pytest.MonkeyPatch
+def test_t8_unauthenticated_callers_do_not_keep_the_last_threads(
+    exchange: Callable[..., Exchange], callers: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """O7: a server that can start no further thread ends one of a stranger, and serves the next worker with it."""
+    """O7: a server that can start no further thread ends one of a caller, and serves the next worker with it."""
     data = exchange(unproven=3600.0)
     data.continues()
     listener, start = data.listener, threading.Thread.start
@@ -532,7 +532,7 @@ def test_t8_strangers_do_not_keep_the_last_threads(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    strangers.extend(Connection(data.port, silent=True) for _ in range(3))
+    callers.extend(Connection(data.port, silent=True) for _ in range(3))
     until(lambda: len(listener._callers) == limit)
 
     def served() -> bool:
@@ -552,29 +552,29 @@ def test_t8_strangers_do_not_keep_the_last_threads(
 
 
 def test_t8_the_oldest_of_too_many_silent_callers_is_closed(
-    exchange: Callable[..., Exchange], strangers: list[Connection]
+    exchange: Callable[..., Exchange], callers: list[Connection]
 ) -> None:
     data = exchange(unproven=3600.0)
-    strangers.extend(Connection(data.port, silent=True) for _ in range(300))  # at most 256 of one host stay
+    callers.extend(Connection(data.port, silent=True) for _ in range(300))  # at most 256 of one host stay
     data.continues()
-    assert all(stranger.closed() for stranger in strangers[:20])
+    assert all(caller.closed() for caller in callers[:20])
     data.continues()
 
 
 def test_t8_idle_connections_to_the_data_port_are_closed(
-    exchange: Callable[..., Exchange], strangers: list[Connection], caplog: pytest.LogCaptureFixture
+    exchange: Callable[..., Exchange], callers: list[Connection], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = exchange(unproven=1.0)
     data.continues()
     with caplog.at_level(logging.WARNING):
-        strangers.extend(Connection(data.port, silent=number % 2 == 0) for number in range(300))
+        callers.extend(Connection(data.port, silent=number % 2 == 0) for number in range(300))
         data.continues()
-        assert all(stranger.closed() for stranger in strangers)
+        assert all(caller.closed() for caller in callers)
         data.continues()
     assert any("the data port" in record.getMessage() for record in caplog.records)
 
 
-def test_t8_connections_that_use_up_all_descriptors_are_closed(strangers: list[Connection]) -> None:
+def test_t8_connections_that_use_up_all_descriptors_are_closed(callers: list[Connection]) -> None:
     """O7: the server can open no file then, and still looks at its sockets."""
     limit = 128
     process = subprocess.Popen(
@@ -587,8 +587,8 @@ def test_t8_connections_that_use_up_all_descriptors_are_closed(strangers: list[C
         assert process.stdout is not None
         port = int(process.stdout.readline())
         # They begin HTTP/2, as gRPC itself closes those that do not. The last ones wait to be accepted.
-        strangers.extend(Connection(port) for _ in range(limit + 20))
-        assert all(stranger.closed() for stranger in strangers)
+        callers.extend(Connection(port) for _ in range(limit + 20))
+        assert all(caller.closed() for caller in callers)
         stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
         stream.write(Frame(pull=Pull()))
         stream.read()
@@ -608,7 +608,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_connection_with_a_valid_call_is_never_closed(listener: socket.socket) -> None:
-    """T8: also when the guard has looked away for long, as a process that was stopped does."""
+    """T8: even when the guard has looked away for long, as a process that was stopped does."""
     port = listener.getsockname()[1]
     sockets, guard = Sockets(), ConnectionGuard(port, "the port", grace=2 * SCAN_SECONDS)
     good, bad = Connection(port, silent=True), Connection(port, silent=True)
@@ -648,7 +648,7 @@ def test_o7_a_connection_that_is_seen_twice_is_still_closed(listener: socket.soc
 
 
 def test_o7_what_a_peer_has_sent_counts_once_this_process_had_time_to_look(listener: socket.socket) -> None:
-    """T8: on a starved server gRPC reads a gradient before Python sees its call. A stranger is still closed."""
+    """T8: on a starved server gRPC reads a gradient before Python sees its call. A caller is still closed."""
     port, now = listener.getsockname()[1], 0.0
     sockets, guard = Sockets(clock=lambda: now), ConnectionGuard(port, "the port", grace=3600.0)
     good, bad = Connection(port, silent=True), Connection(port, silent=True)
@@ -702,7 +702,7 @@ def test_hosts_with_few_connections_do_not_pay_for_one_with_many(listener: socke
         each.close()
 
 
-def test_warnings_are_said_at_once_and_then_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_logged_immediately_and_then_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     warnings = Warnings("the port", clock=lambda: now)
     with caplog.at_level(logging.WARNING):

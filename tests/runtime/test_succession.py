@@ -277,7 +277,7 @@ def store_manifest(store: CheckpointStore, job: Job, *, version: int, term: int)
     )
 
 
-def test_t6_a_promoted_server_takes_the_folder_over_at_once(tmp_path: Path) -> None:
+def test_t6_a_promoted_server_takes_the_folder_over_immediately(tmp_path: Path) -> None:
     """It finds the newest checkpoint, and what the previous incarnation stores after that is not in the history."""
     store = CheckpointStore(str(tmp_path))
     job = Job(namespace="default", name="job", uid="1")

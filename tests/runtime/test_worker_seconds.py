@@ -146,7 +146,7 @@ def test_it_is_noted_when_a_computation_beside_an_exchange_ends() -> None:
         beside.close()
 
 
-def test_a_computation_belongs_to_what_became_of_it() -> None:
+def test_a_computation_is_counted_by_its_outcome() -> None:
     worker = Worker()
     worker.step(1)
     worker.step(None)

@@ -222,7 +222,7 @@ class _Cluster:
 
 @given(EVENTS)
 @settings(max_examples=300)
-def test_the_parts_add_up_to_the_seconds_of_the_pods_whatever_happens(events: list[tuple[Any, ...]]) -> None:
+def test_the_parts_add_up_to_the_seconds_of_the_pods_for_any_events(events: list[tuple[Any, ...]]) -> None:
     cluster, account = _Cluster(), Account()
     for rank in range(cluster.slots):
         cluster.create(rank)

@@ -260,7 +260,7 @@ def test_everything_is_fixed_while_a_job_runs_but_for_what_the_design_lets_chang
 
 
 @pytest.mark.parametrize(
-    ("spec", "field", "told"),
+    ("spec", "field", "stated"),
     [
         ({"env": [{"name": "A", "value": "x" * 200_000}]}, "spec.env[0].value", "of at most 131072 characters"),
         ({"env": [{"name": "A", "value": "é" * 65_536}]}, "spec.env[0].value", "at most 131072 bytes"),
@@ -273,7 +273,7 @@ def test_everything_is_fixed_while_a_job_runs_but_for_what_the_design_lets_chang
     ],
 )
 def test_what_linux_cannot_pass_to_a_program_is_refused_naming_field_and_limit(
-    spec: dict[str, Any], field: str, told: str
+    spec: dict[str, Any], field: str, stated: str
 ) -> None:
     """It would fail after a minute, in the container: "argument list too long"."""
     template = {"containers": [{"name": "trainer", **spec}]}
@@ -282,7 +282,7 @@ def test_what_linux_cannot_pass_to_a_program_is_refused_naming_field_and_limit(
         job = {"metadata": {"name": "a"}, "spec": {"image": "i", **here}}
         (error,) = refusals({"apiVersion": "backstay.dev/v1alpha1", "kind": "TrainingJob", **job})
         assert error.path == where
-        assert told in error.message
+        assert stated in error.message
 
 
 def test_the_longest_value_that_linux_passes_is_valid() -> None:

@@ -309,11 +309,11 @@ def test_a_mistake_is_named(path: str, value: Any, message: str | None) -> None:
         ("job", "this is a string: must be a mapping, a TrainingJob"),
     ],
 )
-def test_what_is_no_object_is_refused(value: Any, message: str) -> None:
+def test_a_value_that_is_not_an_object_is_refused(value: Any, message: str) -> None:
     assert refusals(value) == [message]
 
 
-def test_every_mistake_is_reported_at_once_and_in_order() -> None:
+def test_all_mistakes_are_reported_together_and_in_order() -> None:
     job = with_field("spec/workers/replicas", 0)
     job["metadata"]["name"] = "X"
     job["spec"]["update"] = {"mode": "Async", "backups": 7, "maxStalenes": 3}

@@ -183,7 +183,7 @@ def test_t4_clip_norm_is_exact_over_shards(shards):
             np.testing.assert_allclose(got, want, rtol=1e-9)
 
 
-def test_sums_of_squares_are_in_float64_whatever_the_dtype():
+def test_sums_of_squares_are_in_float64_for_every_dtype():
     for dtype in (np.float32, ml_dtypes.bfloat16):
         tree, _, _, engines = make(optax.sgd(1.0), small(dtype), 1)
         contributions = [gradients_of(tree, 1), gradients_of(tree, 2)]
@@ -254,7 +254,7 @@ def test_gradient_memory_is_free_after_ready():
             memory[...] = 1.0
 
 
-def test_readers_in_other_threads_see_whole_versions():
+def test_readers_in_other_threads_read_whole_versions():
     _, _, _, (engine,) = make(optax.sgd(1.0), {"a": np.zeros((64, 64), np.float32)}, block_bytes=16384)
     wrong, stop = [], threading.Event()
 

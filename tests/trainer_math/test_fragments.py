@@ -84,7 +84,7 @@ def test_more_fragments_than_layers_and_a_mixing_optimizer_are_refused() -> None
         partition(tree, analyse(mixing, tree), 1, fragments=fragments_of(tree, 2))
 
 
-def test_a_user_can_ask_for_the_fragments() -> None:
+def test_a_user_can_request_the_fragments() -> None:
     params, _ = model(2)
     found = LocalSteps(6, optax.sgd(0.1), fragments=3).fragment_of(params)
     assert found == {"embed": 0, "blocks": [{"w": 2, "b": 2}, {"w": 1, "b": 1}]}

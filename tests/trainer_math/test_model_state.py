@@ -167,7 +167,7 @@ def resharded(engines, rule, tree, shards):
     st.lists(st.floats(0, 4, width=16), min_size=1, max_size=4),
     st.data(),
 )
-def test_the_new_state_is_the_weighted_mean_whatever_the_divisor_and_the_clip_factor(dtype, weights, data):
+def test_the_new_state_is_the_weighted_mean_for_any_divisor_and_clip_factor(dtype, weights, data):
     values = [np.asarray([data.draw(st.integers(-9, 9)), 1]).astype(dtype) for _ in weights]
     how = Mean.of(weights, data.draw(st.integers(1, 9)), 0.5)
     got = np.asarray(state_mean([jnp.asarray(v) for v in values], how.form, how.state_scalars(np.dtype(dtype))))

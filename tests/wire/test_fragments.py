@@ -80,10 +80,10 @@ class Script:
         assert frame.WhichOneof("kind")
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(at_once: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(whole: bool, monkeypatch: Any) -> None:
     """Whether a mean travels in one frame or in chunks."""
-    monkeypatch.setattr("backstay._wire.frames.WHOLE_BYTES", 1 << 20 if at_once else 0)
+    monkeypatch.setattr("backstay._wire.frames.WHOLE_BYTES", 1 << 20 if whole else 0)
     rule, parts, wire = laid_out()
     engine = ShardEngine(parts, 0, rule, model())
 

@@ -62,7 +62,7 @@ def test_what_is_accepted_covers_every_byte_once(sizes: list[int], tries: list[t
 def test_the_end_mark_must_count_the_same() -> None:
     cover = Cover([4])
     cover.add(0, 0, 4)
-    with pytest.raises(Refusal, match="counts 5 bytes: 4 came"):
+    with pytest.raises(Refusal, match="counts 5 bytes: 4 arrived"):
         cover.end(5)
 
 

@@ -40,7 +40,7 @@ def test_what_is_given_back_is_taken_again() -> None:
     assert pool.take() is first
 
 
-def test_memory_that_the_pool_does_not_keep_is_free_at_once() -> None:
+def test_memory_that_the_pool_does_not_keep_is_freed_immediately() -> None:
     """A shard may be gigabytes, and the collector of cycles seldom runs."""
     pool = BufferPool([BlockWire(3, np.dtype(np.float32))], keep=0)
     gc.disable()

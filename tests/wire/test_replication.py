@@ -185,7 +185,7 @@ class Commits:
 
 
 @pytest.mark.parametrize("promoted", [False, True])
-def test_t3_a_commit_that_a_standby_holds_is_applied_once_also_if_it_is_promoted_at_once(promoted: bool) -> None:
+def test_t3_a_commit_that_a_standby_holds_is_applied_once_even_if_it_is_promoted_immediately(promoted: bool) -> None:
     """The standby answers before it applies the commit."""
     tree = describe({"w": np.zeros(4, np.float32)})
     rule = analyse(optax.sgd(1.0), tree)
@@ -216,12 +216,12 @@ def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:
     follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None)
     commit = Commit(term=1, version=0, contributions=[Contribution(id=GradientId(term=1), weight=1.0)], world=1)
     answers: list[None] = []
-    with pytest.raises(PeerLost, match="whose mean did not come"):
+    with pytest.raises(PeerLost, match="whose mean did not arrive"):
         follower.follow(Commits(commit, lambda: answers.append(None)))  # type: ignore[arg-type]
     assert not answers
 
 
-def test_t8_a_standby_that_is_filled_slowly_is_not_given_up_and_one_that_stands_still_is(
+def test_t8_a_standby_that_is_filled_slowly_is_kept_and_a_stopped_one_is_dropped(
     kit: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state may take any time while bytes move; a standby that receives nothing is lost."""

@@ -181,7 +181,7 @@ def test_skip_moves_the_version_and_nothing_else(kit: SimpleNamespace, make_shar
     assert shard.engine.applied == []
 
 
-def test_a_snapshot_is_of_the_version_that_was_asked_for(kit: SimpleNamespace, make_shard: Make) -> None:
+def test_a_snapshot_is_of_the_requested_version(kit: SimpleNamespace, make_shard: Make) -> None:
     """T7: taken before the next update, even when that is queued already."""
     shard = make_shard((2,), mode="Async")
     ids = [kit.gid(rank, attempt=1) for rank in range(3)]
@@ -343,7 +343,7 @@ def test_no_stream_is_answered_before_the_shard_starts(kit: SimpleNamespace, mak
     assert refusal.value.code == "UNAVAILABLE"
 
 
-def test_a_waiting_stream_gets_its_version_even_if_the_next_update_begins_at_once(
+def test_a_waiting_stream_gets_its_version_even_if_the_next_update_begins_immediately(
     kit: SimpleNamespace, make_shard: Make, background: Any
 ) -> None:
     shard = make_shard((4,), mode="Async")

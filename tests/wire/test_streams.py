@@ -189,7 +189,7 @@ def test_a_server_without_a_token_does_not_start(make_shard: Make) -> None:
     ],
 )
 def test_a_refusal_arrives_with_its_words(make_shard: Make, dial: Make, change: Any, code: str) -> None:
-    """Also when the refused peer writes a large push meanwhile."""
+    """Even when the refused peer writes a large push meanwhile."""
     shard = make_shard((BIG,), serve=True)
     for push in (None, Push(gid_of(0), [shard.gradient(1.0)], GradientInfo)):
         with pytest.raises(Refused, match="shard 0: ") as refused:
@@ -330,21 +330,21 @@ ADDRESSES: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
 }
 GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
     **ADDRESSES,
-    "an end without a push": ([(END, None)], "cannot come here"),
+    "an end without a push": ([(END, None)], "cannot arrive here"),
     "a chunk without a push": ([chunk(4)], "outside a push has a body"),
-    "an answer": ([(Frame(params_begin=ParamsBegin(version=3)), None)], "cannot come here"),
+    "an answer": ([(Frame(params_begin=ParamsBegin(version=3)), None)], "cannot arrive here"),
     "a push in a push": ([BEGIN, BEGIN], "inside a push"),
     "a block too many": ([BEGIN, chunk(4, block=7)], "of block 7: this shard has 1 blocks"),
     "beyond the end": ([BEGIN, chunk(44)], "which has 40 bytes"),
     "far beyond the end": ([BEGIN, chunk(4, offset=(1 << 64) - 4)], "which has 40 bytes"),
     "a gap": ([BEGIN, chunk(4, offset=8)], "byte 0 is next, and missing"),
-    "twice the same": ([BEGIN, chunk(8), chunk(8, offset=4)], "up to byte 8 came already"),
+    "twice the same": ([BEGIN, chunk(8), chunk(8, offset=4)], "up to byte 8 arrived already"),
     "an early end": ([BEGIN, (END, None)], "40 of 40 bytes missing"),
     "a whole that is too long": ([(WHOLE, ones(44))], "has 44 bytes: must be 40"),
     "a whole without a body": ([(WHOLE, None)], "has 0 bytes: must be 40"),
     "a whole that counts otherwise": ([(begin(40, whole=End(bytes=36)), ones(40))], "the end mark counts 36 bytes"),
     "a body at the beginning": ([(begin(40), ones(40))], "the beginning of a push has a body"),
-    "a chunk without a body": ([BEGIN, (Frame(chunk=Chunk(block=0)), None)], "cannot come inside a push"),
+    "a chunk without a body": ([BEGIN, (Frame(chunk=Chunk(block=0)), None)], "cannot arrive inside a push"),
 }
 
 
@@ -704,7 +704,7 @@ def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> N
             read()
 
 
-def test_a_process_that_fails_ends_although_somebody_is_connected(kit: SimpleNamespace, stack: ExitStack) -> None:
+def test_a_process_that_fails_ends_while_a_client_is_connected(kit: SimpleNamespace, stack: ExitStack) -> None:
     """T8: a server that raises without closing anything, with an idle client."""
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("forgetful_server.py")), kit.token],
@@ -742,7 +742,7 @@ def test_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
 
 
 def test_all_addresses_are_those_of_ipv4_and_of_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
-    """A pod binds ``0.0.0.0``, also where pods have addresses of IPv6 only."""
+    """A pod binds ``0.0.0.0``, even where pods have addresses of IPv6 only."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

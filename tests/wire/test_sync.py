@@ -1,4 +1,4 @@
-"""Several workers and several shards: one version everywhere, also with slow workers."""
+"""Several workers and several shards: one version everywhere, even with slow workers."""
 
 from __future__ import annotations
 

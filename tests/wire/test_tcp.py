@@ -45,7 +45,7 @@ def ends() -> Iterator[tuple[socket.socket, Frames]]:
 def test_frames_are_the_same_however_their_bytes_arrive(
     bodies: list[tuple[int, str]], message: int, cuts: list[int]
 ) -> None:
-    """T1: a body is received once, in its place, also after a body that was refused."""
+    """T1: a body is received once, in its place, even after a body that was refused."""
     sent = [
         (Frame(chunk=Chunk(block=number)), np.random.default_rng(number).bytes(size))
         for number, (size, _) in enumerate(bodies)

@@ -93,7 +93,7 @@ class FaultInjector(Protocol):
 
 @dataclass
 class _Clock:
-    """How far another process's clock is ahead of this one, by the call with the shortest round trip lately."""
+    """How far another process's clock is ahead of this one, by the call with the shortest round trip recently."""
 
     offset: float
     error: float

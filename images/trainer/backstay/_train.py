@@ -116,7 +116,7 @@ def train(
         wire: how tensors are encoded between workers and servers. In a job, `spec.wire` of the TrainingJob selects the
             encoding, and a different argument is an error. One process rounds like a job, so that you can compare
             results.
-        local: optimizer steps that each worker makes alone between two updates.
+        local: optimizer steps that each worker makes by itself between two updates.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers

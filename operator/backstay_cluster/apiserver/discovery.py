@@ -123,7 +123,7 @@ def _discovered(resource: Resource) -> Obj:
 
 
 def aggregated(registry: Registry, *, core: bool) -> Obj:
-    """`/api` (core) or `/apis` in the aggregated form: all resources at once."""
+    """`/api` (core) or `/apis` in the aggregated form: all resources in one document."""
     items: list[Obj] = []
     for name in [""] if core else registry.groups():
         listed = []

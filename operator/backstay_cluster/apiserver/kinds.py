@@ -270,7 +270,7 @@ class EventStrategy(Strategy):
             return
         every = [s for space in storage.spaces.values() for s in space.values()]
         every.sort(key=lambda s: s.version)
-        for stored in every[: _EVENT_LIMIT // 8]:  # many at once, so that sorting is rare
+        for stored in every[: _EVENT_LIMIT // 8]:  # many at the same time, so that sorting is rare
             self._api.remove(self.resource, stored.key)
 
 
@@ -292,7 +292,7 @@ class ReturnedStrategy(Strategy):
 
 
 class ClaimStrategy(ReturnedStrategy):
-    """A claim is bound at once: its volume is a folder of the one node, which the kubelet creates."""
+    """A claim is bound immediately: its volume is a folder of the one node, which the kubelet creates."""
 
     def before_create(self, obj: Obj, *, dry_run: bool) -> None:
         del dry_run

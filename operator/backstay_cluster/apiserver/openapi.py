@@ -128,7 +128,7 @@ class OpenApi:
         paths = {}
         for name in names:
             own = [r for r in self._registry.all() if r.base_path == "/" + name]
-            # Clients keep a document as long as its hash is the same, also when this server is restarted.
+            # Clients keep a document as long as its hash is the same, even when this server is restarted.
             seed = [self._custom(r).schema if r.custom else r.plural for r in own]
             digest = hashlib.sha256(encode(seed)).hexdigest().upper()
             paths[name] = {"serverRelativeURL": f"/openapi/v3/{name}?hash={digest}"}

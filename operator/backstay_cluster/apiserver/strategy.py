@@ -56,5 +56,5 @@ class Strategy:
         return obj
 
     def grace_period(self, obj: Obj, requested: int | None) -> int | None:
-        """Seconds between the mark and the removal; None: the kind is removed at once."""
+        """Seconds between the mark and the removal; None: the kind is removed immediately."""
         return None

@@ -303,7 +303,7 @@ class PodWorker:
                 if self._dirty.is_set() or self._status_is_ours(self._pod):
                     delay = QUICK_RETRY_SECONDS
                     continue
-                # The server stores another value than the one that was sent: wait, and do not retry at once.
+                # The server stores another value than the one that was sent: wait, and do not retry immediately.
             except ApiError as error:
                 if error.code == 409 and await self._refresh():
                     continue

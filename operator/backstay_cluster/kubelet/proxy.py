@@ -1,8 +1,9 @@
 """Serves the addresses of Services: a TCP listener on each clusterIP and port forwards connections to a matching pod.
 
 It handles connections, as kube-proxy handles packets. If a Service has no pod, nothing listens on its port, so the
-kernel refuses a caller at once. The proxy cuts a connection when the connected pod no longer matches or has ended. So a
-caller never continues with a pod that the Service selected before. Pods exchange bulk data directly, not through here.
+kernel refuses a caller immediately. The proxy cuts a connection when the connected pod no longer matches or has ended.
+So a caller never continues with a pod that the Service selected before. Pods exchange bulk data directly, not through
+here.
 """
 
 from __future__ import annotations

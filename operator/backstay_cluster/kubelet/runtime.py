@@ -1,4 +1,4 @@
-"""The kubelet's connection to the spawner: starts a process, signals it, and receives its end at once.
+"""The kubelet's connection to the spawner: starts a process, signals it, and receives its end immediately.
 
 The kubelet uses it only through `Runtime`, so that a pod can be tested without processes.
 """
@@ -156,7 +156,7 @@ class ProcessRuntime:
             os.close(memory)
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        # Descriptors are duplicated: the caller closes its own at once, but sending may have to wait.
+        # Descriptors are duplicated: the caller closes its own immediately, but sending may have to wait.
         self._outbox.append((json.dumps(message).encode(), [os.dup(fd) for fd in fds]))
         self._flush()
 

@@ -44,7 +44,7 @@ class Cost:
     Attributes:
         charged: the death is charged to the role's budget.
         backoff: the slot's back-off after this death; None: no crashes in a row.
-        wait: the next pod is not created before this time; None: it is created at once.
+        wait: the next pod is not created before this time; None: it is created immediately.
     """
 
     charged: bool

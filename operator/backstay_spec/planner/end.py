@@ -17,7 +17,7 @@ from backstay_spec.planner.record import Record
 
 __all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
-# When the last step is stored, the pods leave by themselves; deleting them at once would lose their last log lines.
+# When the last step is stored, the pods leave by themselves; deleting them immediately would lose their last log lines.
 LEAVING: Final = timedelta(seconds=10)
 
 

@@ -23,7 +23,7 @@ class Changes:
 
     Attributes:
         events: for `kubectl describe` and `backstay run`.
-        fields: of the status; they are written at once, and not only with the next progress.
+        fields: of the status; they are written immediately, and not only with the next progress.
     """
 
     events: tuple[Event, ...] = ()

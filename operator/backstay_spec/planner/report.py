@@ -1,4 +1,4 @@
-"""Policy: which status is written, and when: progress alone every 10 s, other changes at once (O8)."""
+"""Policy: which status is written, and when: progress alone every 10 s, other changes immediately (O8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy: whether a job fails at once because its pods raise the same exception before the first update (O4).
+"""Policy: whether a job fails immediately because its pods raise the same exception before the first update (O4).
 
 Different slots run the same script. If their pods raise the same exception at the same line, or all end with exit code
 0 without training, a retry cannot help. One pod proves nothing, because its node may be the cause. So most slots of a

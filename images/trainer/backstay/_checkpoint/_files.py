@@ -55,7 +55,7 @@ class Folder(Protocol):
         """
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a file that has one writer. The file has the previous content, or `content`, also after an error."""
+        """Write a file that has one writer. The file has the previous content, or `content`, even after an error."""
 
     def delete(self, name: str) -> None:
         """Delete the file; a missing file is not an error."""

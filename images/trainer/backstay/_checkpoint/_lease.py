@@ -146,7 +146,7 @@ class FolderLease:
     # ---- Acquiring ----
 
     def acquire(self) -> None:
-        """Take the lease. A second call returns at once.
+        """Take the lease. A second call returns immediately.
 
         Raises:
             CheckpointInUse: another run holds it and renews it.

@@ -76,7 +76,7 @@ class Summary:
 
 
 class Contribution(Protocol):
-    """The part of one rank in one update, perhaps still being computed."""
+    """The part of one rank in one update, which may still be in computation."""
 
     @property
     def key(self) -> BatchKey:

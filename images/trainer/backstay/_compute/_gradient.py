@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Gradient:
-    """One gradient, perhaps still being computed: what is read waits for it.
+    """One gradient, which may still be in computation: what is read waits for it.
 
     Attributes:
         leaves: one array for each leaf of the tree, of the leaf's shape and dtype: gradients of the parameters, then

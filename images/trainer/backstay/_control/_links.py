@@ -117,7 +117,7 @@ class Links:
                 frame, body = item
                 message = frame.to_coordinator
                 if kind_of(frame) != "to_coordinator" or body is not None:
-                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind_of(frame)!r} cannot come on a link")
+                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind_of(frame)!r} cannot arrive on a link")
                 if message.HasField("spans"):
                     self._host.add_spans(peer, message.spans.SerializeToString())
                 elif (report := report_in(message)) is not None:

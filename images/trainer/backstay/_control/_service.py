@@ -172,10 +172,10 @@ class ControlService(grpc.GenericRpcHandler):
             data = await asyncio.wait_for(context.read(), self._timeouts.message)
         except TimeoutError:
             if self.guard is not None:
-                self.guard.warnings.add(peer_address(context.peer())[0], "a call ended: its message did not come")
+                self.guard.warnings.add(peer_address(context.peer())[0], "a call ended: its message did not arrive")
             raise _Refused(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no message came within {self._timeouts.message:.0f} s after the headers of the call",
+                f"no message arrived within {self._timeouts.message:.0f} s after the headers of the call",
             ) from None
         return None if data is grpc.aio.EOF else _parsed(kind, data)
 

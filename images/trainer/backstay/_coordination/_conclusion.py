@@ -175,7 +175,7 @@ class Conclusion:
         return self.end_if_over(now)
 
     def evaluator_joined(self) -> None:
-        """An evaluator connected. It reports the evaluation of the last version, at once or later."""
+        """An evaluator connected. It reports the evaluation of the last version, immediately or later."""
         if self._ending is not None:
             self._ending.patience = self._rules.timeouts.evaluation
 

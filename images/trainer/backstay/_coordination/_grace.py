@@ -1,6 +1,6 @@
 """How long a synchronous update waits for more contributions after its quorum is complete (T2).
 
-The wait ends at once when every rank that can still contribute has contributed. The update does not wait for ranks
+The wait ends immediately when every rank that can still contribute has contributed. The update does not wait for ranks
 that are dead, replaced or stalled: a rank counts only if its newest incarnation has contributed before.
 """
 

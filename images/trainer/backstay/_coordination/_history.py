@@ -1,7 +1,7 @@
 """The decisions of one term: which are pending, which are certain, and which of them each shard has applied.
 
 A decision is *pending* until every shard has answered its `NormRequest`, then it is a commit. Without `clip_norm` and
-without standbys it is a commit at once. Pending decisions can be withdrawn, commits cannot.
+without standbys it is a commit immediately. Pending decisions can be withdrawn, commits cannot.
 """
 
 from __future__ import annotations

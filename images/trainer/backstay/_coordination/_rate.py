@@ -7,7 +7,7 @@ from collections import deque
 __all__ = ["Rate"]
 
 _LEAST_SECONDS = 1.0
-"""A shorter time gives the rate of a burst: gradients that wait when training begins are applied at once."""
+"""A shorter time gives the rate of a burst: gradients that wait when training begins are applied together."""
 
 
 class Rate:

@@ -90,7 +90,7 @@ class Schedule:
         return now - self._began
 
     def resume(self, now: float, since: float, *, version: int, newest: int) -> None:
-        """Continue another schedule at `version`: a checkpoint that it began and did not store is due at once.
+        """Continue another schedule at `version`: a checkpoint that it began and did not store is due immediately.
 
         Args:
             since: the other schedule's `since`.

@@ -17,7 +17,7 @@ from ._world import effective_world
 __all__ = ["Sync"]
 
 _ACCEPTED: Final = RejectReason.REJECT_UNSPECIFIED
-# A worker whose gradient came too late, or twice, continues with the version that used the other ones.
+# A worker whose gradient arrived too late, or twice, continues with the version that used the other ones.
 _ANSWERED_BY_NEXT_VERSION: Final = frozenset({_ACCEPTED, RejectReason.LATE, RejectReason.DUPLICATE})
 
 

@@ -25,8 +25,8 @@ def effective_world(world: int, desired: int) -> int:
 def next_world(world: int, desired: int, joined: AbstractSet[int]) -> int:
     """The world in force after the next commit.
 
-    It shrinks at once: the highest ranks leave first. It grows only to the longest run of joined ranks from 0. So an
-    update never waits for a rank whose pod does not run yet.
+    It shrinks immediately: the highest ranks leave first. It grows only to the longest run of joined ranks from 0. So
+    an update never waits for a rank whose pod does not run yet.
     """
     if desired <= world:
         return desired

@@ -55,7 +55,7 @@ class Coordination(Protocol):
     """The coordinator, as an interface for one shard. Thread-safe."""
 
     def report(self, report: Report) -> None:
-        """Returns at once. It may call the shard's `ShardSink` on the same thread before it returns. Call it while
+        """Returns immediately. It may call the shard's `ShardSink` on the same thread before it returns. Call it while
         holding no lock that the sink takes."""
 
 
@@ -64,4 +64,4 @@ class ShardSink(Protocol):
 
     def deliver(self, message: Message) -> None:
         """Only queues: neither blocks nor raises. Called for one message at a time, in the order of the coordinator's
-        decisions. Commits come in order of version, without gaps; the order of `Commit` and `Save` has a meaning."""
+        decisions. Commits arrive in order of version, without gaps; the order of `Commit` and `Save` has a meaning."""

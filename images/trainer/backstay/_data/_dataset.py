@@ -1,7 +1,7 @@
 """`from_dataset`: samples that have numbers, as a pure function of `BatchKey`.
 
 A replaced worker therefore computes exactly the batch of its predecessor (T4). Every sample of an epoch is used once
-over all ranks, also when their number changes (T9).
+over all ranks, even when their number changes (T9).
 """
 
 from __future__ import annotations

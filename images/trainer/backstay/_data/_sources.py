@@ -133,7 +133,7 @@ class _Items:
 
 
 class _HuggingFace(_Items):
-    """A ``datasets.Dataset``. Without a transform a batch is read at once, as NumPy columns."""
+    """A ``datasets.Dataset``. Without a transform a batch is read immediately, as NumPy columns."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)

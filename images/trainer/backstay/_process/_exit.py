@@ -34,7 +34,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = threading.Event()
         self._before: Any = None  # what handled SIGTERM before `install`
-        self._came = False  # SIGTERM has come; the thread may not have read that yet
+        self._came = False  # SIGTERM has arrived; the thread may not have read that yet
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
 

@@ -23,7 +23,7 @@ _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os
 _TRACEBACK_CHARS: Final = 1800
 # Of a longer text the rest is in the log: the frames, which are before the text, must stay in the traceback.
 _TEXT_CHARS: Final = 500
-# A place that cannot be found, or a right that is missing, does not come back; every other error of I/O may.
+# A missing folder or a missing right stays missing; every other error of I/O may end.
 _LASTING: Final = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 

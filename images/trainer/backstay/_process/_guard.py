@@ -33,7 +33,7 @@ __all__ = ["ConnectionGuard", "Warnings"]
 _LOG = logging.getLogger(__name__)
 
 SCAN_SECONDS: Final = 0.1
-"""Between two scans of the sockets. gRPC keeps in memory the bytes that a stranger sends to the data port meanwhile."""
+"""Between two scans of the sockets. gRPC keeps the bytes that unauthenticated callers send in this time."""
 
 LATE_SECONDS: Final = 3 * SCAN_SECONDS
 """A longer time between two scans shows that this process got no processor: it may not have handled a call yet."""
@@ -57,7 +57,7 @@ _MAX_HOSTS: Final = 1024
 
 
 class Warnings:
-    """Logs what a host did: at once, then at most every `WARN_SECONDS`, with the number of times. Thread-safe."""
+    """Logs what a host did: immediately, then at most every `WARN_SECONDS`, with the number of times. Thread-safe."""
 
     def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -254,7 +254,7 @@ class ConnectionGuard:
     def _why(self, found: _Unproven, number: int, per_host: Counter[str], late: bool) -> str:
         """Why this connection has to be closed; empty: it has not."""
         if found.scans >= self._grace_scans:
-            return f"no call with this job's token came within {self._grace_scans * SCAN_SECONDS:.0f} s"
+            return f"no call with this job's token arrived within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
             return f"its host has more than {MAX_UNPROVEN} without a call with this job's token"
         if received_bytes(number) > MAX_UNPROVEN_BYTES:

@@ -1,7 +1,7 @@
 """Ends TCP connections of gRPC from outside.
 
 A server of gRPC cannot close the connection of one peer: a caller without a token would stay connected (T8). But the
-sockets belong to this process: a reset of a socket ends every call on it at once, both ways.
+sockets belong to this process: a reset of a socket ends every call on it immediately, both ways.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Ahead:
 
         Args:
             term: of its parameters.
-            contribution: perhaps still being computed.
+            contribution: which may still be in computation.
             at: the answer that brought its parameters. Its staleness counts from the version of `at`.
         """
         self._next = term, contribution, at

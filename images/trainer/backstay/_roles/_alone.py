@@ -45,7 +45,7 @@ _NO_WORDS: Final = np.zeros(2, np.uint32)
 
 
 class Report:
-    """One step, perhaps still being computed: what is read waits for it.
+    """One step, which may still be in computation: what is read waits for it.
 
     Attributes:
         step: the number of updates including this one.

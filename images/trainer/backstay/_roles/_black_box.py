@@ -137,14 +137,14 @@ class BlackBox:
                 status["outcome"] = self._outcome
         self._keep_history(status)
 
-    def tick(self, *, at_once: bool = False) -> None:
+    def tick(self, *, every: bool = False) -> None:
         """Make the reports that are due; call it about once a second.
 
         Args:
-            at_once: make all of them: the job ends.
+            every: make all of them: the job ends.
         """
         with self._lock:
-            ready = [(key, entry) for key, (at, entry) in self._due.items() if at_once or self._clock() >= at]
+            ready = [(key, entry) for key, (at, entry) in self._due.items() if every or self._clock() >= at]
         for key, entry in ready:
             if not self._make(*key, entry):
                 return  # the folder is slow: later

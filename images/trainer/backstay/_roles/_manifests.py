@@ -203,7 +203,7 @@ class ManifestStorage:
 
         Returns:
             The newest checkpoint by names and sizes, and its (term, version). ('', (0, -1)) when there is none, or
-            when the storage does not answer at once: training does not wait for it.
+            when the storage does not answer immediately: training does not wait for it.
         """
         continues = threading.Event()
         self._up_to = state.term, state.version

@@ -512,7 +512,7 @@ class HttpPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns at once; the port is free within half a second."""
+        """Returns immediately; the port is free within half a second."""
 
         def close() -> None:
             self._server.shutdown()

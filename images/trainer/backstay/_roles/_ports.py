@@ -15,7 +15,7 @@ __all__ = ["control_port", "http_port"]
 
 
 def control_port(host: Host, peers: Peers, environment: Environment) -> ControlServer:
-    """The control service, which listens at once. Raises as `ControlServer`."""
+    """The control service, which listens immediately. Raises as `ControlServer`."""
     return ControlServer(
         host,
         peers,

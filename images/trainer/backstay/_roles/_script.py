@@ -78,7 +78,7 @@ class Script:
     """The arguments of `train`, checked.
 
     Attributes:
-        damps: whether Async updates weigh contributions by their staleness, also without `update.stalenessDamping`.
+        damps: whether Async updates weigh contributions by their staleness, even without `update.stalenessDamping`.
     """
 
     init: Callable[[Any], Any]

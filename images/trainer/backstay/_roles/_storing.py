@@ -182,7 +182,7 @@ def patiently(
 
     Raises:
         StorageError: the last read failed too.
-        Exception: any other that `read` raises, at once.
+        Exception: any other that `read` raises, immediately.
     """
     began, wait = clock(), 0.5
     while True:

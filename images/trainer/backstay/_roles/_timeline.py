@@ -208,7 +208,7 @@ class Tracing:
         """Store the end of the job."""
         self._own()
         if self._link is None:
-            self.black_box.tick(at_once=True)
+            self.black_box.tick(every=True)
             self.black_box.leaves()
         self._store()
         self.records.close(_CLOSE)

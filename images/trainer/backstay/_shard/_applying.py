@@ -250,7 +250,7 @@ class Applier:
                 if gradient.complete and self._mode.used_up(gradient.id.version, version):
                     gradient.outcome = _LATE
                     freed.append(self._gradients.remove(gradient))
-            # Streams of pushes that come too late see the new version now.
+            # Streams of pushes that arrive too late see the new version now.
             term.version, term.world, term.offset = version, commit.world, commit.offset
             self._publisher.withdraw()
             self._early = None

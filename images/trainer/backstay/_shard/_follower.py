@@ -132,7 +132,7 @@ class Follower:
             elif kind == "alive":
                 change = lambda: None  # noqa: E731
             else:
-                raise PeerLost(f"a replica's frame {kind!r} cannot come here")
+                raise PeerLost(f"a replica's frame {kind!r} cannot arrive here")
             with self._lock:
                 if self._taken:
                     self._kept = stream
@@ -155,7 +155,7 @@ class Follower:
             if kind == "whole":
                 break
             if kind != "array" or body is None:
-                raise PeerLost(f"a frame {kind!r} cannot come inside a state")
+                raise PeerLost(f"a frame {kind!r} cannot arrive inside a state")
             array: ReplicaArray = frame.replica.array
             key = (array.key, array.start, array.stop)
             if array.key not in self._dtypes:
@@ -164,12 +164,12 @@ class Follower:
             if memory is None:
                 memory = arrays[key] = np.empty((array.stop - array.start) * self._dtypes[array.key].itemsize, np.uint8)
             if array.offset != filled.get(key, 0) or array.offset + body.nbytes > memory.nbytes:
-                raise PeerLost(f"the bytes of array {array.key} do not come in order")
+                raise PeerLost(f"the bytes of array {array.key} do not arrive in order")
             memory[array.offset : array.offset + body.nbytes] = body
             filled[key] = array.offset + body.nbytes
         for key, memory in arrays.items():
             if filled.get(key) != memory.nbytes:
-                raise PeerLost(f"array {key[0]} came only in part")
+                raise PeerLost(f"array {key[0]} arrived incompletely")
 
         def read(key: str, start: int, stop: int) -> Any:
             try:
@@ -219,7 +219,7 @@ class Follower:
                 continue  # in its place
             if kind_of(frame) == "replica" and frame.replica.whole and not cover.missing:
                 break
-            raise PeerLost(f"a frame {kind_of(frame)!r} cannot come inside a mean gradient")
+            raise PeerLost(f"a frame {kind_of(frame)!r} cannot arrive inside a mean gradient")
 
         def change() -> None:
             held = self._must_hold("a mean gradient")
@@ -236,7 +236,7 @@ class Follower:
         if (commit.term, commit.version) != (held.term, held.engine.version):
             raise PeerLost(f"the commit of version {commit.version} does not follow version {held.engine.version}")
         if not commit.skip and not (held.prepared and held.prepared.is_of(commit.version, commit.contributions)):
-            raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not come")
+            raise PeerLost(f"the commit of version {commit.version} names gradients whose mean did not arrive")
         self._due = commit
 
     def _apply(self) -> None:
@@ -277,7 +277,7 @@ class Follower:
 
     def _must_hold(self, what: str) -> Held:
         if self._held is None:
-            raise PeerLost(f"{what} came before any state")
+            raise PeerLost(f"{what} arrived before any state")
         return self._held
 
 

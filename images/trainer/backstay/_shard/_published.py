@@ -40,13 +40,13 @@ class Published:
             self._changed.notify_all()
 
     def stop(self, why: Refusal) -> None:
-        """The missing blocks will not come."""
+        """The missing blocks will not arrive."""
         with self._changed:
             self._stopped = why
             self._changed.notify_all()
 
     def block(self, b: int) -> np.ndarray:
-        """Waits for block `b`. Raises `Refusal` when it will not come."""
+        """Waits for block `b`. Raises `Refusal` when it will not arrive."""
         return self._wait(b)[0]
 
     def encoded(self, b: int) -> Any:

@@ -121,10 +121,10 @@ class ShardRuntime:
     # ---- Life ----
 
     def reset(self, term: int, engine: Engine, world: int, offset: int = 0) -> None:
-        """Start, or start again, from `engine.version` in a new term. Returns at once.
+        """Start, or start again, from `engine.version` in a new term. Returns immediately.
 
         Everything of the previous term is dropped: gradients, orders, waiting streams. Orders of the new term may
-        follow at once.
+        follow immediately.
 
         Raises:
             ValueError: the term is not higher than the previous one.

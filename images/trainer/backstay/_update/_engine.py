@@ -326,8 +326,8 @@ class ShardEngine:
 
     def snapshot(self, *, whole: bool = False) -> Snapshot:
         """Everything at the current version. The entries are views that never change: writing them may take its time,
-        and the updates meanwhile copy only what is still held. `whole`: also the state that all shards have alike and
-        that is otherwise shard 0's to give."""
+        and the updates meanwhile copy only what is still held. `whole`: with the state that is the same
+        on all shards, which otherwise only shard 0 includes."""
         entries: list[Entry] = []
         for index, block in enumerate(self._layout.blocks):
             if (stretch := self._stretches.get(index)) is not None:

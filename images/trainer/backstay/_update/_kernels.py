@@ -164,7 +164,7 @@ class Node:
     """One contribution to a block, or the sum of some.
 
     Attributes:
-        value: an array, `Encoded`, or `Partial`. Where all weights are alike, the sum is not multiplied with them.
+        value: an array, `Encoded`, or `Partial`. Where all weights are the same, the sum is not multiplied with them.
         weights: of the contributions.
     """
 
@@ -172,14 +172,14 @@ class Node:
     weights: tuple[float, ...]
 
     @property
-    def alike(self) -> bool:
+    def equal_weights(self) -> bool:
         """Whether all its contributions have the same weight."""
         return len(set(self.weights)) == 1
 
     @property
     def factor(self) -> float:
         """The factor that makes the value the weighted sum."""
-        return self.weights[0] if self.alike else 1.0
+        return self.weights[0] if self.equal_weights else 1.0
 
 
 def _wide(dtype: Any) -> Any:
@@ -306,12 +306,12 @@ class Kernels:
         if not 1 < len(nodes) <= FUSED:
             raise ValueError(f"{len(nodes)} nodes are added: must be 2 to {FUSED}")
         weights = tuple(weight for node in nodes for weight in node.weights)
-        alike = len(set(weights)) == 1
+        equal_weights = len(set(weights)) == 1
         values = [node.value for node in nodes]
         if (sums := any(isinstance(value, Partial) for value in values)) is True:
             values = [value if isinstance(value, Partial) else self._lifted(value, trained) for value in values]
         missing = FUSED - len(values)
-        factors = [1.0 if alike else node.factor for node in nodes] + [0.0] * missing
+        factors = [1.0 if equal_weights else node.factor for node in nodes] + [0.0] * missing
         counts = np.arange(FUSED) < len(values)
         function = self._get(
             ("add", sums, trained),
@@ -328,9 +328,9 @@ class Kernels:
         """
         value = node.value if isinstance(node.value, Partial) else self._lifted(node.value, trained)
         if not trained:
-            divisor = len(node.weights) if node.alike else math.fsum(node.weights)
-        elif node.alike:
-            # Equal numbers of examples give the bits of equal weighting, also if all of them are 0.
+            divisor = len(node.weights) if node.equal_weights else math.fsum(node.weights)
+        elif node.equal_weights:
+            # Equal numbers of examples give the bits of equal weighting, even if all of them are 0.
             divisor = divisor / node.weights[0] if node.weights[0] else len(node.weights)
         real = _real(value.dtype)
         function = self._get(("finish", trained), lambda: jax.jit(functools.partial(_finish, trained=trained)))

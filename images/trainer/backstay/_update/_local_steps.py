@@ -22,7 +22,7 @@ OUTER_MOMENTUM: Final = 0.9
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Optimizer steps that each worker makes alone between two updates (DiLoCo, https://arxiv.org/abs/2311.08105).
+    """Optimizer steps that each worker makes by itself between two updates (DiLoCo, https://arxiv.org/abs/2311.08105).
 
     The contribution of a worker to an update is ``old - new`` parameters. The argument `optimizer` of `train` is the
     outer optimizer, which applies the mean contribution on the servers.

@@ -1,4 +1,4 @@
-"""A model, its parameters and perhaps its state, as a list of named leaves.
+"""A model, its parameters and optionally its state, as a list of named leaves.
 
 Every other module refers to a leaf by its index in this list: shards, blocks on the wire, checkpoints. A tree that
 gradients cannot train, or that would mean something else once its leaves are stored apart, is refused here.
@@ -125,7 +125,7 @@ class TreeSpec:
                 return f"leaf {name} is {leaf} here and {theirs[name]} there"
         for name, leaf in theirs.items():
             if name not in mine:
-                return f"leaf {leaf} is there only"
+                return f"leaf {leaf} exists only there"
         if [leaf.name for leaf in self.leaves] != [leaf.name for leaf in other.leaves]:
             return "the leaves are in another order"
         return None

@@ -425,7 +425,7 @@ class ShardedClient:
                 )
             except BaseException as error:
                 first.append(error)
-                # The other shards may wait for this gradient's update, which may never come.
+                # The other shards may wait for this gradient's update, which may never arrive.
                 for other in self._clients:
                     if other.shard != shard:
                         other.cancel(f"the stream to shard {shard} failed")
@@ -457,7 +457,7 @@ def connect(
     Args:
         addresses: ``host:port`` of each shard's data server (`JoinReply.data_address`).
         layouts: of each shard, of the partition whose digest the hellos carry.
-        hellos: who calls whom.
+        hellos: the names of both peers, for each shard.
         token: the job's.
         mode: the job's.
         wires: how the blocks of each shard travel; None: exactly.
@@ -485,7 +485,7 @@ def record_exchange(pulled: Pulled, gradient: GradientId, began: float, ended: f
     """Keep the parts of an exchange as spans.
 
     `backstay trace` computes clocks from these times. The contribution is sent after `began`, and the server has
-    received it before `Pulled.answered_at`, also where threads run late.
+    received it before `Pulled.answered_at`, even where threads run late.
     """
     step, flow = gradient.key_step, flow_of(gradient)
     outcome = RejectReason.Name(pulled.outcome) if pulled.outcome else "applied"

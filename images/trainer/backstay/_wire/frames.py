@@ -121,8 +121,8 @@ def kind_of(frame: Frame) -> str:
 class Cover:
     """How much of a shard's blocks has arrived. Each byte must arrive exactly once.
 
-    Blocks come in any order and may alternate. Within a block the chunks come in order. So a repeated chunk, an overlap
-    or a gap is refused at once, at the cost of one number for each block.
+    Blocks arrive in any order and may alternate. Within a block the chunks arrive in order. So a repeated chunk, an
+    overlap or a gap is refused immediately, at the cost of one number for each block.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class Cover:
             raise Refusal("INVALID_ARGUMENT", f"{nbytes} bytes are announced: this shard's partition has {self._total}")
 
     def add(self, block: int, offset: int, nbytes: int) -> Span:
-        """A chunk of `nbytes` came for `offset` (bytes) of `block`.
+        """A chunk of `nbytes` arrived for `offset` (bytes) of `block`.
 
         Returns:
             Where it goes.
@@ -168,7 +168,7 @@ class Cover:
             )
         if offset < filled:
             raise Refusal(
-                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: up to byte {filled} came already"
+                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: up to byte {filled} arrived already"
             )
         if offset > filled:
             raise Refusal(
@@ -195,7 +195,7 @@ class Cover:
         return place
 
     def whole(self, nbytes: int) -> None:
-        """All blocks come at once, in `nbytes` bytes.
+        """All blocks arrive in one frame, in `nbytes` bytes.
 
         Raises:
             Refusal: `INVALID_ARGUMENT`, it is another size than the shard's.
@@ -207,9 +207,11 @@ class Cover:
     def end(self, nbytes: int) -> None:
         """The end mark arrived. Raises `Refusal` unless all bytes have arrived, and the sender counted the same."""
         if self._missing:
-            raise Refusal("INVALID_ARGUMENT", f"the end mark came with {self._missing} of {self._total} bytes missing")
+            raise Refusal(
+                "INVALID_ARGUMENT", f"the end mark arrived with {self._missing} of {self._total} bytes missing"
+            )
         if nbytes != self._total:
-            raise Refusal("INVALID_ARGUMENT", f"the end mark counts {nbytes} bytes: {self._total} came")
+            raise Refusal("INVALID_ARGUMENT", f"the end mark counts {nbytes} bytes: {self._total} arrived")
 
 
 # Building a frame costs a few microseconds, and there are hundreds in a step: those that stay the same are made once.

@@ -47,7 +47,7 @@ class Staging:
     """
 
     # Only a taken staging refers to its pool, so there is no reference cycle. Memory that the pool does not keep is
-    # then free at once, before the collector of cycles runs.
+    # then free immediately, before the collector of cycles runs.
     __slots__ = ("_pool", "arrays", "blocks")
 
     def __init__(self, wires: Sequence[BlockWire]) -> None:

@@ -49,8 +49,8 @@ class Refusal(Exception):  # noqa: N818  # it is what happened
     Attributes:
         code: a gRPC status name. `INVALID_ARGUMENT`: frames that break the rules, another partition.
             `FAILED_PRECONDITION`: another incarnation, term, shard or version than the server's. `PERMISSION_DENIED`:
-            a newer incarnation of the caller was seen. `RESOURCE_EXHAUSTED`: too much at once. `UNAVAILABLE`: the shard
-            is not ready or going away. `ABORTED`: the job has failed; the message is ``reason: text``.
+            a newer incarnation of the caller was seen. `RESOURCE_EXHAUSTED`: too much at the same time. `UNAVAILABLE`:
+            the shard is not ready or going away. `ABORTED`: the job has failed; the message is ``reason: text``.
         message: names the object, what is invalid, and what would be valid.
     """
 
@@ -118,7 +118,7 @@ PLACED: Final[Bytes] = np.empty(0, np.uint8)
 
 
 class FrameStream(Protocol):
-    """One end of a data stream: frames with an optional body, in order, both ways at once.
+    """One end of a data stream: frames with an optional body, in order, both ways at the same time.
 
     Used by one thread at a time. It does not interpret the frames.
     """
@@ -339,7 +339,7 @@ class DataClient(Protocol):
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. Their content is undefined when an
                 error is raised.
-            exact: without a push: parameters in full precision, also with a codec.
+            exact: without a push: parameters in full precision, even with a codec.
 
         Raises:
             errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller

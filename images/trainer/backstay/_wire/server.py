@@ -199,7 +199,7 @@ class StreamServer:
                         "INVALID_ARGUMENT", f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes"
                     )
                 case _:
-                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come here: a push or a pull begins")
+                    raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot arrive here: a push or a pull begins")
         if answer is None:
             return False
         self._send(stream, answer, exact)
@@ -266,7 +266,7 @@ class StreamServer:
             elif kind == "abandon" and body is None:
                 raise Refusal("INVALID_ARGUMENT", "a push was abandoned that is still wanted")
             else:
-                raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot come inside a push")
+                raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot arrive inside a push")
 
     def _skip_rest(self, stream: FrameStream) -> bool:
         """Drops the rest of a refused push. False: the stream ended."""
@@ -317,7 +317,7 @@ class StreamServer:
         return self._outgoing[some, exact]
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
-        """Sends the refusal and lets the client read it: ending the stream at once may drop the frame."""
+        """Sends the refusal and lets the client read it: ending the stream immediately may drop the frame."""
         with contextlib.suppress(PeerLost, Refusal):
             stream.write(frames.refused(refusal))
             remaining = 2 * self._most + frames.MAX_CHUNK_BYTES
@@ -340,7 +340,7 @@ class DataServer:
         ended: Callable[[Hello], None] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        """Listens at once.
+        """Listens immediately.
 
         Args:
             shard: serves the streams, from many threads.

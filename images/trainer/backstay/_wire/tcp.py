@@ -232,7 +232,7 @@ class Frames:
         return int(_TCP_INFO.unpack(data)[0]) if len(data) == _TCP_INFO.size else None
 
     def cut(self) -> None:
-        """End the connection at once; `read` and `write` of other threads return."""
+        """End the connection immediately; `read` and `write` of other threads return."""
         _cut(self._socket)
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class ClientStream:
 
         Args:
             address: ``host:port``.
-            hello: who calls whom.
+            hello: the names of both peers.
             token: the job's.
 
         Raises:
@@ -574,7 +574,7 @@ class Listener:
                 return None
             sent = received(hello)
         except TimeoutError:
-            why = f"no token of this job came within {self._unproven_seconds:g} s"
+            why = f"no token of this job arrived within {self._unproven_seconds:g} s"
             self._warnings.add(caller.address[0], f"a connection was closed: {why}")
             return None
         caller.socket.settimeout(None)
@@ -585,7 +585,7 @@ class Listener:
             return None
 
     def _refuse(self, caller: _Caller, frames: Frames, refusal: Refusal) -> None:
-        """Send a refusal, and receive what the caller still sends: closing at once could drop the refusal."""
+        """Send a refusal, and receive what the caller still sends: closing immediately could drop the refusal."""
         deadline = time.monotonic() + self._refused_seconds
         caller.socket.settimeout(self._refused_seconds)
         with contextlib.suppress(OSError):

@@ -83,7 +83,7 @@ class _Model:
     def __init__(self, make: Any, trained: Any) -> None:
         self._make = make
         self._filters = (trained, nnx.RngState, ...)
-        # A typed key, because an integer would be a seed of every stream alike.
+        # A typed key, because an integer would be the seed of every stream.
         abstract = nnx.eval_shape(lambda: self._new(jax.random.key(0)))
         if not isinstance(abstract, nnx.Module):
             raise ConfigurationError(f"make returned {type(abstract).__name__}: must return an nnx.Module")

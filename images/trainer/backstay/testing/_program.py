@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 
 def _record_events(file: Path) -> None:
-    """Write each event at once: SIGKILL must not lose one."""
+    """Write each event immediately: SIGKILL must not lose one."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(point: str, notes: dict[str, Any]) -> None:

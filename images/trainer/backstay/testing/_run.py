@@ -95,9 +95,9 @@ def run(
 ) -> JobResult:
     """Run a training script as a job on this machine, and return what happened.
 
-    Each pod is a process, as in a cluster; there is no Kubernetes. Pods that die are replaced at once, and standbys are
-    promoted. The processes are forked from one that has imported JAX, so a small job takes a few seconds. They train
-    on the CPU, unless `JAX_PLATFORMS` names another device.
+    Each pod is a process, as in a cluster; there is no Kubernetes. Pods that die are replaced immediately, and standbys
+    are promoted. The processes are forked from one that has imported JAX, so a small job takes a few seconds. They
+    train on the CPU, unless `JAX_PLATFORMS` names another device.
 
     Args:
         script: the training script, as a path; or a function at the top level of a file. Each pod runs it.

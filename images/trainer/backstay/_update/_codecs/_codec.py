@@ -1,7 +1,7 @@
 """The interface of codecs, and the largest error that a codec states.
 
-A codec works on one block. The encoded form is a fixed number of arrays, the *sections*. Their sizes depend on the
-block's size and dtype alone, so a receiver knows how many bytes will arrive. Encoding and decoding are traced
+A codec works on one block. The encoded form is a fixed number of arrays, the *sections*. Their sizes depend
+only on the block's size and dtype, so a receiver knows how many bytes will arrive. Encoding and decoding are traced
 functions: a server decodes inside the kernel that adds contributions up, without a decoded copy of any.
 
 Elements come in groups of `GROUP`. The last ``size % GROUP`` elements of a leaf are the *tail*, which travels as it is.

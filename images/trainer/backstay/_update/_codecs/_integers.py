@@ -125,7 +125,7 @@ class Integers:
     def refuse(self, sections: tuple[np.ndarray, ...]) -> str | None:
         scale = sections[1]
         limit = self._largest(scale.dtype)
-        wrong = ~((scale >= 0) & (scale <= limit))  # also where it is NaN
+        wrong = ~((scale >= 0) & (scale <= limit))  # true for NaN as well
         if wrong.any():
             return f"the scale of group {int(np.argmax(wrong))} is {scale[np.argmax(wrong)]}: must be 0 to {limit:g}"
         return None

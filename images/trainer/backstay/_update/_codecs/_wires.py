@@ -120,7 +120,7 @@ def _first_groups(tree: TreeSpec, coded: frozenset[int]) -> dict[int, int]:
 
 @cache
 def _device() -> Any:
-    """Where the host's arrays are encoded: the CPU, also where another device computes."""
+    """Where the host's arrays are encoded: the CPU, even where another device computes."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out

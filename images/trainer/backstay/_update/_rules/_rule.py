@@ -114,12 +114,12 @@ class Rule:
     """The result of `analyse` for an optimizer on a tree.
 
     Attributes:
-        tree: the model: parameters, and perhaps model state.
+        tree: the model: parameters, and model state if it has one.
         states: the leaves of the optimizer's state.
         treedef: how they make the state.
         groups: every leaf of the model in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
-        programs: what updates groups; groups of equal program are updated alike.
+        programs: what updates groups; groups with the same program are updated in the same way.
         cache: for what its users compile and want to keep as long as the rule.
     """
 

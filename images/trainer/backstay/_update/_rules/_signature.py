@@ -1,7 +1,7 @@
-"""When two programs are the same: so that leaves updated alike share one executable and may share a block.
+"""When two programs are the same: so that leaves with the same update share one executable and may share a block.
 
 A mistake here would update a leaf with another leaf's rule. So only what is known to be comparable is compared by
-value; anything else is equal to itself alone.
+value; anything else is equal only to itself.
 """
 
 from __future__ import annotations
