@@ -10,7 +10,6 @@ import pytest
 
 from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send
 from backstay._shard._credits import Credits
-from backstay._timeouts import Timeouts
 from backstay._wire.client import Push
 from backstay._wire.frames import kind_of
 from backstay._wire.server import QuietPushes
@@ -129,7 +128,7 @@ def test_async_contributions_wait_for_memory(kit, make_shard, dial, background) 
 def test_t8_pushes_that_send_nothing_hold_no_memory_that_others_need(kit, make_shard, dial, background, stack) -> None:
     """Both pushes that have the memory stop, as those of workers that are stopped. Later they are sent again."""
     rules = Rules(mode="Async", shards=1, steps=100, held=2)
-    shard = make_shard(BLOCKS, mode="Async", serve=True, rules=rules, world=5, timeouts=Timeouts(peer_check=0.05))
+    shard = make_shard(BLOCKS, mode="Async", serve=True, rules=rules, world=5, timeouts=kit.Timeouts(peer_check=0.05))
     Driven(rules, 5).attach([shard])
     stopped = [ClientStream(shard.address, kit.hello(rank), kit.token) for rank in range(2)]
     for rank, end in enumerate(stopped):

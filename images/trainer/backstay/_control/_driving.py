@@ -26,12 +26,13 @@ from .._coordination import (
     Finished,
     Intervals,
     Redone,
+    Report,
     Restart,
     Send,
+    ShardSink,
     Updated,
     WriteManifest,
 )
-from .._coordination.seam import Report, ShardSink
 from ..errors import StorageError
 
 __all__ = ["Driving", "Observer", "Storage"]

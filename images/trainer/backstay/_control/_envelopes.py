@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from backstay_rpc.control_pb2 import CoordinatorMessage, ShardMessage
 
-from .._coordination.seam import Message, Report
+from .._coordination import Message, Report
 
 __all__ = ["message_in", "report_in", "wrap_message", "wrap_report"]
 

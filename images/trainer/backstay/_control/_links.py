@@ -13,10 +13,8 @@ from typing import Final, Protocol
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
 from backstay_spec import contract
 
-from .._coordination.seam import Message
-from .._wire import frames
-from .._wire.frames import kind_of
-from .._wire.seam import Refusal, ServerStream
+from .._coordination import Message
+from .._wire import Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._driving import Driving
 from ._envelopes import report_in, wrap_message

@@ -37,8 +37,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.loop import call, rpc_loop
 from backstay_spec import contract
 
-from .._process._guard import ConnectionGuard
-from .._process._sockets import peer_address
+from .._process import ConnectionGuard, peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
 from ._driving import Driving

@@ -9,7 +9,7 @@ from typing import Final
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
 from backstay_spec.quorum import quorum_of
 
-from .._update._sums import BRANCHES
+from .._update import BRANCHES
 from ._samples import Samples
 from ._state import CoordinatorState, Mode, Rules
 from ._world import effective_world

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .._compute._contribution import Contribution
-from .._data._batch_key import BatchKey
-from .._wire.seam import Pulled
+from .._compute import Contribution
+from .._data import BatchKey
+from .._wire import Pulled
 
 __all__ = ["Ahead"]
 

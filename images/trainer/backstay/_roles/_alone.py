@@ -19,18 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._compute._gradient import examples_of
-from .._compute._local_steps import AHEAD, LocalProgram, LocalTraining
-from .._compute._placement import Placement
-from .._data._batch_key import BatchKey
-from .._data._prefetch import Prefetcher
+from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
+from .._data import BatchKey, Prefetcher
 from .._result import Result
-from .._update._codecs import Rounding, seed_of
-from .._update._fragments import Turns
-from .._update._objective import Objective
-from .._update._rules import called
-from .._update._tree import TreeSpec, describe
-from .._update._untrained import UPDATES, Untrained, ZeroLeaves, warning
+from .._update import (
+    UPDATES,
+    Objective,
+    Rounding,
+    TreeSpec,
+    Turns,
+    Untrained,
+    ZeroLeaves,
+    called,
+    describe,
+    seed_of,
+    warning,
+)
 from ..errors import JobFailed
 from ._script import Script, evaluation_of
 

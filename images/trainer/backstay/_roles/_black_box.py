@@ -25,10 +25,10 @@ from backstay_spec.records import merged
 
 from .. import _instrument
 from .._checkpoint import Records, record_name
-from .._process._hanging import output_end, stacks
+from .._process import output_end, stacks
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
+    from .._process import Environment
 
 __all__ = ["HANGS", "BlackBox", "hang_report", "updated"]
 

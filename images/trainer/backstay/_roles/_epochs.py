@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._coordination import Samples
-from .._data._dataset import Batches
+from .._data import Batches
 
 if TYPE_CHECKING:
     from ._script import Script

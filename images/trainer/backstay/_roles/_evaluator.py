@@ -10,8 +10,7 @@ from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
 from .. import _instrument
 from .._checkpoint import load
 from .._control import ControlClient, Heartbeats
-from .._process._environment import Environment
-from .._process._exit import Stop
+from .._process import Environment, Stop
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from backstay_rpc.control_pb2 import RejectReason
 
 from .._coordination import Mode
-from .._wire.seam import Pulled
+from .._wire import Pulled
 
 __all__ = ["KEY_STEPS", "KeySteps"]
 

@@ -11,7 +11,7 @@ from backstay_rpc.control_pb2 import Peer
 from .._control import ControlClient
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
+    from .._process import Environment
 
 __all__ = ["request_save", "wait_until"]
 

@@ -27,9 +27,8 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
-from .._process._after import STOPPED_EARLY
-from .._process._logs import Reporter
-from .._update._untrained import Untrained, warning
+from .._process import STOPPED_EARLY, Reporter
+from .._update import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
 from ._waits import Waits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from .._update._engine import ShardEngine
+from .._update import ShardEngine
 from ._metrics import Metrics
 
 __all__ = ["LearningRate"]

@@ -18,19 +18,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._compute._gradient import Gradient, GradientFn
-from .._compute._initial import initial
-from .._compute._local_steps import LocalProgram, LocalTraining
-from .._data._batch_key import BatchKey
+from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, initial
+from .._data import BatchKey
 from .._result import Result
-from .._update import clip_factor
-from .._update._codecs import Rounding, Wire
-from .._update._fragments import Turns
-from .._update._kernels import Mean, enable_x64, mean, state_mean
-from .._update._local_steps import LocalSteps
-from .._update._rules import called
-from .._update._tree import TreeSpec, describe
-from .._update._untrained import Untrained, ZeroLeaves, warning
+from .._update import (
+    LocalSteps,
+    Mean,
+    Rounding,
+    TreeSpec,
+    Turns,
+    Untrained,
+    Wire,
+    ZeroLeaves,
+    called,
+    clip_factor,
+    describe,
+    enable_x64,
+    mean,
+    state_mean,
+    warning,
+)
 from ..errors import ConfigurationError, JobFailed
 from ._script import evaluation_of
 

@@ -39,8 +39,7 @@ from ..errors import (
 from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
-    from .._update._partition import Partition
-    from .._update._tree import TreeSpec
+    from .._update import Partition, TreeSpec
     from ._reports import Reports
 
 __all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]

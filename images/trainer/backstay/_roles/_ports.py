@@ -9,7 +9,7 @@ from .._control import ControlServer, Host, Peers
 from ._metrics import HttpPort, Metrics
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
+    from .._process import Environment
 
 __all__ = ["control_port", "http_port"]
 

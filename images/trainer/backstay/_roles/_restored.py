@@ -16,7 +16,7 @@ from ._storing import patiently
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
 
-    from .._process._environment import Environment
+    from .._process import Environment
     from ._script import Plan
 
 __all__ = ["restored"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from backstay_rpc.control_pb2 import Leaf
 
-from .._data._batch_key import BatchKey
-from .._update._local_steps import LocalSteps, local_settings
+from .._data import BatchKey
+from .._update import LocalSteps, local_settings
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from backstay_spec.runtime import RuntimeConfig
 
     from .._checkpoint import Origin, StartFrom
-    from .._compute._contribution import Computation, Layout
+    from .._compute import Computation, Layout
     from .._control import Agreement
-    from .._update._codecs import ShardWire, Wire
-    from .._update._partition import Partition
-    from .._update._rules import Rule
-    from .._update._tree import TreeSpec
+    from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
     from ._reports import OnUpdate, StopWhen
 
 __all__ = ["Plan", "Script", "evaluation_of"]
@@ -48,7 +45,7 @@ class Plan:
     @cached_property
     def wires(self) -> tuple[ShardWire, ...]:
         """How the blocks of each shard are encoded on the wire."""
-        from .._update._codecs import coded_leaves, shard_wires
+        from .._update import coded_leaves, shard_wires
 
         return shard_wires(self.partition, self.wire, coded_leaves(self.partition.tree, self.wire))
 
@@ -57,7 +54,7 @@ class Plan:
         """For joining."""
         import jax
 
-        from .._control._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement
+        from .._control import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement
 
         parts = self.partition
         settings = {
@@ -148,11 +145,7 @@ class Script:
         """
         import jax
 
-        from .._update._codecs import Wire, coded_leaves
-        from .._update._fragments import fragments_of
-        from .._update._partition import partition
-        from .._update._rules import analyse
-        from .._update._tree import describe
+        from .._update import Wire, analyse, coded_leaves, describe, fragments_of, partition
 
         wire = (wire or Wire()).resolved(local=self.local is not None)
         if self.wire is not None and self.wire.resolved(local=self.local is not None) != wire:
@@ -184,9 +177,7 @@ class Script:
             layout: of the partition's blocks in the worker's memory.
             batch_of: returns the batch of a key.
         """
-        from .._compute._contribution import GradientComputation
-        from .._compute._gradient import GradientFn
-        from .._compute._local_steps import LocalComputation, LocalProgram
+        from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram
 
         options: Any = {
             "deterministic": self.deterministic,
@@ -223,7 +214,7 @@ class Script:
 
     def from_seed(self) -> Any:
         """The result of `init`."""
-        from .._compute._initial import initial
+        from .._compute import initial
 
         return initial(self.init, self.seed)
 
@@ -241,7 +232,7 @@ class Script:
         import jax
 
         from .._checkpoint import read_start
-        from .._update._tree import describe
+        from .._update import describe
         from ._storing import patiently
 
         start, fixed = self.start_from, start_from or self.fixed_start()

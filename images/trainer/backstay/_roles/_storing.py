@@ -13,16 +13,14 @@ from backstay_rpc.control_pb2 import File, Range, Written
 
 from .. import _instrument
 from .._checkpoint import CheckpointStore, Entry, Manifest, Reader, probe
-from .._coordination.seam import Coordination
-from .._update._engine import ShardEngine, Snapshot
-from .._update._tree import MODEL_STATE
+from .._coordination import Coordination
+from .._update import MODEL_STATE, ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
 from ._metrics import Metrics
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
-    from .._update._partition import Partition
-    from .._update._rules import Rule
+    from .._process import Environment
+    from .._update import Partition, Rule
 
 __all__ = ["CheckpointWriter", "check_fits", "open_store", "patiently", "restore"]
 

@@ -14,12 +14,12 @@ from backstay_rpc.control_pb2 import Peer, Timeline
 
 from .._checkpoint import PosixFolder, Records, record_name
 from .._control import Link, Outbox
-from .._process._hanging import output_end, stacks
+from .._process import output_end, stacks
 from ._black_box import HANGS, BlackBox
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
-    from .._process._environment import Environment
+    from .._process import Environment
     from ._metrics import HttpPort
 
 __all__ = ["Collector", "Tracing"]

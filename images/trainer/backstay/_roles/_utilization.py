@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax
 
-from .._compute._flops import peak_of
+from .._compute import peak_of
 from .._coordination import Rate
 from ._metrics import Metrics
 

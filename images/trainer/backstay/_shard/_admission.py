@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from backstay_rpc.control_pb2 import Hello
 
-from .._wire.seam import Refusal
+from .._wire import Refusal
 
 __all__ = ["Admission"]
 

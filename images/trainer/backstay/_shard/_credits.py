@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from .._coordination import Rules, UpdateMode, held_by_shard
-from .._update._sums import BRANCHES
+from .._update import BRANCHES
 
 __all__ = ["Credits", "Turn"]
 

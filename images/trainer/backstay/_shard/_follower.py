@@ -15,19 +15,15 @@ from backstay_rpc.control_pb2 import Commit, Frame, GradientInfo, ReplicaArray, 
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
-from .._update._codecs import ShardWire
-from .._update._engine import ShardEngine, array_specs
-from .._wire.frames import Cover, kind_of
-from .._wire.memory import BufferPool, Staging
-from .._wire.seam import Bytes, Refusal
+from .._update import ShardEngine, ShardWire, array_specs
+from .._wire import BufferPool, Bytes, Cover, Refusal, Staging, kind_of
 from ..errors import PeerLost, Refused
 from ._prepared import Prepared
 from ._replication import HELD
 
 if TYPE_CHECKING:
-    from .._update._partition import Partition
-    from .._update._rules import Rule
-    from .._wire.tcp import ClientStream
+    from .._update import Partition, Rule
+    from .._wire import ClientStream
 
 __all__ = ["Follower", "Held"]
 

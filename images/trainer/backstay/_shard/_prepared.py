@@ -10,8 +10,7 @@ import numpy as np
 from backstay_rpc.control_pb2 import Contribution, Frame, GradientInfo, ReplicaMean
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
-from .._wire import frames
-from .._wire.seam import Engine
+from .._wire import Engine, frames
 
 __all__ = ["WHOLE", "Gathered", "Hold", "Operand", "Prepared"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from backstay_rpc.control_pb2 import Done
 
 from .._coordination import UpdateMode
-from .._wire.seam import Refusal
+from .._wire import Refusal
 from ._staging import Gradient
 
 __all__ = ["Published", "Publisher", "Waiter"]

@@ -27,9 +27,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
 from .._timeouts import Timeouts
-from .._wire import frames
-from .._wire.frames import CHUNK_BYTES, kind_of
-from .._wire.seam import Engine, FrameStream, Refusal
+from .._wire import CHUNK_BYTES, Engine, FrameStream, Refusal, frames, kind_of
 from ..errors import PeerLost
 from ._prepared import WHOLE, Hold, Operand, Prepared
 

@@ -34,11 +34,10 @@ from backstay_rpc.control_pb2 import (
     Staged,
 )
 
-from .._coordination import MODES, Mode, Rules
-from .._coordination.seam import Coordination, Message
+from .._coordination import MODES, Coordination, Message, Mode, Rules
 from .._timeouts import Timeouts
-from .._update._codecs import ShardWire
-from .._wire.seam import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
+from .._update import ShardWire
+from .._wire import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
 from ..errors import PeerLost, Superseded
 from ._admission import Admission
 from ._applying import Applier, Term

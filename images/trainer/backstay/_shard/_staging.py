@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from backstay_rpc.control_pb2 import GradientId, GradientInfo, Part, RejectReason
 
-from .._wire.memory import BufferPool, Staging
-from .._wire.seam import Bytes, Refusal
+from .._wire import BufferPool, Bytes, Refusal, Staging
 from ._credits import Credits
 
 if TYPE_CHECKING:
-    from .._update._codecs import BlockWire, ShardWire
+    from .._update import BlockWire, ShardWire
 
 __all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "check_address", "describe", "key_of"]
 

@@ -25,6 +25,7 @@ from .seam import (
     LayoutLike,
     Pulled,
     Refusal,
+    ServerStream,
     ShardPort,
     flow_of,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Pulled",
     "Push",
     "Refusal",
+    "ServerStream",
     "ShardPort",
     "ShardedClient",
     "Staging",
