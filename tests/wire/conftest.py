@@ -20,6 +20,7 @@ from backstay._update import ShardWire
 from backstay._wire.client import ShardedClient, connect
 from backstay._wire.memory import aligned_empty
 from backstay._wire.server import DataServer
+from backstay._wire.tcp import ClientStream
 from backstay_rpc.control_pb2 import (
     Applied,
     Commit,
@@ -323,3 +324,15 @@ def background(stack: ExitStack) -> Callable[[Callable[[], Any]], Any]:
     pool = ThreadPoolExecutor(8)
     stack.callback(pool.shutdown, wait=False)
     return pool.submit
+
+
+@pytest.fixture
+def stream(kit: SimpleNamespace, stack: ExitStack) -> Callable[..., ClientStream]:
+    """A bare stream, to send frames that no client sends."""
+
+    def open_(shard: Any, rank: int = 0) -> ClientStream:
+        end = ClientStream(shard.address, kit.hello(rank), kit.token)
+        stack.callback(end.close)
+        return end
+
+    return open_
