@@ -122,8 +122,11 @@ class Job:
         env: dict[str, str] | None = None,
         stall_seconds: int = 300,
         script: str = "witness.py",
+        grace: str = "0s",
+        local: int = 0,
+        wire: dict[str, Any] | None = None,
     ) -> None:
-        self.cluster, self.name = on, name
+        self.cluster, self.name, self.local = on, name, local
         self.steps, self.workers, self.servers, self.backups, self.mode = steps, workers, servers, backups, mode
         self.checkpoints = on.folder / "checkpoints" / name
         self.timeline = on.folder / "timelines" / name
@@ -134,6 +137,7 @@ class Job:
             "BACKUPS": str(backups),
             "MODE": mode,
             "PAUSE": str(pause),
+            "LOCAL": str(local),
             "TIMELINE": str(self.timeline),
             **PLATFORM,
             **(env or {}),
@@ -146,7 +150,8 @@ class Job:
             "env": [{"name": key, "value": value} for key, value in variables.items()],
             "parameterServers": {"replicas": servers, "maxRestarts": 10_000, "standbys": standbys},
             "workers": {"replicas": workers, "maxRestarts": 10_000, "stallSeconds": stall_seconds},
-            "update": update,
+            "update": update | ({} if grace == "0s" else {"grace": grace}),
+            "wire": wire or {},
             "checkpoint": {"uri": str(self.checkpoints), "everySteps": every_steps},
         }
         self._path = f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}"

@@ -15,25 +15,30 @@ class Applied:
     twice: int
 
 
-def count_applied(count: np.ndarray, *, steps: int, quorum: int | None) -> Applied:
+def count_applied(count: np.ndarray, *, steps: int, quorum: int | None, grace: bool = False) -> Applied:
     """Find lost and repeated gradients in the parameter `count` of a job's last checkpoint.
 
     Args:
         count: float32[rows, ranks]; a row is the step of a batch's key.
-        steps: number of updates of the job.
+        steps: number of updates of the job, times its local steps.
         quorum: of a synchronous job; None for an asynchronous one.
+        grace: whether updates may have more gradients than the quorum. An element is then ``quorum / gradients``.
 
     Raises:
         ValueError: an element is not a whole number: a gradient was applied in part (T1).
     """
+    if grace and quorum is not None:
+        count = count * np.maximum(quorum, (count > 0).sum(axis=1, keepdims=True)) / quorum
     times = np.rint(count).astype(int)
     if np.abs(count - times).max(initial=0.0) > 1e-3 or times.min(initial=0) < 0:
         raise ValueError("the witness counts in fractions: a gradient was applied in part, or with another weight")
     again = int(np.maximum(times - 1, 0).sum())
     ranks = np.minimum(times, 1)
     if quorum is not None:
-        # T1: each update has exactly the quorum.
+        # T1: each update has exactly the quorum, or with grace at least the quorum.
         short = quorum - ranks[:steps].sum(axis=1)
+        if grace:
+            short = np.maximum(short, 0)
         return Applied(int(np.maximum(short, 0).sum()), again + int(np.maximum(-short, 0).sum()))
     # T3: each rank has all gradients up to its last one, and all ranks together have as many as there were updates.
     holes = sum(int(rows[-1]) + 1 - len(rows) for rows in map(np.flatnonzero, ranks.T) if len(rows))

@@ -6,6 +6,9 @@ each gradient was applied. In Sync mode, both checkpoints must have the same bit
 
     python bench/chaos.py [--seconds 600] [--seed 0] [--standbys 0|1] [--mode both|Sync|Async] [--overlap]
 
+Further options: --gradients Int8, --parameters BFloat16, --backups 1, --grace Auto, --local 4.
+
+No bits are compared with backups, where the sets of ranks depend on time, nor with error feedback.
 The exit status is 1 when an update was lost, a gradient applied twice, or the bits differ.
 """
 
@@ -216,7 +219,8 @@ def witness_of(job: Job) -> Applied:
     if step != job.steps:
         raise SystemExit(f"{job.name} ended, but its newest checkpoint is of step {step} instead of {job.steps}")
     quorum = max(1, job.workers - job.backups) if job.mode == "Sync" else None
-    return count_applied(params["count"], steps=job.steps, quorum=quorum)
+    rows = job.steps * max(1, job.local)
+    return count_applied(params["count"], steps=rows, quorum=quorum, grace="grace" in job.spec["update"])
 
 
 def injected(job: Job) -> Counter[str]:
@@ -337,6 +341,10 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
         "standbys": arguments.standbys,
         "every_steps": 20,
         "stall_seconds": 12,
+        "backups": arguments.backups if mode == "Sync" else 0,
+        "grace": arguments.grace if mode == "Sync" else "0s",
+        "local": arguments.local,
+        "wire": {"gradients": arguments.gradients, "parameters": arguments.parameters},
     }
     rng = random.Random(arguments.seed)
     script = inside(rng, steps, arguments.workers, 2, arguments.standbys, seconds)
@@ -368,7 +376,8 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     row("goodput in the chaos against the quiet run", f"{peaceful / noisy:.1%}")
     row("  seconds an update, chaos and quiet", f"{noisy:.3f} {peaceful:.3f}")
     fine = counted.lost == counted.twice == 0
-    if mode == "Sync":
+    feedback = arguments.local and arguments.gradients in ("Int8", "Int4")  # a dead worker's residual is lost
+    if mode == "Sync" and not arguments.backups and not feedback:
         ours, theirs = stored(job)[1], stored(quiet)[1]
         equal = all(np.array_equal(ours[key].view(np.uint32), theirs[key].view(np.uint32)) for key in theirs)
         row("the parameters are bit for bit those of the quiet run", "yes" if equal else "NO", "yes")
@@ -394,6 +403,11 @@ def main() -> None:
     parser.add_argument("--mode", choices=("both", *_ORDER), default="both")
     parser.add_argument("--overlap", action="store_true", help="in Async mode, with update.overlap")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--gradients", choices=("Exact", "BFloat16", "Int8", "Int4"), default="Exact")
+    parser.add_argument("--parameters", choices=("Exact", "BFloat16"), default="Exact")
+    parser.add_argument("--backups", type=int, default=0, help="in Sync mode")
+    parser.add_argument("--grace", default="0s", help="in Sync mode, such as 200ms or Auto")
+    parser.add_argument("--local", type=int, default=0, help="local steps between two updates; 0: gradients")
     parser.add_argument("--every", type=float, default=EVERY_SECONDS, help="seconds between faults from outside")
     parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here

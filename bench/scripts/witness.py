@@ -5,10 +5,11 @@ exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was
 elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
 too, or the bits differ from those of a run without faults.
 
-Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, LOG_EVERY, and
-TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor. SIZE is the
-number of elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go` in
-TIMELINE. LOG_EVERY is the time in seconds between lines of progress, which are marks.
+Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, LOG_EVERY,
+LOCAL, and TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor.
+SIZE is the number of elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go`
+in TIMELINE. LOG_EVERY is the time in seconds between lines of progress, which are marks. LOCAL is the number of local
+steps between two updates; 0: workers send gradients.
 """
 
 from _timeline import follow, mark  # isort: split
@@ -34,7 +35,9 @@ PAUSE = float(os.environ.get("PAUSE", "0"))
 COMPUTE = float(os.environ.get("COMPUTE", "0"))
 SIZE = int(os.environ.get("SIZE", "0"))
 HOLD = int(os.environ.get("HOLD", str(STEPS)))
-WIDTH = 48
+LOCAL = int(os.environ.get("LOCAL", "0"))
+WIDTH = 64
+ROWS = max(STEPS * max(1, LOCAL), -(-4096 // WORLD))  # codecs leave smaller arrays exact
 
 follow()
 
@@ -43,7 +46,7 @@ def init(key):
     return {
         "w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5,
         "b": jnp.zeros(WIDTH),
-        "count": jnp.zeros((STEPS, WORLD)),
+        "count": jnp.zeros((ROWS, WORLD)),
         "further": jnp.zeros(SIZE),
     }
 
@@ -74,21 +77,28 @@ def batches(key):
     joined()
     if PAUSE:
         time.sleep(PAUSE)
-    while key.step >= HOLD and not Path(os.environ["TIMELINE"], "go").exists():
+    while key.step >= HOLD * max(1, LOCAL) and not Path(os.environ["TIMELINE"], "go").exists():
         time.sleep(0.02)
     x = key.rng.normal(size=(8, WIDTH)).astype(np.float32)
     return x, np.roll(x, 1, axis=1) * 0.5, np.full((8, 2), (key.step, key.rank), np.int32)
 
 
+def optimizer(model):
+    """`model` for the regression, and plain sums for the other parameters."""
+    labels = {"w": "model", "b": "model", "count": "count", "further": "count"}
+    return optax.multi_transform({"model": model, "count": optax.sgd(1.0)}, labels)
+
+
 if __name__ == "__main__":
+    # A fresh inner state after each update: the result does not depend on which workers died.
+    inner = optimizer(optax.adam(1e-3))
+    local = backstay.LocalSteps(LOCAL, inner, inner_state="reset") if LOCAL else None
     backstay.train(
         init=init,
         loss=loss,
         batches=batches,
-        optimizer=optax.multi_transform(
-            {"model": optax.adam(1e-3), "count": optax.sgd(1.0)},
-            {"w": "model", "b": "model", "count": "count", "further": "count"},
-        ),
+        optimizer=optimizer(optax.sgd(0.7, momentum=0.9, nesterov=True)) if LOCAL else inner,
+        local=local,
         steps=STEPS,
         log_every=float(os.environ.get("LOG_EVERY", "0")),
     )

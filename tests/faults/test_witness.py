@@ -64,3 +64,15 @@ def test_t1_a_gradient_in_part_is_an_error() -> None:
     count[3, 3] = 0.5
     with pytest.raises(ValueError, match="applied in part"):
         count_applied(count, steps=20, quorum=2)
+
+
+@given(st.integers(1, 4), st.integers(0, 19), st.integers(0, 3))
+def test_t1_with_grace_an_update_may_have_more_gradients(quorum: int, step: int, rank: int) -> None:
+    count = whole(quorum)
+    count[step] = quorum / 4
+    assert count_applied(count, steps=20, quorum=quorum, grace=True) == Applied(0, 0)
+    count[step, rank] *= 2
+    assert count_applied(count, steps=20, quorum=quorum, grace=True) == Applied(0, 1)
+    count = whole(quorum)
+    count[step] = 0
+    assert count_applied(count, steps=20, quorum=quorum, grace=True) == Applied(quorum, 0)
