@@ -15,7 +15,7 @@ import argparse
 import heapq
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -81,9 +81,6 @@ ROWS = (
     Row("LocalSteps 24, outer SGD 1.0", 4, 4, {"count": COUNT}, outer=(optax.sgd(1.0), False)),
     Row("LocalSteps 24, momentum 0.5", 4, 4, {"count": COUNT}, outer=(HALF, False)),
     Row("LocalSteps 24, warm-up", 4, 4, {"count": COUNT}, outer=(warmed_up(100), False)),
-    Row("LocalSteps 6, outer SGD 1.0", 4, 4, {"count": 6}, outer=(optax.sgd(1.0), False)),
-    Row("LocalSteps 6, momentum 0.5", 4, 4, {"count": 6}, outer=(HALF, False)),
-    Row("LocalSteps 6, warm-up", 4, 4, {"count": 6}, outer=(warmed_up(100), False)),
 )
 
 
@@ -150,6 +147,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--worker-steps", type=int, default=3840, help="steps of all workers of a row together")
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of rows, from 0; default: all")
+    parser.add_argument("--count", type=int, help="local steps between two updates; default: as the row's name")
     arguments = parser.parse_args()
     module = example(arguments.size)
     width, layers, context, batch = SIZES[arguments.size]
@@ -159,6 +157,10 @@ def main() -> None:
     print(f"{'':52} {'workers':>7} {'bits/byte':>15}")
     for number in arguments.rows or range(len(ROWS)):
         row = ROWS[number]
+        if arguments.count and row.local:
+            row = replace(
+                row, name=f"{row.name}, count {arguments.count}", local=row.local | {"count": arguments.count}
+            )
         steps = arguments.worker_steps // row.workers
         found = [bits_of(row, module, steps, seed) for seed in range(arguments.seeds)]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
