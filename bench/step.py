@@ -6,6 +6,8 @@ plain JAX in the same run.
 
 Then it measures whole jobs on the embedded cluster. They have two servers with standbys, 1 MB of parameters, and a
 computation of 0.2 s that needs no processor. The table has the rest of a step by part, and the processor time by role.
+The gradient needs the processor for a millisecond besides the 0.2 s. So a row has the same gradients in as many
+processes at the same time, without Backstay.
 
     python bench/step.py [--steps 2000] [--leaves 1000] [--job-steps 150]
     python bench/step.py --only jobs [--workers 4 16]
@@ -16,17 +18,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
-from _cluster import Cluster, Job, cluster
+from _cluster import SCRIPTS, Cluster, Job, cluster
 from _common import Process, Server, Worker, commands, float_tree, median, processes, reply, table
 
 MANY_STEPS = 20
-ROLES = ("server", "worker", "plain", "local", "parts")
+ROLES = ("server", "worker", "plain", "local", "parts", "gradient")
 
 
 def server() -> None:
@@ -177,6 +181,9 @@ def empty(steps: int) -> None:
 COMPUTE = 0.2
 """Seconds that a gradient of a job takes."""
 
+SIZE = 250_000
+"""Elements of a parameter of a job."""
+
 
 def processor_seconds(job: Job) -> dict[str, float]:
     """Of all processes of a job's pods, by role."""
@@ -189,11 +196,49 @@ def processor_seconds(job: Job) -> dict[str, float]:
     return found
 
 
+def gradient() -> None:
+    """The gradient of a job's worker, without Backstay: one for each command."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(STEPS="100", WORLD="1", COMPUTE=str(COMPUTE), SIZE=str(SIZE), TIMELINE=folder)
+        sys.path.insert(0, str(SCRIPTS))
+        import jax
+        import numpy as np
+        import witness
+
+        function = jax.jit(jax.value_and_grad(witness.loss))
+        params = jax.tree_util.tree_map(np.asarray, witness.init(jax.random.key(0)))
+        batch = (np.ones((8, witness.WIDTH), np.float32),) * 2 + (np.zeros((8, 2), np.int32),)
+        jax.block_until_ready(function(params, batch))
+        reply()
+        for _ in commands():
+            jax.block_until_ready(function(params, batch))
+            used = time.process_time()
+            reply(processor=used)
+
+
+def alone(workers: int, steps: int) -> tuple[str, ...]:
+    """The row of the gradients without Backstay."""
+    with processes() as running:
+        running += [Process("step.py", "gradient") for _ in range(workers)]
+        for each in running:
+            each.receive()
+        seconds, used = [], []
+        for _ in range(steps):
+            began = time.perf_counter()
+            for each in running:
+                each.send()
+            used.append(sum(each.receive()["processor"] for each in running))
+            seconds.append(time.perf_counter() - began)
+    step, processor = sum(seconds) / steps, (used[-1] - used[0]) / (steps - 1)
+    numbers = [f"{1e3 * value:.1f}" for value in (step, step - COMPUTE)]
+    return (f"{workers} gradients, no Backstay", *numbers, *"----", f"{1e3 * processor:.1f}", *"--")
+
+
 async def one_job(on: Cluster, workers: int, steps: int) -> tuple[str, ...]:
     """The row of one job."""
     name = f"step-{workers}"
     shape = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
-    job = Job(on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": "250000", "LOG_EVERY": "1"}, **shape)
+    job = Job(on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": str(SIZE), "LOG_EVERY": "1"}, **shape)
     await job.submit()
     await job.wait("20 steps", lambda: (job.updates() or [None])[-1] and job.updates()[-1].step >= 20, 300)
     before, began = processor_seconds(job), job.updates()[-1]
@@ -215,7 +260,8 @@ async def jobs(sizes: Sequence[int], steps: int) -> None:
     rows = [("2 servers, standbys, 1 MB", "step ms", "beside computation", "data", "send", "wait", "receive")]
     rows[0] += ("processor: workers", "servers", "standbys")
     async with cluster() as on:
-        rows += [await one_job(on, workers, steps) for workers in sizes]
+        for workers in sizes:
+            rows += [await one_job(on, workers, steps), await asyncio.to_thread(alone, workers, steps)]
     print("\n" + table(rows))
 
 
@@ -232,6 +278,8 @@ def main() -> None:
         return server()
     if arguments.role == "worker":
         return worker()
+    if arguments.role == "gradient":
+        return gradient()
     for role in (plain, local, parts):
         if arguments.role == role.__name__:
             return role(arguments.leaves)
