@@ -247,7 +247,7 @@ def write(results: dict[str, list[Point]]) -> None:
 
 
 def main(wanted: Sequence[str], path: Path | None) -> None:
-    """Do the runs that are not in the file, and write the page when all are there."""
+    """Do the runs that are not in the file, and write the page when all have ended."""
     stored = json.loads(path.read_text()) if path is not None and path.exists() else {}
     results = {name: [Point(**point) for point in points] for name, points in stored.items()}
     for run in RUNS:

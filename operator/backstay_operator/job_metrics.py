@@ -91,7 +91,7 @@ FAMILIES: Final = (
     _Family(
         _C,
         "state_seconds",
-        "Seconds by state. stopped: it trained, and now applies no updates. A job that is over counts no more.",
+        "Seconds by state. stopped: it trained, and applies no updates now. A job that has ended does not count.",
         ("state",),
     ),
     _Family(_C, "pod_seconds", "Seconds of pods that had a node and had not ended, by role.", ("role",)),
@@ -139,7 +139,7 @@ class JobSeries:
         roles: the pods by role.
         deaths: (role, cause) -> how many, and when the newest was seen.
         missing: (role label, index) -> the death whose replacement does not work yet.
-        state: one of `STATES`; None: the job is over.
+        state: one of `STATES`; None: the job has ended.
         seconds: state -> seconds up to `since`, monotonic.
         holding: role -> pods that have a node and have not ended.
         pod_seconds: role -> seconds up to `since`.

@@ -425,7 +425,7 @@ class Poller:
             poll.calls.long_missed(server.pod_uid)
 
     async def _health(self, url: str) -> bool | None:
-        """Whether a pod answers one health request; a refused connection is tried again until the time is over.
+        """Whether a pod answers one health request; a refused connection is tried again until the time has passed.
         None: this process was late, so the result is unknown."""
         began = self._clock()
         while (left := began + self._patience - self._clock()) > 0:

@@ -38,7 +38,7 @@ MAX_CALLS: Final = 4096
 
 HANDSHAKE_SECONDS: Final = 10
 IDLE_SECONDS: Final = 60
-"""A server closes a connection without a call after so long. Heartbeats and progress calls come every 2 s."""
+"""A server closes a connection without a call after this time. Heartbeats and progress calls come every 2 s."""
 
 NOT_AUTHENTICATED: Final = "the call does not carry this job's token"
 

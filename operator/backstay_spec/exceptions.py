@@ -21,7 +21,7 @@ __all__ = ["NOT_TRAINED", "Raised", "raised_by"]
 #: The type of a script's end without training.
 NOT_TRAINED: Final = "NotTrained"
 _NOT_TRAINED: Final = (
-    "the script ended with exit code 0 before training was over; the script of spec.command must call backstay.train, "
+    "the script ended with exit code 0 before training had ended; the script of spec.command must call backstay.train, "
     "and must wait for what it returns"
 )
 

@@ -74,7 +74,8 @@ _POD_START: Final = {
 }
 _POD_WAITS: Final = {**_POD_START, "PodRefused": f"{_POD_START['PodRefused']} The operator tries again."}
 _POD_START_ACTION: Final = (
-    "Remove the cause that the message names. The pod then starts, unless `runPolicy.pendingDeadlineSeconds` is over."
+    "Remove the cause that the message names. The pod then starts, unless `runPolicy.pendingDeadlineSeconds` "
+    "has passed."
 )
 _FAILED_ACTION: Final = "Remove the cause that the message names. Delete the job and apply it again."
 _FAILS_AT_ONCE: Final = ("InvalidImageName", "InvalidPod")
@@ -393,7 +394,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     ),
     FailureDoc("StorageError", "The checkpoint storage did not answer for 10 minutes.", "Check the storage."),
     *(
-        FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` is over.", _FAILED_ACTION)
+        FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` has passed.", _FAILED_ACTION)
         for reason, meaning in _POD_START.items()
         if reason not in (*_FAILS_AT_ONCE, "SchedulingGated")
     ),

@@ -74,7 +74,7 @@ def conditioned(
 
 
 def holds(conditions: Mapping[str, Condition], kind: str) -> bool:
-    """Whether the condition is there and True."""
+    """Whether the condition exists and is True."""
     found = conditions.get(kind)
     return found is not None and found.status == "True"
 

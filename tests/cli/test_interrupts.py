@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still importing ends it without a traceback; other programs are left alone."""
+"""Ctrl-C while a command is still importing ends it without a traceback; it does not affect other programs."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
             69,
             None,
         ),
-        "stopped because it is over": (
+        "stopped because it has ended": (
             [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training("1x60 stale")],
             66,
             None,

@@ -22,7 +22,7 @@ def leader(cluster: Any, name: str) -> str:
 def test_t8_a_killed_worker_0_is_replaced_and_the_job_waits_for_its_script(
     cluster: Any, submit: Submit, tmp_path: Path
 ) -> None:
-    """T7, T8: killed when the job is over and before `train` returns; the replacement exports the same model."""
+    """T7, T8: killed when the job has ended and before `train` returns; the replacement exports the same model."""
     gate = tmp_path / "gate"
     spec = {"workers": {"replicas": 2}, "checkpoint": {"uri": str(tmp_path / "ckpt")}}
     env = {"BEHAVE": "export", "EXPORT": str(tmp_path), "GATE": str(gate), "FAULT_INJECTION": "kill worker/0 @0 done"}

@@ -41,7 +41,7 @@ def test_what_survived_is_not_visited_again_until_the_full_collection(virtual: C
         await asyncio.sleep(10)
         assert young() is None
         assert gone() is not None
-        await asyncio.sleep(20)  # the third round is over: everything is visited
+        await asyncio.sleep(20)  # the third round has ended: everything is visited
         assert gone() is None
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -309,7 +309,7 @@ def test_the_rights_are_those_that_are_used_and_no_others(api: Api, start: Calla
     for line in operator.output().splitlines():
         assert set(json.loads(line)) >= {"time", "level", "message"}
     finish(api)
-    # It has ended: what its pods used is deleted after them, and then the job itself, as its time to live is over.
+    # It has ended: what its pods used is deleted after them, and then the job itself, as its time to live has passed.
     eventually(lambda: not terminated(api, "rights") and not api.all(SERVICES) and not api.all(NETWORK_POLICIES))
     change = {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 0}}}
     api.call(lambda kube: kube.merge_patch(JOBS, "default", "rights", change))

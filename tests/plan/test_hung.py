@@ -155,7 +155,7 @@ def test_t8_a_pod_that_runs_and_never_joins_fails_a_job_that_has_not_trained(mak
 
 
 def test_t8_a_replacement_that_never_joins_is_replaced_when_the_job_has_trained(running):
-    """T8: the others may train on, so it costs a restart and not the job; one that joined is left alone."""
+    """T8: the others may train on, so it costs a restart and not the job; one that joined stays."""
     cluster = running(ONE_SERVER | {"runPolicy": {"pendingDeadlineSeconds": 100}})
     cluster.answer(step=5, contributed={0: 1, 1: 1}, beating={0: 1})
     cluster.run(cluster.named(WORKER, 0), ready=False)  # it lost its servers for a moment

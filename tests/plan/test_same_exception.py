@@ -144,7 +144,7 @@ def test_a_script_that_never_trains_fails_the_job(make_cluster):
     crash(cluster, SERVER, 1, "", 0)
     failed = cluster.condition("Failed")
     assert failed["reason"] == "ScriptFailed"
-    assert "exit code 0 before training was over" in failed["message"]
+    assert "exit code 0 before training had ended" in failed["message"]
     assert "backstay.train" in failed["message"]
     assert "2 of 2 parameter servers" in failed["message"]
 

@@ -46,7 +46,7 @@ def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path
         tiny.wait_for(server, "continuing from the checkpoint of step ")
         stored = int(re.findall(r"continuing from the checkpoint of step (\d+)", server.output())[0])
         assert (lost_at, stored) == (7, 4) or incarnation == 2
-        tiny.wait_for(server, f"step {stored + 1}/")  # both workers are there
+        tiny.wait_for(server, f"step {stored + 1}/")  # both workers have joined
         shown, reply = metrics_of(server), progress(tiny)
         # The total is in the checkpoints: a coordinator that stored none takes its own share with it.
         total = (total if stored > before else 0) + lost_at - stored

@@ -148,7 +148,7 @@ class Connection:
         return found
 
     def answered(self, streams: set[int]) -> set[int]:
-        """Read until all of these calls are over; those that are, when the connection was closed before."""
+        """Read until all of these calls have ended; those that had, when the connection was closed before."""
         over: set[int] = set()
         while not streams <= over:
             came = self.frames()

@@ -84,7 +84,7 @@ def driving() -> Iterator[Driving]:
 
 
 def environment_at(control: Coordinating) -> Environment:
-    """Of shard 1's server, in a job whose coordinator is there."""
+    """Of shard 1's server, in a job whose coordinator runs."""
     environment = Environment.read(
         {
             "BACKSTAY_JOB": "job",
@@ -137,7 +137,7 @@ def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, 
 def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
     coordinator: Coordinating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No worker has joined it, and the job is over. A worker may have been pulling from the previous server."""
+    """No worker has joined it, and the job has ended. A worker may have been pulling from the previous server."""
     answers: list[bool] = []
     awaited = Server._awaited
     monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])

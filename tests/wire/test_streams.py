@@ -117,7 +117,7 @@ def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard:
 def test_a_stream_that_ends_without_the_mark_counts_for_nothing(
     kit: SimpleNamespace, make_shard: Make, stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T1: even when every byte is there."""
+    """T1: even when every byte has arrived."""
     shard = make_shard((BIG,), serve=True)
     begun, begin = threading.Event(), shard.runtime.begin
     monkeypatch.setattr(shard.runtime, "begin", lambda *a: (begin(*a), begun.set())[0])

@@ -13,7 +13,7 @@ class Timeouts:
 
     Attributes:
         heartbeat: the interval between two heartbeats of a worker or evaluator to each server.
-        silent: a peer without a heartbeat, or a server without an answer, for so long is lost.
+        silent: a peer without a heartbeat, or a server without an answer, for this time is lost.
         call: the deadline of one control call.
         leave: the deadline of the call with which a pod leaves.
         join: how long a pod tries to join. Servers may wait for nodes, and the operator ends what takes too long.
@@ -42,7 +42,7 @@ class Timeouts:
         held: how long a standby may need for one message before its server disconnects it.
         compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
-        stood_still: after so long without a tick, a server was paused, and its peers' silence does not count.
+        stood_still: after this time without a tick, a server was paused, and its peers' silence does not count.
         restoring: how long training waits for checkpoints that cannot be read, before the job fails.
         restore_again: the pause between two attempts to read them.
         evaluation: how long a job waits for the evaluation of its last version.
@@ -50,8 +50,8 @@ class Timeouts:
             reported to the previous coordinator, and left.
         storing: how long a job tries to store its last version before it fails.
         store_again: the longest pause between two of these attempts; the first is 1 s.
-        unproven: a connection on which no call carried the token for so long is closed.
-        refused: a data stream that was refused is received for so long, so that the caller can read the refusal.
+        unproven: a connection on which no call carried the token for this time is closed.
+        refused: a data stream that was refused is received for this time, so that the caller can read the refusal.
     """
 
     heartbeat: float = 2.0

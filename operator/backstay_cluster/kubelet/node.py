@@ -106,7 +106,7 @@ def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 
 
 async def sleep_unless(sleep: Callable[[float], Awaitable[None]], seconds: float, event: asyncio.Event) -> bool:
-    """Wait until `seconds` are over or `event` is set. Returns whether the event is set."""
+    """Wait until `seconds` have passed or `event` is set. Returns whether the event is set."""
     tasks = {asyncio.ensure_future(sleep(seconds)), asyncio.ensure_future(event.wait())}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

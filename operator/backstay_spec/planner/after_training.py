@@ -138,13 +138,13 @@ def statements(end: Trained, verdict: Verdict) -> list[Statement]:
     found = [Statement(status.TRAINED, True, end.reason, end.message, normal("Trained", end.message))]
     if isinstance(verdict, Ended):
         return [*found, verdict.complete]
-    text = "training is over; the script of worker 0 has not ended yet"
+    text = "training has ended; the script of worker 0 has not ended yet"
     return [
         *found,
         Statement(status.AFTER_TRAINING_COMPLETE, None, "ScriptRuns", text),
         Statement(status.RUNNING, True, "AfterTraining", text),
-        Statement(status.TRAINING, False, "Trained", "training is over"),
-        Statement(status.PODS_READY, False, "Trained", "training is over: the other pods leave"),
+        Statement(status.TRAINING, False, "Trained", "training has ended"),
+        Statement(status.PODS_READY, False, "Trained", "training has ended: the other pods leave"),
     ]
 
 

@@ -29,7 +29,7 @@ import backstay
 
 STEPS = int(os.environ.get("STEPS", "40"))
 PAUSE = float(os.environ.get("PAUSE", "0"))
-GATE = os.environ.get("GATE", "")  # a file; once it is there, no more pauses
+GATE = os.environ.get("GATE", "")  # a file; once it exists, no more pauses
 HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # and no batch of this step and later ones before
 WIDTH = 6 if BEHAVE == "shapes" and ROLE == "worker" and INDEX == "1" else 5
 

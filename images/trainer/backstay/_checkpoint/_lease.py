@@ -47,7 +47,7 @@ class LeaseTimes:
 
     Attributes:
         renew: between two renewals.
-        silence: a holder that has not renewed its lease for so long has lost it.
+        silence: a holder that has not renewed its lease for this time has lost it.
         settle: how long a challenger watches a holder of the same job, which may be about to end, before it gives up.
         closing: how long a challenger watches a holder that stores its last checkpoint, before it gives up.
         confirm: between two checks for a newer lease.

@@ -66,7 +66,7 @@ class Records:
             kind: a key of `KEPT`.
             name: what `record_name` returns.
             content: makes the file, in the thread that writes.
-            stored: called with the URI of the file in the first folder, once it is there.
+            stored: called with the URI of the file in the first folder, once it exists.
 
         Returns:
             Whether the queue had room for it.
@@ -85,7 +85,7 @@ class Records:
         """Change a record, or make it, soon.
 
         Args:
-            change: returns the new content, of the one that is there; None: there is no such file.
+            change: returns the new content, of the existing file; None: there is no such file.
         """
 
         def write(folder: Folder) -> None:
@@ -111,7 +111,7 @@ class Records:
         self._closed.set()
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for at most so long, and nothing more."""
+        """Write what waits, for at most this time, and nothing more."""
         if not self._folders:
             return
         deadline = time.monotonic() + seconds

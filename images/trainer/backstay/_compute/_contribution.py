@@ -91,7 +91,7 @@ class Contribution(Protocol):
     def blocks(self) -> Sequence[Sequence[np.ndarray]]:
         """``[s][b]``: block `b` of shard `s` in host memory, 1-D, of the block's size and dtype.
 
-        Reading one waits until it is there; the values never change, so that they can be sent again. Any thread.
+        Reading one waits until it is computed; the values never change, so that they can be sent again. Any thread.
         """
         ...
 

@@ -62,7 +62,7 @@ class Placement:
         return jax.tree_util.tree_map(lambda value: value.addressable_data(0), values)
 
     def placing(self, batches: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`batches`, on the devices: with a prefetcher they are there before their step is due."""
+        """`batches`, on the devices: with a prefetcher they arrive before their step is due."""
         if self.on_host:
             return batches
 

@@ -168,7 +168,7 @@ class Coordinator:
     # ---- Servers ----
 
     def start(self, now: float) -> list[Decision]:
-        """Call once, before anything else: a history that starts at its end is over."""
+        """Call once, before anything else: a history that starts at its end has ended."""
         return self._succession.start() or self._conclusion.end_if_over(now)
 
     def hello(
@@ -399,7 +399,7 @@ class Coordinator:
                 self._grace.incomplete()
                 break
             world = effective_world(self.state.world, self._desired_world)
-            if not self._grace.is_over(now, {contribution.id.rank for contribution in chosen}, world):
+            if not self._grace.has_ended(now, {contribution.id.rank for contribution in chosen}, world):
                 break
             by_rank = {staged.id.rank: staged.info for staged in complete}
             infos = tuple(by_rank[contribution.id.rank] for contribution in chosen)

@@ -129,7 +129,7 @@ class Redone:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The job is over. With `reason` (one CamelCase word) it failed, and `why` says how."""
+    """The job has ended. With `reason` (one CamelCase word) it failed, and `why` says how."""
 
     version: int
     reason: str = ""

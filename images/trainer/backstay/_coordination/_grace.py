@@ -129,7 +129,7 @@ class Grace:
 
     # ---- Queries ----
 
-    def is_over(self, now: float, complete: AbstractSet[int], world: int) -> bool:
+    def has_ended(self, now: float, complete: AbstractSet[int], world: int) -> bool:
         """Whether an update whose quorum is complete is decided now.
 
         Args:

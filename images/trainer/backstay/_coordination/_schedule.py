@@ -73,7 +73,7 @@ class Schedule:
         return [version for version, flight in self._in_flight.items() if shard not in flight.files]
 
     def overdue(self, now: float, seconds: float) -> list[int]:
-        """The versions that have been in flight for at least so long."""
+        """The versions that have been in flight for at least this time."""
         return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]
 
     def end(self, version: int) -> None:

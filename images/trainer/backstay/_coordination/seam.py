@@ -35,8 +35,8 @@ Message: TypeAlias = Commit | Reject | Gather | NormRequest | Save | Rollback | 
 * `Gather`: add up these gradients, which the next commit names. Other shards may get it later.
 * `NormRequest`: report the sum of squares of this shard's part of the weighted mean of these gradients.
 * `Save`: write `version`, which is the version that the last commit makes, or the one restored.
-* `Rollback`: start there, in that term; everything before is over.
-* `Done`: the job is over, after the last commit was applied or because it failed.
+* `Rollback`: start there, in that term; everything before has ended.
+* `Done`: the job has ended, after the last commit was applied or because it failed.
 """
 
 Report: TypeAlias = Staged | Lost | Norm | Written | Applied | ShardFailed

@@ -29,7 +29,7 @@ _KEPT: Final = 1000
 def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
     """`train` returns: the process is the script's again.
 
-    The termination message says that training is over, also should the process be killed from now on. An exception
+    The termination message states that training has ended, even if the process is killed from now on. An exception
     that nothing catches replaces that message. SIGTERM ends the process, as it does any other Python program.
 
     Args:

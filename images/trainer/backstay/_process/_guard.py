@@ -223,7 +223,7 @@ class ConnectionGuard:
         self._unproven[connection[1]] = _Unproven(inode, connection)
 
     def end(self, connection: Connection) -> None:
-        """A connection is over: its address proves nothing any more."""
+        """A connection has ended: its address proves nothing any more."""
         address = connection[1]
         self._unproven.pop(address, None)
         with self._lock:

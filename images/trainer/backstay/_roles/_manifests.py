@@ -144,7 +144,7 @@ class ManifestStorage:
             self._hold()
             self._lease.check()
             manifest = self._store.write_manifest(self._manifest(order))
-            # Another process that took the lease before the manifest was there does not count it.
+            # Another process that took the lease before the manifest existed does not count it.
             self._lease.check()
         _instrument.reach("manifest", manifest.version)
         try:

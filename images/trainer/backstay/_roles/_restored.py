@@ -34,7 +34,7 @@ def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Me
         CheckpointError: the checkpoint cannot be read, or does not fit the parameters of this script.
     """
     if environment.checkpoint_uri is None:
-        raise CheckpointError("training is over and the job stores no checkpoint: its result cannot be restored")
+        raise CheckpointError("training has ended and the job stores no checkpoint: its result cannot be restored")
     # The folder may have another name in this pod.
     uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
     ready = False
@@ -44,7 +44,7 @@ def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Me
     params, state = jax.device_put((checkpoint.params, checkpoint.state))
     metrics.step.set(checkpoint.step)
     ready = True
-    _LOG.info("training is over: the result of step %d comes from %s", checkpoint.step, uri)
+    _LOG.info("training has ended: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(
         params=params,
         state=state,

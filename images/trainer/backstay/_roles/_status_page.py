@@ -17,7 +17,7 @@ from ._metrics import HttpPort
 __all__ = ["StatusPage"]
 
 _FORGET_SECONDS = 600.0
-"""A pod without a heartbeat for so long is left out."""
+"""A pod without a heartbeat for this time is left out."""
 
 
 @dataclass(frozen=True)

@@ -541,7 +541,7 @@ class Worker:
                     return False
                 if time.monotonic() > deadline:
                     raise WaitedTooLong(
-                        f"shard 0 did not accept the report that training is over here: {error}"
+                        f"shard 0 did not accept the report that training has ended here: {error}"
                     ) from None
                 self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 

@@ -202,7 +202,7 @@ class Follower:
         return self._pools[some].take()
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
-        """`staging`: a mean in one frame is there. None: it has no bytes, or its chunks follow."""
+        """`staging`: a mean in one frame has arrived. None: it has no bytes, or its chunks follow."""
         empty = staging is None
         staging = staging or self._memory(mean)
         cover = Cover([block.nbytes for block in staging.blocks])

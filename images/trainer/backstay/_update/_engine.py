@@ -167,7 +167,7 @@ class ShardEngine:
         clipped: bool = False,
         wires: Sequence[BlockWire] | None = None,
     ) -> None:
-        """Compile what `apply` will run, before the first gradient is there.
+        """Compile what `apply` will run, before the first gradient has arrived.
 
         Args:
             contributions: how many gradients an update may have.
@@ -264,7 +264,7 @@ class ShardEngine:
                     return _view(param)
 
     def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: float) -> list[Any]:
-        """Their mean, block by block and not waited for; what it is computed from must not change before it is there.
+        """Their mean, block by block and not waited for; its inputs must not change before it is computed.
 
         `apply` of it alone is an update that another engine can repeat bit for bit.
         """
@@ -282,7 +282,7 @@ class ShardEngine:
         ]
 
     def nodes(self, contribution: Sequence[Any], weight: float) -> list[Node | None]:
-        """A contribution as `add` takes it; its memory must not change until the sum is there."""
+        """A contribution as `add` takes it; its memory must not change until the sum is computed."""
         return [None if value is None else Node(_device(value), (weight,)) for value in contribution]
 
     def add(self, sums: Sequence[Sequence[Node | None]]) -> list[Node | None]:

@@ -14,7 +14,7 @@ BRANCHES: Final = 4
 
 
 class Tree(Generic[T]):
-    """Adds `BRANCHES` neighbours as soon as all of them are there, at every level.
+    """Adds `BRANCHES` neighbours as soon as all of them have arrived, at every level.
 
     Of n values it holds at most three at each of its log4(n) levels where they arrive in order.
     """

@@ -342,7 +342,7 @@ class DataClient(Protocol):
             exact: without a push: parameters in full precision, even with a codec.
 
         Raises:
-            errors.Refused: the server refuses; the stream is over. `Superseded`: a newer incarnation of the caller
+            errors.Refused: the server refuses; the stream has ended. `Superseded`: a newer incarnation of the caller
                 lives.
             errors.PeerLost: the stream ended, the shard is going away, or `cancel` was called.
             errors.JobFailed: the job has failed.

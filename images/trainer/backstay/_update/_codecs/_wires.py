@@ -188,7 +188,7 @@ class BlockWire:
         """Dispatch the encoding of `values` and return; its sections are JAX arrays.
 
         Args:
-            values: 1-D of the block's size and dtype; they must stay unchanged until the sections are there.
+            values: 1-D of the block's size and dtype; they must stay unchanged until the sections are computed.
             seed: uint32[2], see `seed_of`; a codec that rounds to nearest needs none.
         """
         assert self.codec is not None
