@@ -82,13 +82,13 @@ from jax._src import xla_bridge
 print(threads, threading.active_count(), xla_bridge.backends_are_initialized(), sep=",", end=" ")
 print(numpy.random.random(), end=" ")
 import backstay
-import backstay._roles._worker, backstay._roles._server, backstay._roles._standby, backstay._roles._evaluator
+from backstay._roles import Evaluator, Server, Standby, Worker
 backstay.train, backstay.from_dataset
 print(",".join(sorted(set(loaded) - before)) or "-")
 import jax.numpy as jnp, grpc
 assert float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64)))) == 64.0**3
 assert numpy.linalg.norm(numpy.ones((300, 300)) @ numpy.ones((300, 300))) > 0
-from backstay._wire.tcp import ClientStream, Listener
+from backstay._wire import ClientStream, Listener
 from backstay_rpc.control_pb2 import Frame, Hello, Pull
 listener = Listener("127.0.0.1", 0, "token", lambda hello, stream: stream.write(stream.read()[0]))
 stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), "token")

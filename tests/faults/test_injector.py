@@ -35,7 +35,7 @@ VARIABLES = {
 CHILD = """
 import os, sys
 from backstay import _faults, _instrument
-from backstay._process._environment import Environment
+from backstay._process import Environment
 _faults.install(Environment.read(os.environ), os.environ)
 for step in range(int(sys.argv[1])):
     _instrument.reach("compute", step)

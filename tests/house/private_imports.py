@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -58,21 +59,42 @@ def foreign_imports() -> Iterator[Import]:
     """Imports of private names, and of names in private modules of another room."""
     for file in sorted(TESTS.rglob("*.py")):
         homes = HOMES.get(file.relative_to(TESTS).parts[0], set())
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
-                continue
-            package, *modules = node.module.split(".")
+        for line, module, name in _imported(ast.parse(file.read_text(encoding="utf-8"))):
+            package, *modules = module.split(".")
             if package not in PACKAGES:
                 continue
-            for alias in node.names:
-                path = [*modules, alias.name]
-                private = [part for part in path if part.startswith("_") and not part.startswith("__")]
-                is_object = _is_private_object(node.module, alias.name)
-                if not private or (path[0] in homes and not is_object):
+            path = [*modules, name]
+            private = [part for part in path if part.startswith("_") and not part.startswith("__")]
+            is_object = _is_private_object(module, name)
+            if not private or (path[0] in homes and not is_object):
+                continue
+            offered = name in _all(package, path[0])
+            if not (offered and len(modules) == 1):
+                yield Import(file, line, module, name, offered, is_object)
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of each import, also in programs that the test has as text, and of each patched name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(level=0, module=str(module)):
+                for alias in node.names:
+                    yield node.lineno, module, alias.name
+            case ast.Import():
+                for alias in node.names:
+                    module, _, name = alias.name.rpartition(".")
+                    if module:
+                        yield node.lineno, module, name
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str(dotted)), _]):
+                module, _, name = dotted.rpartition(".")
+                yield node.lineno, module, name
+            case ast.Constant(value=str(text)) if "\n" in text and "import " in text:
+                try:
+                    program = ast.parse(textwrap.dedent(text))
+                except SyntaxError:  # it is prose
                     continue
-                offered = alias.name in _all(package, path[0])
-                if not (offered and len(modules) == 1):
-                    yield Import(file, node.lineno, node.module, alias.name, offered, is_object)
+                for _, module, name in _imported(program):
+                    yield node.lineno, module, name
 
 
 def _is_private_object(module: str, name: str) -> bool:
