@@ -35,7 +35,7 @@ JOB_LINK = "/d/backstay-job/backstay-job?var-prometheus_datasource=${prometheus_
 
 
 def last(metric: str, more: str = "", by: str = BY_JOB, how: str = "max") -> str:
-    """The last value in the time range, also of a job that is gone."""
+    """The last value in the time range, even of a deleted job."""
     return f"{how} {by} (last_over_time({metric}{{{NS}{more}}}[$__range]))"
 
 
@@ -92,7 +92,7 @@ def jobs() -> Json:
     return panel(
         "table",
         "Jobs",
-        "Every job of the time range, also one that is gone. The job's name leads to its dashboard. Goodput and pod hours"
+        "Every job of the time range, including deleted jobs. The job's name leads to its dashboard. Goodput and pod hours"
         " are of the time range; time left is computed from the updates of the last 30 seconds; the cost is known where"
         " the chart has prices of pods.",
         [table(expr) for expr in columns.values()],

@@ -284,7 +284,7 @@ def step_time(board: Board) -> None:
             "heatmap",
             "Workers by their own part of a step",
             "How many steps took how long until their gradient existed: the batch and the computation, without the wait"
-            " for others. A straggler is a band above the others, also among a thousand workers.",
+            " for others. A straggler is a band above the others, even among a thousand workers.",
             [
                 query(
                     f"sum by (le) (increase(backstay_gradient_seconds_bucket{{{WORKERS}}}[{WINDOW}]))",

@@ -229,7 +229,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             bool, typer.Option("--previous", "-p", help="Only the previous pods, which the current pods replaced.")
         ] = False,
         follow: Annotated[
-            bool, typer.Option("--follow", "-f", help="Continue until the job ends, also in replacements of pods.")
+            bool, typer.Option("--follow", "-f", help="Continue until the job ends, even in replacements of pods.")
         ] = False,
         tail: Annotated[
             int | None, typer.Option(min=0, help="Number of lines from the end of each log. [default: all]")
@@ -305,7 +305,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         job: Job = None,
         stored: Annotated[
             str | None,
-            typer.Option("--from", help="Read the history from this checkpoint folder or URI, also of a deleted job."),
+            typer.Option("--from", help="Read the history from this checkpoint folder or URI, even of a deleted job."),
         ] = None,
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,

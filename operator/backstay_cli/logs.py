@@ -35,7 +35,7 @@ class Wanted:
         role: a value of the role label; None: every role.
         rank: the index of the slot; None: every slot.
         previous: of the pod that filled the slot before the current one.
-        follow: continue until the job ends, also in replacements.
+        follow: continue until the job ends, even in replacements.
         tail: the number of lines at the end of each log; None: all.
     """
 

@@ -262,7 +262,7 @@ class ControlClient:
 
 
 class Heartbeats:
-    """Threads that send heartbeats to every shard, also while this pod compiles, and watch the answers.
+    """Threads that send heartbeats to every shard, even while this pod compiles, and watch the answers.
 
     Attributes:
         activity, step_seconds: what heartbeats report; set by the worker or evaluator.

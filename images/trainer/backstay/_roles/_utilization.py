@@ -21,7 +21,7 @@ _MEMORY: Final = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit"
 class Utilization:
     """Sets the metrics of a worker's work. Not thread-safe.
 
-    All the time of a step counts, also that in which the worker waits: the work of dropped contributions counts too.
+    All the time of a step counts, including the time of waiting: the work of dropped contributions counts too.
     """
 
     def __init__(self, metrics: Metrics, devices: Callable[[], Sequence[Any]] = jax.local_devices) -> None:

@@ -43,7 +43,7 @@ class Credits:
 
     @property
     def taken(self) -> int:
-        """The contributions in memory, also incomplete ones."""
+        """The contributions in memory, including incomplete ones."""
         return self._taken
 
     def most(self) -> int:

@@ -73,7 +73,7 @@ _NEVER: Final[dict[str, str]] = {
         "{name} evaluates the loss several times in each update. Use a fixed learning rate or a schedule instead."
     ),
     "hutchinson_estimator_diag_hessian": (
-        "{name}, also as a part of optax.contrib.sophia, evaluates the loss inside an update for a second derivative. "
+        "{name}, even as a part of optax.contrib.sophia, evaluates the loss inside an update for a second derivative. "
         "Use optax.adamw or optax.lion instead."
     ),
     "sam": "{name} with opaque_mode=True computes gradients inside an update. Use opaque_mode=False.",
