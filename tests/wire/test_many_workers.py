@@ -146,6 +146,24 @@ def test_t8_pushes_that_send_nothing_hold_no_memory_that_others_need(kit, make_s
     assert sorted(first for (first,) in shard.engine.applied) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.parametrize("mode", ["Async", "Sync"])
+def test_t8_a_later_attempt_does_not_wait_for_the_memory_of_an_earlier_one(
+    kit, make_shard, dial, background, mode: str
+) -> None:
+    """Shard 1 was lost while shard 0 had the first attempts completely: so much that no other push may begin."""
+    backups = 2 if mode == "Sync" else 0
+    rules = Rules(mode=mode, shards=2, steps=100, held=2, backups=backups)
+    made = [make_shard(BLOCKS, number=number, mode=mode, serve=True, rules=rules, world=8) for number in range(2)]
+    Driven(rules, 8).attach(made)
+    orphans = made[0].runtime.memory.limit(8)
+    for rank in range(orphans):
+        made[0].fill(kit.gid(rank, attempt=1), 99.0)
+    push_all(kit, dial, background, made, mode, range(8), attempt=2)
+    for shard in made:
+        assert 99.0 not in {value for values in shard.engine.applied for value in values}
+    assert made[0].engine.version == made[1].engine.version == (8 if mode == "Async" else 1)
+
+
 class FakeStream:
     """The end of a push of which so many bytes have arrived at each check."""
 

@@ -17,9 +17,15 @@ __all__ = ["Credits", "Turn"]
 
 @dataclass(eq=False)
 class Turn:
-    """A push that waits for memory, and the condition that is notified when it may have some."""
+    """A push that waits for memory.
+
+    Attributes:
+        again: the shard holds a complete contribution of its rank that is not decided: an earlier attempt.
+        woken: notified when it may have memory.
+    """
 
     rank: int
+    again: bool
     woken: threading.Condition
     granted: bool = False
 
@@ -30,6 +36,9 @@ class Credits:
     Where the sums are made in the order of ranks, low ranks come first, and the lowest `BRANCHES` ranks that are not
     added up never wait. So the contributions in memory can always be completed to a sum. Elsewhere the first one that
     asked is the next.
+
+    A later attempt never waits. The earlier one may lack a part on another shard. It stays in memory until the later
+    one is complete.
     """
 
     def __init__(self, mode: UpdateMode, rules: Rules, lock: threading.Lock) -> None:
@@ -90,9 +99,9 @@ class Credits:
         self._summed |= ranks
         self._grant()
 
-    def enter(self, rank: int) -> Turn:
-        """A push asks; `Turn.granted` says whether it may begin."""
-        turn = Turn(rank, threading.Condition(self._lock))
+    def enter(self, rank: int, *, again: bool = False) -> Turn:
+        """A push asks; `Turn.granted` says whether it may begin. See `Turn` for the arguments."""
+        turn = Turn(rank, again, threading.Condition(self._lock))
         self._waiting.append(turn)
         self._grant()
         return turn
@@ -116,7 +125,7 @@ class Credits:
             first = next((rank for rank in range(self._world) if rank not in self._summed), 0)
             must = range(first - first % BRANCHES, first - first % BRANCHES + BRANCHES)
         for turn in list(self._waiting):
-            if not limit or self._taken < limit or turn.rank in must:
+            if not limit or self._taken < limit or turn.rank in must or turn.again:
                 self._waiting.remove(turn)
                 self._taken += 1
                 self._granted += 1

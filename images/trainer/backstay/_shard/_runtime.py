@@ -204,7 +204,8 @@ class ShardRuntime:
         with self._changed:
             if alive is None:
                 return self._begin(hello, part)
-            turn = self._credits.enter(part.contribution.rank)
+            rank = part.contribution.rank
+            turn = self._credits.enter(rank, again=self._gradients.undecided(rank))
             try:
                 while not turn.granted and self._wants(part):
                     if not turn.woken.wait(self._times.peer_check) and not alive():

@@ -144,6 +144,13 @@ class Gradients:
         entry = self._held.get(key_of(gradient))
         return entry if entry is not None and entry.id.version == gradient.version else None
 
+    def undecided(self, rank: int) -> bool:
+        """Whether a complete gradient of this rank waits for a decision."""
+        return any(
+            held.id.rank == rank and held.complete and held.applied is None and not held.outcome
+            for held in self._held.values()
+        )
+
     def remove(self, entry: Gradient) -> Staging | None:
         """Removes a gradient from the record. Its memory belongs to the caller then, who hands it to `give`."""
         self._held.pop(key_of(entry.id), None)
