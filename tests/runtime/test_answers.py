@@ -117,8 +117,8 @@ def test_t8_each_status_of_a_link_is_retried_or_final(
     handler, address = answers
     handler.code, handler.marked = code, marked
     before = handler.calls
-    link = Link(address, TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, lambda _: None, "Sync", TIMES)  # type: ignore[arg-type]
-    link.start()
+    link = Link(address, TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, "Sync", TIMES)
+    link.start(lambda _: None)  # type: ignore[arg-type]
     try:
         if marked and code.name in FINAL:
             until(lambda: link.refused is not None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from backstay._roles._arbiter import Arbiter
+from backstay._roles._ending import Ending
 from backstay._roles._loading import Loader
 from backstay._timeouts import Timeouts
 from backstay.errors import Superseded
@@ -40,7 +41,7 @@ def asked(arbiter: Arbiter, when: float = 0.0) -> tuple[threading.Thread, list[s
 
 
 def test_a_word_of_the_operator_from_before_the_loss_does_not_count() -> None:
-    arbiter = Arbiter(1, FOREVER)
+    arbiter = Arbiter(1, FOREVER, Ending())
     arbiter.confirm()
     thread, results = asked(arbiter, when=time.monotonic() + 3600)
     assert arbiter.asking
@@ -54,23 +55,24 @@ def test_a_word_of_the_operator_from_before_the_loss_does_not_count() -> None:
 
 @pytest.mark.parametrize("what", ["confirmed", "superseded"])
 def test_the_operator_decides(what: str) -> None:
-    arbiter = Arbiter(1, FOREVER)
+    ending = Ending()
+    arbiter = Arbiter(1, FOREVER, ending)
     thread, results = asked(arbiter, when=time.monotonic())
     if what == "confirmed":
         arbiter.confirm()
     else:
-        arbiter.supersede(Superseded("PERMISSION_DENIED", "incarnation 2 serves"))
+        arbiter.supersede(2)
     thread.join(30)
     assert results == ["continues" if what == "confirmed" else "ends"]
-    assert (arbiter.superseded is not None) == (what == "superseded")
+    assert isinstance(ending.error, Superseded) == (what == "superseded")
 
 
 def test_a_standby_that_connects_again_was_not_promoted() -> None:
-    Arbiter(1, FOREVER).standby_lost(0.0, True, lambda: True)
+    Arbiter(1, FOREVER, Ending()).standby_lost(0.0, True, lambda: True)
 
 
 def test_o5_without_an_operator_the_server_continues_after_its_patience() -> None:
-    Arbiter(1, replace(FOREVER, standby_closed=0.0)).standby_lost(time.monotonic(), True, never)
+    Arbiter(1, replace(FOREVER, standby_closed=0.0), Ending()).standby_lost(time.monotonic(), True, never)
 
 
 def test_only_the_newest_term_that_waits_is_loaded() -> None:

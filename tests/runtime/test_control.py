@@ -165,8 +165,8 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     port = deaf.add_insecure_port("127.0.0.1:0")
     deaf.start()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync", Timeouts(link_answer=0.5))
-    link.start()
+    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, "Sync", Timeouts(link_answer=0.5))
+    link.start(Recorder())
     assert all(dialled.acquire(timeout=30) for _ in range(3))
     link.close()
     over.set()
@@ -356,8 +356,8 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server = Coordinating(host, TOKEN)
     sink = Recorder()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, sink, "Sync")
-    link.start()
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
+    link.start(sink)
     until(lambda: sink.kinds() == ["Rollback"])
     link.started(1, 0)
 
@@ -536,9 +536,9 @@ def test_another_shards_server_sends_its_spans_on_its_link(host: FakeHost) -> No
     rules = Rules(mode="Sync", shards=2, steps=10)
     host.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     peer, server = Peer(role="parameter-server", index=1, incarnation=2), Coordinating(host, TOKEN)
-    link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, Recorder(), "Sync"), Outbox(peer)
+    link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync"), Outbox(peer)
     link.send_spans(outbox.take)  # the link is not up: nothing is taken
-    link.start()
+    link.start(Recorder())
     try:
         until(lambda: link.up)
         _instrument.record("apply", 1.0, 2.0, 7)

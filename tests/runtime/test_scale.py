@@ -246,14 +246,13 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
             TOKEN,
             Peer(role="parameter-server", index=shard),
             AGREEMENT,
-            Sink(received[shard]),
             "Sync",
         )
         for shard in range(1, shards)
     ]
     try:
-        for link in links:
-            link.start()
+        for shard, link in enumerate(links, 1):
+            link.start(Sink(received[shard]))
         until(lambda: all(received[1:]))  # each has received its start
         client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
         client.beat(0, 1, TRAINING, 0.0)

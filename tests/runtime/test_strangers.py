@@ -204,8 +204,8 @@ class Training:
         self.version = 0
         self.driving.attach(0, self._sink(0), 0, 0)
         peer = Peer(role="parameter-server", index=1)
-        self.link = Link(f"127.0.0.1:{self.server.port}", TOKEN, peer, AGREEMENT, self._sink(1), "Sync")
-        self.link.start()
+        self.link = Link(f"127.0.0.1:{self.server.port}", TOKEN, peer, AGREEMENT, "Sync")
+        self.link.start(self._sink(1))  # type: ignore[arg-type]
         self.client = ControlClient([f"127.0.0.1:{self.server.port}"], TOKEN, Peer(role="worker"))
 
     def beat(self, _: object) -> HeartbeatReply:
@@ -383,8 +383,8 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
     job.continues()
     sink = SimpleNamespace(deliver=lambda _: None)
     newer = Peer(role="parameter-server", index=1, incarnation=1)
-    link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, sink, "Sync")  # type: ignore[arg-type]
-    link.start()
+    link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, "Sync")
+    link.start(sink)  # type: ignore[arg-type]
     try:
         until(lambda: job.link.refused is not None)
         assert "replaced by incarnation 1" in str(job.link.refused)

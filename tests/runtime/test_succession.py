@@ -129,9 +129,9 @@ def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, 
 
     The coordinator sends the beginning of the term again. The shard is already there when it gets this message.
     """
-    until(lambda: not server.not_ready())
-    server.deliver(Rollback(term=1, version=0, world=1))
-    until(lambda: not server.not_ready())
+    until(lambda: not server.host.not_ready())
+    server.served.deliver(Rollback(term=1, version=0, world=1))
+    until(lambda: not server.host.not_ready())
 
 
 def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
@@ -148,7 +148,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     held = Held(term=1, world=1, offset=0, engine=engine, last=None)
     inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
     server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
-    server.deliver(Done(version=0))
+    server.served.deliver(Done(version=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"127.0.0.1:{inherited.control.port}"
@@ -157,7 +157,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
         until(lambda: answers)
         assert answers[0]
         worker.join(1, plan.agreement)
-        assert worker.beat(1, server.incarnation, Activity.WAITING, 0.0).done
+        assert worker.beat(1, server.host.incarnation, Activity.WAITING, 0.0).done
     finally:
         worker.close()
         stop.request()
@@ -167,8 +167,8 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
 def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
     """Workers connect again and again while another shard is away: that is not 150 pods in a minute."""
     for incarnation in (0, 0, 0, 1, 1):
-        server.joined(Peer(role="worker", index=0, incarnation=incarnation))
-    server.joined(Peer(role="worker", index=1))
+        server.host.joined(Peer(role="worker", index=0, incarnation=incarnation))
+    server.host.joined(Peer(role="worker", index=1))
     labels = {"training_job": "job", "role": "ParameterServer", "index": "1"}
     assert server._metrics.registry.get_sample_value("backstay_joins_total", labels) == 3
 

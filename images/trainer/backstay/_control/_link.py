@@ -67,7 +67,6 @@ class Link:
         token: str,
         peer: Peer,
         agreement: Agreement,
-        sink: ShardSink,
         mode: Mode,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -77,11 +76,10 @@ class Link:
             token: the job's.
             peer: this server.
             agreement: the settings that it must share with the coordinator.
-            sink: receives the coordinator's messages, one call at a time.
             mode: the job's.
             timeouts: None for the usual ones.
         """
-        self._address, self._peer, self._sink, self._mode = address, peer, sink, MODES[mode]
+        self._address, self._peer, self._mode = address, peer, MODES[mode]
         self._token, self._metadata = token, Credentials(token).metadata
         self._timeouts = timeouts or Timeouts()
         self._agreement = agreement
@@ -104,11 +102,9 @@ class Link:
         self.up = False
         """Whether the coordinator has accepted the link, and the link has not broken since."""
 
-        self._thread = threading.Thread(target=self._run, name="backstay-link", daemon=True)
-
-    def start(self) -> None:
-        """Connect, and connect again after each break."""
-        self._thread.start()
+    def start(self, sink: ShardSink) -> None:
+        """Connect, and connect again after each break. `sink` receives the messages, one call at a time. Call once."""
+        threading.Thread(target=self._run, args=(sink,), name="backstay-link", daemon=True).start()
 
     def inherit(self, term: int, version: int, last: Commit | None, prepared: Sequence[Contribution]) -> None:
         """Before `start`: set the position of this server, which was its shard's standby."""
@@ -174,7 +170,7 @@ class Link:
                 _LOG.debug("a report to the coordinator was not sent: %s", lost)
                 self._stream = None
 
-    def _run(self) -> None:
+    def _run(self, sink: ShardSink) -> None:
         attempt = 0
         while not self._closed.is_set():
             received = False
@@ -185,7 +181,7 @@ class Link:
                 received = True
                 while True:
                     frame, _ = stream.read()
-                    self._receive(frame)
+                    self._receive(frame, sink)
             except PeerLost as lost:
                 _LOG.debug("the link to the coordinator broke: %s", lost)
             except Refused as refusal:
@@ -263,7 +259,7 @@ class Link:
             raise PeerLost(f"the coordinator refuses the link: {why}")
         self.up = True
 
-    def _receive(self, frame: Frame) -> None:
+    def _receive(self, frame: Frame, sink: ShardSink) -> None:
         message = message_in(frame.to_shard)
         if message is None:
             return
@@ -293,4 +289,4 @@ class Link:
                     # No term is recorded until the shard has `started`: after a break meanwhile, it comes again.
                     self._term = self._version = 0
                     self._last, self._requests, self._prepared = None, {}, ()
-        self._sink.deliver(message)
+        sink.deliver(message)

@@ -12,6 +12,7 @@ from ..errors import Superseded
 
 if TYPE_CHECKING:
     from .._timeouts import Timeouts
+    from ._ending import Ending
 
 __all__ = ["Arbiter"]
 
@@ -22,16 +23,14 @@ class Arbiter:
     """The operator's reports about the active server of a shard. Thread-safe.
 
     Attributes:
-        superseded: why this server must end; None while it serves.
         asking: whether the apply thread waits for the operator's answer.
     """
 
-    def __init__(self, shard: int, timeouts: Timeouts) -> None:
-        self._shard, self._times = shard, timeouts
+    def __init__(self, shard: int, timeouts: Timeouts, ending: Ending) -> None:
+        self._shard, self._times, self._ending = shard, timeouts, ending
         self._changed = threading.Event()
         self._confirmed_at = 0.0
         self._closed = False
-        self.superseded: Superseded | None = None
         self.asking = False
 
     def confirm(self) -> None:
@@ -39,9 +38,9 @@ class Arbiter:
         self._confirmed_at = time.monotonic()
         self._changed.set()
 
-    def supersede(self, error: Superseded) -> None:
-        """Another incarnation is the active one."""
-        self.superseded = error
+    def supersede(self, by: int) -> None:
+        """Another incarnation is the active one: this process ends."""
+        self._ending.fail(Superseded("PERMISSION_DENIED", f"incarnation {by} serves shard {self._shard} now"))
         self._changed.set()
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ class Arbiter:
         patience = self._times.standby_closed if closed else self._times.standby_silent
         self.asking = True
         try:
-            while not self._closed and self.superseded is None:
+            while not self._closed and self._ending.error is None:
                 if self._confirmed_at > when or connects_again():
                     return
                 if patience <= 0:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .._process._environment import Environment
     from .._process._exit import Stop
     from .._shard._follower import Held
+    from ._desired import Desired
     from ._leader import Leader
     from ._script import Plan, Script
 
@@ -38,13 +39,11 @@ def _open_storage(
     store: CheckpointStore | None,
     stop: Stop,
     lost: Callable[[BackstayError], None],
-    *,
-    keep: Callable[[], int],
-    world: Callable[[], int],
+    desired: Desired,
 ) -> ManifestStorage | NoStorage:
     """The storage; nothing is read or written yet."""
     if store is None:
-        return NoStorage(world, environment.incarnation, script.fixed_start)
+        return NoStorage(lambda: desired.world, environment.incarnation, script.fixed_start)
     job = Job(namespace=environment.namespace, name=environment.job, uid=environment.uid)
     holder = Holder(job, environment.incarnation, environment.pod_name)
     checkpoint = environment.config.checkpoint
@@ -63,8 +62,8 @@ def _open_storage(
         FolderLease(store, holder, lost=lost, wait=stop.requested.wait),
         plan.partition,
         identity,
-        keep=keep,
-        world=world,
+        keep=lambda: desired.keep,
+        world=lambda: desired.world,
         metrics=leader.evaluation,
         examples=leader.examples,
         fixed_start=script.fixed_start,
@@ -96,9 +95,7 @@ def begin_history(
     held: Held | None,
     stop: Stop,
     lost: Callable[[BackstayError], None],
-    *,
-    keep: Callable[[], int],
-    world: Callable[[], int],
+    desired: Desired,
 ) -> tuple[ManifestStorage | NoStorage, Driving, bool]:
     """The storage; the coordinator, not started yet; and whether the job was complete already.
 
@@ -106,8 +103,6 @@ def begin_history(
         store: None for a job that stores nothing.
         held: what this server held as its shard's standby.
         lost: see `FolderLease`.
-        keep: how many checkpoints to keep, as the operator requested last.
-        world: `workers.replicas` as the operator requested last.
 
     Raises:
         CheckpointInUse: another run writes into the folder.
@@ -117,10 +112,10 @@ def begin_history(
     """
     config, mode = environment.config, MODES[environment.config.mode]
     leader.watch_waits(config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks())
-    storage = _open_storage(environment, script, plan, leader, store, stop, lost, keep=keep, world=world)
+    storage = _open_storage(environment, script, plan, leader, store, stop, lost, desired)
     leader.reports = storage.reports = _reports(environment, script, store)
     try:
-        driving, complete = _begin(environment, script, leader, storage, held, world=world)
+        driving, complete = _begin(environment, script, leader, storage, held, desired)
         leader.reports.stop = driving.stop_early
     except BaseException:
         storage.close()
@@ -136,8 +131,7 @@ def _begin(
     leader: Leader,
     storage: ManifestStorage | NoStorage,
     held: Held | None,
-    *,
-    world: Callable[[], int],
+    desired: Desired,
 ) -> tuple[Driving, bool]:
     now = time.monotonic()
     rules, intervals = rules_of(environment, script), _intervals(environment)
@@ -168,7 +162,9 @@ def _begin(
     if storage.continued is not None:
         _report(storage.continued, leader)
     leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
-    coordinator = Coordinator(rules, state, checkpoint=checkpoint, desired_world=world(), intervals=intervals, now=now)
+    coordinator = Coordinator(
+        rules, state, checkpoint=checkpoint, desired_world=desired.world, intervals=intervals, now=now
+    )
     return Driving(coordinator, storage, leader), bool(checkpoint) and coordinator.over
 
 
@@ -227,5 +223,5 @@ def rules_of(environment: Environment, script: Script) -> Rules:
 
 
 def _intervals(environment: Environment) -> Intervals:
-    desired = environment.config.checkpoint
-    return Intervals() if desired is None else Intervals(desired.every_steps, desired.every_seconds)
+    checkpoint = environment.config.checkpoint
+    return Intervals() if checkpoint is None else Intervals(checkpoint.every_steps, checkpoint.every_seconds)

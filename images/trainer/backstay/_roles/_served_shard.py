@@ -1,0 +1,193 @@
+"""The shard of a server's pod, between its coordinator and its data streams."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from backstay_rpc.control_pb2 import Applied, Commit, Done, Norm, ReplicaState, Rollback
+
+from .. import _instrument
+from .._coordination.seam import Message, Report
+from .._shard import ShardRuntime
+from .._shard._replication import Replication
+from ._history import rules_of
+from ._learning_rate import LearningRate
+from ._loading import Loader, build
+from ._storing import CheckpointWriter
+
+if TYPE_CHECKING:
+    from .._checkpoint import CheckpointStore
+    from .._process._environment import Environment
+    from .._shard._follower import Held
+    from .._update._engine import ShardEngine
+    from ._arbiter import Arbiter
+    from ._coordinators import CoordinatorAccess
+    from ._desired import Desired
+    from ._ending import Ending
+    from ._metrics import Metrics
+    from ._script import Plan, Script
+
+__all__ = ["ServedShard"]
+
+
+class ServedShard:
+    """A `ShardSink` for the coordinator, and the `Coordination` of the shard's parts. Thread-safe.
+
+    All that the shard and the coordinator send each other passes here. A new term is loaded here.
+
+    Attributes:
+        runtime: applies updates.
+        replication: to the standby; None: the job has no standbys.
+        ready: whether the state of the term is loaded.
+        world: of the newest commit.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        script: Script,
+        plan: Plan,
+        metrics: Metrics,
+        coordinator: CoordinatorAccess,
+        *,
+        ending: Ending,
+        desired: Desired,
+        arbiter: Arbiter,
+        store: CheckpointStore | None,
+    ) -> None:
+        config, shard = environment.config, environment.index
+        self._env, self._script, self._plan, self._metrics = environment, script, plan, metrics
+        self._coordinator, self._ending, self._desired, self._arbiter = coordinator, ending, desired, arbiter
+        self.ready = False
+        self.world = config.workers
+        self._history = ""
+        self._commit_arrived: dict[int, float] = {}  # by version
+        self._learning_rate = LearningRate(metrics)
+        self._writer: CheckpointWriter | None = None
+        if store is not None:
+            self._writer = CheckpointWriter(
+                store,
+                self,
+                shard=shard,
+                shards=config.shards,
+                incarnation=environment.incarnation,
+                metrics=metrics,
+                history=lambda: self._history,
+            )
+        self.replication: Replication | None = None
+        if config.standbys:
+            self.replication = Replication(
+                plan.agreement.digest,
+                incarnation=environment.incarnation,
+                admitted=lambda: self.runtime.admit_replica(),  # noqa: PLW0108  # it is made below
+                standby_lost=self._standby_lost,
+                coordinator=self._describe,
+                timeouts=environment.timeouts,
+            )
+        self.runtime = ShardRuntime(
+            plan.partition.shards[shard],
+            plan.agreement.digest,
+            self,
+            incarnation=environment.incarnation,
+            mode=config.mode,
+            on_checkpoint=self._writer,
+            standbys=self.replication,
+            timeouts=environment.timeouts,
+            wire=plan.wires[shard],
+            rules=rules_of(environment, script),
+        )
+        self._staged_bytes = sum(block.nbytes for block in plan.wires[shard].gradients)
+        self._loader = Loader(self._load, ending.fail)
+
+    # ---- Life ----
+
+    def inherit(self, held: Held) -> None:
+        """Before `start`: continue at the state of the previous active server, in the same term."""
+        self._begin(held.term, held.engine, held.world, held.offset, held.history)
+        self.runtime.inherit(held.prepared, held.last)
+        self.ready = True
+
+    def start(self) -> None:
+        """Load the state that the coordinator sends."""
+        self._loader.start()
+
+    def tick(self) -> None:
+        """Show the state in metrics. Call it about once a second."""
+        memory = self.runtime.memory
+        self._metrics.step.set(self.runtime.version)
+        self._metrics.staged_bytes.set(memory.most() * self._staged_bytes)
+        self._metrics.staged_bytes_limit.set(memory.bound * self._staged_bytes)
+        self._learning_rate.tick()
+
+    def close(self) -> None:
+        """Finish the update that is running, and write the snapshots that are queued."""
+        self.runtime.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    # ---- Between the shard and the coordinator ----
+
+    def deliver(self, message: Message) -> None:
+        """A message of the coordinator; see `ShardSink`."""
+        match message:
+            case Commit():
+                self._commit_arrived[message.version] = time.monotonic()
+                self.world = message.world
+                _instrument.reach("commit", message.version)
+            case Rollback():
+                self.ready = False
+                self._commit_arrived.clear()
+                self._loader.put(message)
+            case Done():
+                self._ending.done = message
+        self.runtime.deliver(message)
+        if isinstance(message, Done):
+            self._ending.notice()
+
+    def report(self, report: Report) -> None:
+        """A report of the shard or of its writer; see `Coordination`."""
+        match report:
+            case Norm():
+                _instrument.reach("norm", report.version)
+            case Applied():
+                self._applied(report.version)
+        self._coordinator.report(report)
+
+    def _applied(self, version: int) -> None:
+        """An update was applied; it was computed from version - 1."""
+        _instrument.reach("applied", version)
+        self._metrics.step.set(version)
+        began = self._commit_arrived.pop(version - 1, None)
+        if began is not None:
+            _instrument.record("apply", began, time.monotonic(), version - 1)
+
+    def _describe(self, state: ReplicaState) -> bool:
+        state.history = self._history
+        return self._coordinator.describe(state)
+
+    def _standby_lost(self, when: float, closed: bool) -> None:
+        replication = self.replication
+        assert replication is not None
+        self._arbiter.standby_lost(when, closed, lambda: replication.dialled)
+
+    # ---- Loading ----
+
+    def _load(self, rollback: Rollback) -> None:
+        if rollback.term < self.runtime.term:
+            return
+        version = rollback.version
+        if rollback.term == self.runtime.term:
+            # The coordinator sent it again, because the link broke before the shard's report had arrived.
+            version = self.runtime.version
+        else:
+            engine = build(rollback, self._env, self._script, self._plan, self._desired.world)
+            self._begin(rollback.term, engine, rollback.world, rollback.offset, rollback.history)
+        self._coordinator.started(rollback.term, version)
+        self.ready = True
+
+    def _begin(self, term: int, engine: ShardEngine, world: int, offset: int, history: str) -> None:
+        self.world, self._history = world, history
+        self._metrics.term.set(term)
+        self._learning_rate.watch(engine)
+        self.runtime.reset(term, engine, world, offset)
