@@ -76,7 +76,6 @@ class App:
             ended=self._ended,
             relisted=self._relisted,
         )
-        self.metrics.watch_overdue = self.cluster.owed
         backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
         executor = Executor(
             self._kube,
@@ -140,7 +139,7 @@ class App:
             lease=lambda lease, deleted: self._leader.deleted(lease) if deleted else self._leader.saw(lease),
             me=self._leader.me,
         )
-        self._health = Health(self.metrics, self.alive, self.ready)
+        self._health = Health(self._page, self.alive, self.ready)
         self._watching = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -251,7 +250,10 @@ class App:
             self.metrics.errors.labels("bug").inc()
             log.error("job %s/%s: a fault in the operator itself", *key, exc_info=error)
 
-    # The probes.
+    # The probes and the metrics.
+
+    async def _page(self) -> bytes:
+        return await self.metrics.page(self.cluster.owed())
 
     def alive(self) -> Verdict:
         """Whether the watch receives events."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from backstay_operator.metrics import Metrics
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -28,12 +26,14 @@ class Health:
     """Serves ``/healthz``, ``/readyz`` and ``/metrics``.
 
     Args:
-        metrics: what to export.
+        metrics: returns the text of a scrape.
         alive: returns the liveness verdict; called at each probe.
         ready: returns the readiness verdict.
     """
 
-    def __init__(self, metrics: Metrics, alive: Callable[[], Verdict], ready: Callable[[], Verdict]) -> None:
+    def __init__(
+        self, metrics: Callable[[], Awaitable[bytes]], alive: Callable[[], Verdict], ready: Callable[[], Verdict]
+    ) -> None:
         self._metrics = metrics
         self._alive = alive
         self._ready = ready
@@ -66,4 +66,4 @@ class Health:
         return answer
 
     async def _export(self, _: web.Request) -> web.Response:
-        return web.Response(body=await self._metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await self._metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})

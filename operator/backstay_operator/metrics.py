@@ -69,7 +69,6 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self.clock = clock
         self.moved: dict[str, float] = {}
-        self.watch_overdue: Callable[[], float] = lambda: 0.0
         self._overdue = 0.0
         self.watches = WatchCollector(self.watch_ages, lambda: self._overdue)
         self.registry.register(self.watches)
@@ -171,9 +170,13 @@ class Metrics:
         now = self.clock()
         return {resource: now - at for resource, at in list(self.moved.items())}
 
-    async def page(self) -> bytes:
-        """The text of a scrape, computed in a thread. At 1,000 jobs it takes one second of CPU time."""
-        self._overdue = self.watch_overdue()
+    async def page(self, overdue: float) -> bytes:
+        """The text of a scrape, computed in a thread. At 1,000 jobs it takes one second of CPU time.
+
+        Args:
+            overdue: seconds without an event from a watch that has not shown a write of the operator.
+        """
+        self._overdue = overdue
         return await asyncio.to_thread(generate_latest, self.registry)
 
 

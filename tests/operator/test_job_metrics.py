@@ -223,8 +223,7 @@ def test_an_operator_that_does_not_lead_exports_no_job() -> None:
 
 async def test_a_page_is_made_while_jobs_change() -> None:
     watched = Watched()
-    watched.metrics.watch_overdue = lambda: 3.0
     watched.report(job_of("Running"))
-    page = (await watched.metrics.page()).decode()
+    page = (await watched.metrics.page(overdue=3.0)).decode()
     assert 'backstay_job_phase{namespace="ns",phase="Running",training_job="a"} 1.0' in page
     assert "backstay_operator_watch_overdue_seconds 3.0" in page
