@@ -16,6 +16,7 @@ from backstay_cli.follow import LONG_WAIT, JobView, ready_of, spent
 from backstay_cli.pods import PodRow, rows, summary
 from backstay_cli.waiting import waiting_for
 from backstay_cli.words import clock, count, duration, number, on_one_line, shown
+from backstay_spec import contract
 
 __all__ = ["Losses", "Picture", "page"]
 
@@ -223,14 +224,6 @@ def _counts(view: JobView) -> Iterator[str | tuple[str, str]]:
         yield (count(view.disruptions, "disruption"), "yellow" if view.disruptions else "dim")
 
 
-_PARTS = {
-    "batch_wait": "its input batches",
-    "compute": "its computation",
-    "push": "sending its contributions",
-    "pull": "receiving the parameters",
-}
-
-
 _WINDOW = 300.0  # seconds that the job's status adds up
 
 
@@ -240,7 +233,7 @@ def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
     node = next((row.node for row in rows(view) if row.slot == who and row.node), "")
     where = f" on {node}" if node else ""
-    what = "" if shard is not None else f", {_PARTS.get(part, part)}"
+    what = "" if shard is not None else f", {contract.SLOW_PARTS.get(part, part)}"
     seconds, updates = float(entry.get("seconds") or 0.0), int(entry.get("updates") or 0)
     window = duration(float(entry.get("windowSeconds") or _WINDOW))
     return f"{who}{where}{what}: {duration(seconds)} in {count(updates, 'update')} of the last {window}"

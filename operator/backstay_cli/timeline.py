@@ -25,9 +25,7 @@ _TRACKS: Final = {"quorum_wait": "coordinator: quorum", "blame": "coordinator: b
 """Points whose spans begin in one thread and end in another: each has its own track."""
 
 _NAMES: Final = {
-    "batch_wait": "data",
-    "push": "send",
-    "pull": "receive",
+    **contract.STEP_PARTS,
     "update_wait": "wait for the quorum",
     "quorum_wait": "wait for the quorum",
     "exchange": "exchange",

@@ -72,4 +72,23 @@ SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secr
 # How a server's report of a worker begins whose heartbeats have stopped.
 NO_HEARTBEAT: Final = "no heartbeat"
 
+STEP_PARTS: Final = {
+    "batch_wait": "data",
+    "compute": "compute",
+    "push": "send",
+    "update_wait": "wait",
+    "pull": "receive",
+}
+"""The parts of a worker's step, by the point of the timeline that measures each; they add up to the step. `send` ends
+when the slowest shard's stream has taken the contribution. `wait` ends when the first new parameters of the slowest
+shard arrive: it contains the wait for the quorum and the update. `receive` is the rest."""
+
+SLOW_PARTS: Final = {
+    "data": "its input batches",
+    "compute": "its computation",
+    "send": "sending its contributions",
+    "receive": "receiving the parameters",
+}
+"""The parts of a rank's step that other ranks may wait for, and how to name them to people."""
+
 ANNOTATION_PREFIX: Final = f"{GROUP}"

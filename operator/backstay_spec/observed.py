@@ -55,7 +55,7 @@ class WaitedFor:
     Attributes:
         rank: the rank.
         shard: the server that received its contributions much later than the others; None: there was no such server.
-        part: of the rank's step, such as ``batch_wait``.
+        part: of the rank's step, a key of `contract.SLOW_PARTS`.
         seconds: added up over the updates.
         updates: their number.
     """

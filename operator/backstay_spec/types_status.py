@@ -204,7 +204,7 @@ class WaitedForStatus(StatusModel):
     """The server that received its contributions much later than the others."""
 
     part: str
-    """The slow part of the rank's step: `batch_wait`, `compute`, `push` (sending) or `pull` (receiving)."""
+    """The slow part of the rank's step: `data` (waiting for a batch), `compute`, `send` or `receive`."""
 
     seconds: float
     """The sum over the updates of the last 5 minutes."""

@@ -19,16 +19,16 @@ def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 
 
 def test_the_rank_that_completes_the_set_is_charged_with_its_delay_after_the_previous_one() -> None:
     blame = Blame(1, now=0.0)
-    blame.parts(0, {"batch_wait": 0.1, "compute": 1.0})
-    blame.parts(1, {"batch_wait": 0.1, "compute": 1.1})
-    blame.parts(2, {"batch_wait": 9.0, "compute": 1.0})
-    assert update(blame, 0, {0: 10.0, 1: 11.0, 2: 19.0}) == Charge(2, None, "batch_wait", 8.0)
-    blame.parts(2, {"batch_wait": 0.1, "compute": 1.0})
-    blame.parts(1, {"batch_wait": 0.1, "compute": 5.0})
+    blame.parts(0, {"data": 0.1, "compute": 1.0})
+    blame.parts(1, {"data": 0.1, "compute": 1.1})
+    blame.parts(2, {"data": 9.0, "compute": 1.0})
+    assert update(blame, 0, {0: 10.0, 1: 11.0, 2: 19.0}) == Charge(2, None, "data", 8.0)
+    blame.parts(2, {"data": 0.1, "compute": 1.0})
+    blame.parts(1, {"data": 0.1, "compute": 5.0})
     assert update(blame, 1, {0: 30.0, 1: 35.0, 2: 31.0}) == Charge(1, None, "compute", 4.0)
     worst = blame.worst(40.0)
     assert [(one.rank, one.part, one.seconds, one.updates, one.window) for one in worst] == [
-        (2, "batch_wait", 8.0, 1, 40.0),
+        (2, "data", 8.0, 1, 40.0),
         (1, "compute", 4.0, 1, 40.0),
     ]
     assert blame.worst(320.0)[0].rank == 1, "the window is 5 minutes"
@@ -39,18 +39,18 @@ def test_a_rank_whose_parts_are_like_the_others_is_slow_in_sending() -> None:
     blame = Blame(1, now=0.0)
     for rank in range(3):
         blame.parts(rank, {"compute": 1.0})
-    assert update(blame, 0, {0: 1.0, 1: 1.1, 2: 4.0}) == Charge(2, None, "push", pytest.approx(2.9))
+    assert update(blame, 0, {0: 1.0, 1: 1.1, 2: 4.0}) == Charge(2, None, "send", pytest.approx(2.9))
 
 
 def test_a_shard_that_receives_later_than_the_others_is_charged() -> None:
     blame = Blame(3, now=0.0)
     charge = update(blame, 0, {0: 1.0, 1: 1.0}, shards=3, late=0.0)
-    assert charge == Charge(1, None, "push", 0.0)
+    assert charge == Charge(1, None, "send", 0.0)
     for shard, when in ((0, 2.0), (1, 2.0), (2, 2.0)):
         blame.staged(when, shard, 0, (1, 1), 1, 1)
     for shard, when in ((0, 2.1), (1, 9.0), (2, 2.2)):
         blame.staged(when, shard, 1, (1, 1), 1, 1)
-    assert blame.updated(9.0, 1, 1, (0, 1)) == Charge(1, 1, "push", 7.0)
+    assert blame.updated(9.0, 1, 1, (0, 1)) == Charge(1, 1, "send", 7.0)
 
 
 def test_what_the_next_update_waits_for_names_ranks_and_shards() -> None:
@@ -73,7 +73,7 @@ def test_an_attempt_that_was_abandoned_and_an_older_update_count_for_nothing() -
     assert blame.waiting(5.0, 1, 5, world=1, quorum=1).missing == (0,)
     blame.staged(6.0, 0, 0, (1, 5), 1, 2)
     blame.staged(7.0, 0, 1, (1, 4), 1, 9)
-    assert blame.updated(8.0, 1, 5, (0,)) == Charge(0, 0, "push", 6.0)
+    assert blame.updated(8.0, 1, 5, (0,)) == Charge(0, 0, "send", 6.0)
     blame.restarted(9.0)
     assert blame.waiting(10.0, 2, 3, world=1, quorum=1).seconds == 1.0
 
@@ -93,12 +93,12 @@ def test_an_asynchronous_rank_is_charged_with_what_it_takes_beyond_the_median() 
     """Ranks 0 to 3 need 1 s for a contribution; rank 4 needs 3 s, because it waits for its batches."""
     blame = AsyncBlame(2, now=0.0)
     for rank in range(5):
-        blame.parts(rank, {"batch_wait": 2.5 if rank == 4 else 0.5, "compute": 0.5})
+        blame.parts(rank, {"data": 2.5 if rank == 4 else 0.5, "compute": 0.5})
     applied = [(second * (3.0 if rank == 4 else 1.0), rank) for second in range(1, 31) for rank in range(5)]
     for number, (when, rank) in enumerate(sorted(one for one in applied if one[0] <= 30.0)):
         blame.updated(when, 1, number, [rank])
     assert [(one.rank, one.part, one.seconds, one.updates) for one in blame.worst(30.0)] == [
-        (4, "batch_wait", pytest.approx(18.0), 9)
+        (4, "data", pytest.approx(18.0), 9)
     ]
     waiting = blame.waiting(55.0, 1, 130, 5, 1)
     assert (waiting.seconds, waiting.missing, waiting.needed) == (25.0, (0, 1, 2, 3, 4), 1)

@@ -50,7 +50,7 @@ def test_the_missing_ranks_are_named_with_what_they_do() -> None:
         "worker 1 has not reached server 1; worker 2 waits for its input batch, for 28 s; "
         "worker 3 has sent no heartbeat for 27 s (2 of these 3 contributions are needed)"
     )
-    assert [(entry.rank, entry.part, entry.updates) for entry in reply.waited_for] == [(2, "push", 1)]
+    assert [(entry.rank, entry.part, entry.updates) for entry in reply.waited_for] == [(2, "send", 1)]
     status = waits.status(42.0)
     assert status["waits"] == {"seconds": 30.0, "text": reply.waits}
     assert status["blame"][0]["text"] == "worker 2, sending its contributions: 1.0 s of the last 42 s, in 1 updates"
@@ -72,7 +72,7 @@ def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits
     waits = Waits(1, lambda world: 1, Metrics("job", "ParameterServer", 0), lambda: 0.0, sync=False)
     waits.restarted(0.0, CoordinatorState(term=1, version=0, world=2))
     for rank, seconds in ((0, 0.5), (1, 1.5)):
-        waits.beat(0.0, beat(rank, parts={"batch_wait": seconds}))
+        waits.beat(0.0, beat(rank, parts={"data": seconds}))
     for version, (when, rank) in enumerate([(1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (5, 0), (6, 0), (6, 1)]):
         waits.staged(when, 0, staged(rank, version))
         waits.updated(when, commit(version, range(rank, rank + 1)))
@@ -81,5 +81,5 @@ def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits
     ]
     reply = ProgressReply()
     waits.fill(40.0, reply)
-    assert [(one.rank, one.part) for one in reply.waited_for] == [(1, "batch_wait")]
+    assert [(one.rank, one.part) for one in reply.waited_for] == [(1, "data")]
     assert reply.waits.endswith("(1 of these 4 contributions are needed)")

@@ -27,6 +27,7 @@ from backstay_rpc.control_pb2 import (
     WorkerSeconds,
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
+from backstay_spec import contract
 
 from .. import _instrument
 from .._timeouts import Timeouts
@@ -40,8 +41,8 @@ __all__ = ["ControlClient", "Heartbeats", "JobState"]
 _LOG = logging.getLogger(__name__)
 
 
-# The parts of a worker's step that shard 0 compares between ranks.
-_PARTS = ("batch_wait", "compute", "pull")
+# The points of the timeline that measure those parts of a worker's step that shard 0 compares between ranks.
+_COMPARED = ("batch_wait", "compute", "pull")
 
 
 class Moved(PeerLost):
@@ -186,7 +187,8 @@ class ControlClient:
             request.doing.point, request.doing.seconds = doing.point, began - doing.began
             request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
         if shard == 0:
-            request.parts.update(_instrument.means(_PARTS))
+            for point, seconds in _instrument.means(_COMPARED).items():
+                request.parts[contract.STEP_PARTS[point]] = seconds
             request.spans = self._spans(incarnation)
             request.kept.extend(self._kept.of_previous(incarnation))
         reply: HeartbeatReply = self._call(shard, "Heartbeat", request)
@@ -266,20 +268,25 @@ class Heartbeats:
 
     Attributes:
         activity, step_seconds: what heartbeats report; set by the worker or evaluator.
-        worker_seconds: in a worker: returns the parts of its time, for the version of the newest checkpoint.
         superseded: set when a newer incarnation of this pod runs.
     """
 
-    def __init__(self, client: ControlClient, silent: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        client: ControlClient,
+        silent: Callable[[int, str], None],
+        worker_seconds: Callable[[int], WorkerSeconds] | None = None,
+    ) -> None:
         """
         Args:
             client: to call.
             silent: ``silent(shard, why)``, called when a server has not answered for `Timeouts.silent` or is another
                 incarnation.
+            worker_seconds: in a worker: returns the parts of its time, for the version of the newest checkpoint.
         """
         self.activity: Activity = STARTING
         self.step_seconds = 0.0
-        self.worker_seconds: Callable[[int], WorkerSeconds] | None = None
+        self._worker_seconds = worker_seconds
         self.superseded: Superseded | None = None
         self._client = client
         self._silent = silent
@@ -366,7 +373,7 @@ class Heartbeats:
                 return
         began = time.monotonic()
         try:
-            measure = self.worker_seconds if shard == 0 else None
+            measure = self._worker_seconds if shard == 0 else None
             seconds = None if measure is None else measure(self._job.checkpoint_step)
             reply = self._client.beat(shard, expected, self.activity, self.step_seconds, seconds)
         except Superseded as error:

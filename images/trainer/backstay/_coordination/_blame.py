@@ -19,7 +19,7 @@ from typing import Final
 
 __all__ = ["SENDING", "AsyncBlame", "Blame", "Blamed", "Charge", "Waiting"]
 
-SENDING: Final = "push"
+SENDING: Final = "send"
 """The part that no heartbeat reports: the rest of a step is the time to send its contribution."""
 
 _WINDOW: Final = 300.0

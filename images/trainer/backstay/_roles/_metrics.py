@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
+from backstay_spec import contract
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
@@ -40,17 +41,6 @@ _LONGEST_NAME: Final = 100
 _MOST_STRAGGLERS: Final = 16
 
 _M = TypeVar("_M", bound=MetricWrapperBase)
-
-STEP_PARTS: Final = {
-    "batch_wait": "data",
-    "compute": "compute",
-    "push": "send",
-    "update_wait": "wait",
-    "pull": "receive",
-}
-"""The parts of a worker's step, by the point of `_instrument` that measures each; they add up to the step. `send` ends
-when the slowest shard's stream has taken the contribution. `wait` ends when the first new parameters of the slowest
-shard arrive: it contains the wait for the quorum and the update. `receive` is the rest."""
 
 
 class Metrics:
@@ -241,7 +231,7 @@ class Metrics:
             self.contributions(outcome.value)
         for outcome in (Outcome.APPLIED, Outcome.LATE):
             self.worker_contributions(outcome.value)
-        for part in STEP_PARTS.values():
+        for part in contract.STEP_PARTS.values():
             self.step_part(part)
         for direction in ("sent", "received"):
             self.tensor_bytes(direction)
@@ -301,12 +291,12 @@ class Metrics:
         for rank, delay in slowest:
             self._stragglers.labels(*self._who, str(rank)).set(delay)
 
-    def waited_for(self, rank: int, point: str) -> Counter:
-        """Of a rank that updates waited for, by the point of `_instrument` that measures the part of its step."""
-        return self._waited.labels(*self._who, str(rank), STEP_PARTS.get(point, point))
+    def waited_for(self, rank: int, part: str) -> Counter:
+        """Of a rank that updates waited for, by the part of its step."""
+        return self._waited.labels(*self._who, str(rank), part)
 
     def step_part(self, part: str) -> Summary:
-        """Of one of the values of `STEP_PARTS`."""
+        """Of one of the values of `contract.STEP_PARTS`."""
         return self._step.labels(*self._who, part)
 
     def worker_contributions(self, outcome: str) -> Counter:

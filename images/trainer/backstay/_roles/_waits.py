@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Commit, Doing, HeartbeatRequest, ProgressReply, Staged, WaitedFor
+from backstay_spec import contract
 
 from .. import _instrument
 from .._coordination._blame import AsyncBlame, Blame, Blamed
@@ -30,12 +31,6 @@ LONG: Final = 20.0
 _NAMED: Final = 3
 _AGAIN: Final = 60.0
 _SILENT: Final = 6.0
-_PARTS: Final = {
-    "batch_wait": "its input batches",
-    "compute": "its computation",
-    "push": "sending its contributions",
-    "pull": "receiving the parameters",
-}
 _DOES: Final = {
     "batch_wait": "waits for its input batch",
     "compute": "computes",
@@ -180,7 +175,7 @@ class Waits:
 
 
 def _text(one: Blamed, *, sync: bool) -> str:
-    where, part = f"worker {one.rank}", _PARTS.get(one.part, one.part)
+    where, part = f"worker {one.rank}", contract.SLOW_PARTS.get(one.part, one.part)
     if one.shard is not None:
         where, part = f"server {one.shard}", f"receiving from worker {one.rank}"
     window = f"{one.window / 60:.0f} min" if one.window >= 60 else f"{one.window:.0f} s"

@@ -26,6 +26,7 @@ from backstay_rpc.control_pb2 import (
     Peer,
     RejectReason,
 )
+from backstay_spec import contract
 from backstay_spec.goodput import MEASURED
 
 from .. import _instrument
@@ -52,7 +53,7 @@ from ._ahead import Ahead
 from ._beside import Beside
 from ._black_box import hang_report
 from ._key_steps import KEY_STEPS
-from ._metrics import STEP_PARTS, HttpPort, Metrics
+from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 from ._utilization import Utilization
 from ._worker_seconds import WorkerSeconds, process_age
@@ -129,7 +130,8 @@ class Worker:
         self._joined = False
         self._control = ControlClient(environment.servers, environment.token, self._peer, environment.timeouts)
         self._streams: ShardedClient | None = None
-        self._heart = Heartbeats(self._control, self._silent)
+        self.seconds = WorkerSeconds(age=process_age())
+        self._heart = Heartbeats(self._control, self._silent, self.seconds.report)
         self._http = HttpPort(
             metrics,
             lambda: self._joined,
@@ -145,8 +147,6 @@ class Worker:
         self._batches = Prefetcher(Placement().placing(script.batches))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
         self._rate, self._utilization = Rate(), Utilization(metrics)
-        self.seconds = WorkerSeconds(age=process_age())
-        self._heart.worker_seconds = self.seconds.report
         self._attempt = 0
         self._key_steps = KEY_STEPS[environment.config.mode]()
         self._term = 0
@@ -173,7 +173,7 @@ class Worker:
             Exception: any that `batches` and `loss` raise.
         """
         _instrument.follow_this_thread()
-        for point, part in STEP_PARTS.items():
+        for point, part in contract.STEP_PARTS.items():
             _instrument.observe(point, self._metrics.step_part(part).observe)
         try:
             return self._run()
