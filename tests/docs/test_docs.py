@@ -422,11 +422,14 @@ def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, 
     """Each page has its own namespace, with the job of examples/digits in it."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(workshop), "KUBECONFIG": str(kubeconfig)}
 
+    definitions = "---\n".join(file.read_text() for file in (ROOT / "crds").iterdir())  # for a pipe of helm's output
+
     def kubectl(*arguments: str) -> None:
         done = subprocess.run(
             [tool("kubectl"), *arguments],
             cwd=workshop / "work",
             env=environment,
+            input=definitions,
             capture_output=True,
             text=True,
             timeout=60,
@@ -441,8 +444,10 @@ def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, 
     seen = set()
     for block in SHELL:
         for program, *arguments in recorded(block, workshop):
-            # These wait for a cluster with nodes, or end at the reader's Ctrl-C.
-            wanted = [one for one in arguments if one not in ("--watch", "--follow")]
+            # These wait for a cluster with nodes, or end at the reader's Ctrl-C. The embedded API server has no
+            # server-side apply.
+            without = ("--watch", "--follow", "--server-side", "--force-conflicts")
+            wanted = [one for one in arguments if one not in without]
             if program != "kubectl" or "rollout" in wanted or "crd" in wanted:
                 continue
             namespace = re.sub(r"\W+", "-", block.page.lower())
