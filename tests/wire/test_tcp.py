@@ -176,3 +176,15 @@ def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel() -> None:
     done.set()
     stream.close()
     assert listener.close()
+
+
+def test_t8_a_stream_that_cannot_be_opened_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reset(socket.socket):
+        def sendall(self, *_: object) -> None:
+            raise ConnectionResetError
+
+    made = Reset()
+    monkeypatch.setattr(socket, "create_connection", lambda *_: made)
+    with pytest.raises(PeerLost, match="broke"):
+        ClientStream("127.0.0.1:7078", Hello(), "token")
+    assert made.fileno() == -1

@@ -278,13 +278,15 @@ class ClientStream:
         self._why: str | None = None
         self._lock = threading.Lock()
         secret, who = token.encode(), hello.SerializeToString()
-        try:
-            sock = socket.create_connection(_host_port(address), CONNECT_SECONDS)
-            sock.settimeout(None)
-            self._frames = Frames(sock)
-            sock.sendall(_OPENING.pack(_MAGIC, len(secret), len(who)) + secret + who)
-        except OSError as error:
-            raise self._lost(error) from error
+        with contextlib.ExitStack() as opened:
+            try:
+                sock = opened.enter_context(socket.create_connection(_host_port(address), CONNECT_SECONDS))
+                sock.settimeout(None)
+                self._frames = Frames(sock)
+                sock.sendall(_OPENING.pack(_MAGIC, len(secret), len(who)) + secret + who)
+            except OSError as error:
+                raise self._lost(error) from error
+            opened.pop_all()  # the stream is open: `close` closes the socket
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None]:
         """As `FrameStream.read`, but never None: the end of a stream that the client did not end is `PeerLost`."""
