@@ -313,14 +313,8 @@ class ShardRuntime:
         """A message of the coordinator; see `ShardSink`."""
         with self._changed:
             match message:
-                case Commit():
-                    self._order(message, "a commit")
-                case Gather():
-                    self._order(message, "a request to add up contributions")
-                case NormRequest():
-                    self._order(message, "a request for a norm")
-                case Save():
-                    self._order(message, "a request to save")
+                case Commit() | Gather() | NormRequest() | Save():
+                    self._order(message)
                 case Reject():
                     self._reject(message)
                 case Rollback():
@@ -332,9 +326,9 @@ class ShardRuntime:
                         self._stop_locked(Refusal("ABORTED", f"{message.reason}: {message.failed}"))
                     self._changed.notify_all()
 
-    def _order(self, order: Order, what: str) -> None:
+    def _order(self, order: Order) -> None:
         if order.term > self.term:
-            why = f"{what} is of term {order.term}: this shard is still in term {self.term}"
+            why = f"a {order.DESCRIPTOR.name} is of term {order.term}: this shard is still in term {self.term}"
             self._stop_locked(Refusal("INTERNAL", why))
         if order.term == self.term:
             self._orders.add(order, self.version)
