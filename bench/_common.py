@@ -197,7 +197,7 @@ class Server:
         layout = partition(tree, rule, 1, coded=coded)
         wires = shard_wires(layout, wire, coded)[0]
         engine = ShardEngine(layout, 0, rule, params)
-        engine.compile([workers], wires=wires.gradients)
+        engine.compile([workers], wires=wires.gradients, parameters=wires.parameters)
         coordination = Quorum(workers)
         self.shard = ShardRuntime(layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", wire=wires)
         coordination.sink = self.shard

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._update._clip import clip_factor
+from backstay._update._codecs import Wire, coded_leaves, shard_wires
 from backstay._update._engine import STATE, ShardEngine, array_specs
 from backstay._update._kernels import enable_x64, kernels_of
 from backstay._update._partition import gather, partition, scatter
@@ -155,6 +156,31 @@ def test_compiling_changes_nothing():
         for engine in (cold, warm):
             apply([engine], [gradients_of(tree)])
         assert same_bits(collect(tree, [cold]), collect(tree, [warm]))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb"])
+def test_t4_an_update_that_encodes_parameters_gives_the_same_bits(name):
+    """T4: parameters and state are those of a standby, which encodes nothing. An encoded block is taken once."""
+    tree = describe({"w": np.random.default_rng(1).normal(size=(40, 301)).astype(np.float32), "b": small()["b"]})
+    rule, wire = analyse(getattr(optax, name)(1e-2), tree), Wire(parameters="BFloat16")
+    coded = coded_leaves(tree, wire)
+    parts = partition(tree, rule, 1, 4096, coded=coded)
+    wires = shard_wires(parts, wire, coded)[0].parameters
+    params = tree.unflatten([np.full(leaf.shape, 0.3, leaf.dtype) for leaf in tree.leaves])
+    plain, encoding = (ShardEngine(parts, 0, rule, params) for _ in range(2))
+    encoding.compile((2,), parameters=wires)
+    for seed in range(3):
+        for engine in (plain, encoding):
+            apply([engine], [gradients_of(tree, seed), gradients_of(tree, seed + 1)], divisor=2)
+        for index, one in enumerate(wires):
+            sent = encoding.encoded(index)
+            assert (sent is not None) == (one.codec is not None and name != "lamb")
+            assert encoding.encoded(index) is plain.encoded(index) is None
+            if sent is not None:
+                wanted = one.encode(plain.block(index))
+                assert same_bits(jax.tree.leaves(sent), jax.tree.leaves(wanted))
+    kept, found = plain.snapshot(whole=True), encoding.snapshot(whole=True)
+    assert same_bits([entry.value for entry in kept.entries], [entry.value for entry in found.entries])
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])

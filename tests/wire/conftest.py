@@ -89,6 +89,9 @@ class FakeEngine:
         assert self.gate.wait(WAIT)
         return self.values[b]
 
+    def encoded(self, b: int) -> None:
+        return None
+
     def sum_of_squares(self, gradients: Sequence[Any], *, weights: Sequence[float], divisor: int) -> float:
         return float(
             sum(

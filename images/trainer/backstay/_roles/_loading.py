@@ -85,5 +85,6 @@ def build(term: Rollback, environment: Environment, script: Script, plan: Plan, 
             weighted=script.damping(config) or config.weighting == "Examples",
             clipped=script.clip_norm is not None,
             wires=plan.wires[shard].gradients,
+            parameters=plan.wires[shard].parameters,
         )
     return engine

@@ -282,9 +282,9 @@ class Applier:
             raise
 
     def _put(self, published: Published, engine: Engine, b: int) -> None:
-        """Publish a block when it is computed, encoded once for all streams."""
+        """Publish a block when it is computed, encoded once for all streams: by the update, or now."""
         data, wire = engine.block(b), self._wires[b]
-        published.put(b, data, None if wire.codec is None else wire.encode(data))
+        published.put(b, data, None if wire.codec is None else engine.encoded(b) or wire.encode(data))
 
     def _save(self, term: Term) -> None:
         if self._hook is not None and term is self._current:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from ..errors import CheckpointError
-from ._codecs import BlockWire
+from ._codecs import BlockWire, Codec, Encoded
 from ._kernels import FUSED, Kernels, Mean, Node, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
@@ -92,6 +92,7 @@ class ShardEngine:
     _wanted: tuple[int, ...]  # the uniform scalars that the blocks need
     _place: dict[int, int]  # of those among them
     _shared_place: dict[int, int]  # of the shared states
+    _codecs: Mapping[int, Codec | None]  # by block: what updates encode it with
 
     def __init__(self, partition: Partition, shard: int, rule: Rule, params: Any, *, version: int = 0) -> None:
         """Start from parameters and a fresh optimizer state.
@@ -166,6 +167,7 @@ class ShardEngine:
         weighted: bool = False,
         clipped: bool = False,
         wires: Sequence[BlockWire] | None = None,
+        parameters: Sequence[BlockWire] | None = None,
     ) -> None:
         """Compile what `apply` will run, before the first gradient has arrived.
 
@@ -174,7 +176,9 @@ class ShardEngine:
             weighted: whether updates may have weights other than 1.
             clipped: whether updates may have clip factors other than 1; compiles `sum_of_squares` too.
             wires: how each block of a contribution travels; None: as an array.
+            parameters: how each block is sent to workers: updates encode it (`encoded`). None: they do not.
         """
+        self._codecs = {} if parameters is None else {b: wire.codec for b, wire in enumerate(parameters)}
         plain = [np.zeros(block.size, block.dtype) for block in self._layout.blocks]
         encoded = plain if wires is None else [wire.zero() for wire in wires]
         done: set[object] = set()
@@ -223,7 +227,8 @@ class ShardEngine:
                 assert not isinstance(program, WholeProgram)
                 uniform = [scalars[self._place[number]] for number in program.uniform]
                 values = tuple(contribution[index] for contribution in gradients)
-                stretch.param, stretch.states = self._kernels.stretch(block.rule, mean)(
+                update = self._kernels.stretch(block.rule, mean, self._codecs.get(index))
+                stretch.param, stretch.states, stretch.sent = update(
                     stretch.param, stretch.states, values, uniform, self._scalars(block, mean)
                 )
             for whole in self._wholes:
@@ -262,6 +267,13 @@ class ShardEngine:
             with self._lock:
                 if not param.is_deleted():
                     return _view(param)
+
+    def encoded(self, b: int) -> Encoded | None:
+        """Block `b` as the last update encoded it; need not be computed yet. None: it did not, or it was taken."""
+        if (stretch := self._stretches.get(b)) is None:
+            return None
+        sent, stretch.sent = stretch.sent, None
+        return sent
 
     def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: float) -> list[Any]:
         """Their mean, block by block and not waited for; its inputs must not change before it is computed.
@@ -352,6 +364,7 @@ class ShardEngine:
         self._kernels: Kernels = kernels_of(rule)
         self._version = version
         self._shared = []
+        self._codecs = {}
         self._lock = threading.Lock()
         self._group_of = {leaf: group for group in rule.groups for leaf in group.leaves}
         self._stretches: dict[int, _Stretch] = {}
@@ -489,7 +502,8 @@ class ShardEngine:
                 done.add(squares)
                 with enable_x64():
                     self._kernels.squares(mean)((zero,) * mean.count, mean.scalars(block.dtype))
-            key = (block.rule, mean.form, block.dtype, block.size, kind)
+            codec = self._codecs.get(index)
+            key = (block.rule, mean.form, block.dtype, block.size, kind, codec)
             if key in done or (stretch := self._stretches.get(index)) is None:
                 continue
             done.add(key)
@@ -497,7 +511,7 @@ class ShardEngine:
             assert not isinstance(program, WholeProgram)
             uniform = [scalars[self._place[number]] for number in program.uniform]
             fresh = [_own(np.zeros(block.size, value.dtype)) for value in (stretch.param, *stretch.states)]
-            self._kernels.stretch(block.rule, mean)(
+            self._kernels.stretch(block.rule, mean, codec)(
                 fresh[0], fresh[1:], (zero,) * mean.count, uniform, self._scalars(block, mean)
             )
         for whole in self._wholes:
@@ -516,6 +530,7 @@ class ShardEngine:
 class _Stretch:
     param: jax.Array
     states: list[jax.Array]
+    sent: Encoded | None = None
 
 
 @dataclass

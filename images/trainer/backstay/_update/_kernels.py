@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._codecs import Encoded
+from ._codecs import Codec, Encoded, encoded
 from ._rules import ElementwiseProgram, Rule, StateProgram, WholeProgram
 from ._sums import BRANCHES, Tree
 from ._tree import is_low_precision
@@ -243,18 +243,22 @@ class Kernels:
         assert isinstance(whole, WholeProgram)
         return whole.shared
 
-    def stretch(self, program: int, how: Mean) -> Any:
-        """``(param, states, gradients, uniform, scalars) -> (param, states)`` on one block; the first two donated."""
+    def stretch(self, program: int, how: Mean, codec: Codec | None = None) -> Any:
+        """``(param, states, gradients, uniform, scalars) -> (param, states, sent)`` of one block; two are donated.
+
+        `sent` has the new parameters as `codec` encodes them, or None. One pass over memory computes both.
+        """
         elementwise, form = self._programs[program], how.form
         if isinstance(elementwise, StateProgram):
             state = self.state(how)
-            return lambda _param, states, values, _uniform, scalars: (state(values, scalars), states)
+            return lambda _param, states, values, _uniform, scalars: (state(values, scalars), states, None)
         assert isinstance(elementwise, ElementwiseProgram)
 
         def update(param: Any, states: Any, values: Any, uniform: Any, scalars: Any) -> Any:
-            return elementwise.run(uniform, mean(values, form, scalars), param, states)
+            param, states = elementwise.run(uniform, mean(values, form, scalars), param, states)
+            return param, states, None if codec is None else encoded(codec, param, None, None)
 
-        return self._get(("stretch", program, form), lambda: jax.jit(update, donate_argnums=(0, 1)))
+        return self._get(("stretch", program, form, codec), lambda: jax.jit(update, donate_argnums=(0, 1)))
 
     def whole(self, program: int, how: Mean) -> Any:
         """``(params, states, gradients, shared, scalars) -> (params, states)`` on one group; the first two donated.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["GROUP", "Bound", "Codec", "CodecName", "Encoded", "body_of", "exact_bound"]
+__all__ = ["GROUP", "Bound", "Codec", "CodecName", "Encoded", "body_of", "encoded", "exact_bound"]
 
 GROUP: Final = 128
 """Elements. The codes of a group of any codec fill whole cache lines, so the next section is aligned too."""
@@ -117,6 +117,12 @@ class Encoded:
         """The elements, 1-D of `dtype`; traced."""
         body = self.codec.decode(self.sections, self.dtype)
         return body if body_of(self.size) == self.size else jnp.concatenate([body, self.tail])
+
+
+def encoded(codec: Codec, values: Any, numbers: Any, seed: Any) -> Encoded:
+    """A block as it travels, traced; see `Codec.encode` for `numbers` and `seed`, of which `BFloat16` uses neither."""
+    body = body_of(values.size)
+    return Encoded(codec.encode(values[:body], numbers, seed), values[body:], codec, values.size, values.dtype)
 
 
 jax.tree_util.register_dataclass(Encoded, data_fields=["sections", "tail"], meta_fields=["codec", "size", "dtype"])

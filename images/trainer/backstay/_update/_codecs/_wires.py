@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Final
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import ConfigurationError
 from .._tree import TreeSpec
 from ._bfloat16 import BFloat16
-from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, exact_bound
+from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded, exact_bound
 from ._integers import Integers, made_good, seed_of
 
 __all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
@@ -192,8 +192,8 @@ class BlockWire:
             seed: uint32[2], see `seed_of`; a codec that rounds to nearest needs none.
         """
         assert self.codec is not None
-        sections, tail = _encode(self.codec)(_put(values), self._numbers, _NO_SEED if seed is None else seed)
-        return Encoded(sections, tail, self.codec, self.size, self.dtype)
+        block: Encoded = _encode(self.codec)(_put(values), self._numbers, _NO_SEED if seed is None else seed)
+        return block
 
     def encode_with(self, values: Array, residual: Any, seed: Array) -> tuple[Encoded, Any]:
         """`encode` of `made_good` values, and what rounding took from these: 1-D as `values`.
@@ -311,11 +311,7 @@ def _put(values: Array) -> Any:
 
 @cache
 def _encode(codec: Codec) -> Callable[..., Any]:
-    def encode(values: Any, numbers: Any, seed: Any) -> Any:
-        body = body_of(values.size)
-        return codec.encode(values[:body], numbers, seed), values[body:]
-
-    return jax.jit(encode)
+    return jax.jit(partial(encoded, codec))
 
 
 @cache
