@@ -36,11 +36,9 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2_grpc import ControlStub
 
-from .._coordination import MODES, Mode
-from .._coordination.seam import Report, ShardSink
+from .._coordination import MODES, Mode, Report, ShardSink
 from .._timeouts import Timeouts
-from .._wire.frames import kind_of
-from .._wire.tcp import ClientStream
+from .._wire import ClientStream, kind_of
 from ..errors import PeerLost, Refused, Superseded
 from ._agreement import Agreement
 from ._auth import FINAL, refusal_of

@@ -23,8 +23,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 
 from .._control import Driving, Link
-from .._coordination import Intervals, Liveness
-from .._coordination.seam import Report, ShardSink
+from .._coordination import Intervals, Liveness, Report, ShardSink
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
 from ._last_save import request_save, wait_until
@@ -32,9 +31,8 @@ from ._leader import Leader
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
-    from .._process._environment import Environment
-    from .._process._exit import Stop
-    from .._shard._follower import Held
+    from .._process import Environment, Stop
+    from .._shard import Held
     from ._desired import Desired
     from ._ending import Ending
     from ._metrics import Metrics

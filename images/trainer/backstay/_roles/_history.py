@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .._checkpoint import FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
 from .._coordination import MODES, Coordinator, Intervals, Rules
-from .._process._exit import SIGTERM_EXIT
+from .._process import SIGTERM_EXIT
 from ..errors import BackstayError
 from ._epochs import epochs_of
 from ._event_files import EventFiles
@@ -19,9 +19,8 @@ from ._reports import FLUSH_REMOTE_SECONDS, FLUSH_SECONDS, Reports
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
-    from .._process._environment import Environment
-    from .._process._exit import Stop
-    from .._shard._follower import Held
+    from .._process import Environment, Stop
+    from .._shard import Held
     from ._desired import Desired
     from ._leader import Leader
     from ._script import Plan, Script

@@ -11,13 +11,13 @@ from backstay_rpc.control_pb2 import Rollback
 
 from .. import _instrument
 from .._coordination import MODES
-from .._process._compiling import one_compiles
-from .._update._engine import ShardEngine
+from .._process import one_compiles
+from .._update import ShardEngine
 from ..errors import CheckpointError
 from ._storing import restore
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
+    from .._process import Environment
     from ._script import Plan, Script
 
 __all__ = ["Loader", "build"]

@@ -24,7 +24,7 @@ from backstay_spec import contract
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
-from .._process._sockets import listening_socket
+from .._process import listening_socket
 
 __all__ = ["HttpPort", "Metrics", "Turns", "metric_names"]
 

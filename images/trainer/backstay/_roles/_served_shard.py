@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from backstay_rpc.control_pb2 import Applied, Commit, Done, Norm, ReplicaState, Rollback
 
 from .. import _instrument
-from .._coordination.seam import Message, Report
-from .._shard import ShardRuntime
-from .._shard._replication import Replication
+from .._coordination import Message, Report
+from .._shard import Replication, ShardRuntime
 from ._history import rules_of
 from ._learning_rate import LearningRate
 from ._loading import Loader, build
@@ -18,9 +17,9 @@ from ._storing import CheckpointWriter
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
-    from .._process._environment import Environment
-    from .._shard._follower import Held
-    from .._update._engine import ShardEngine
+    from .._process import Environment
+    from .._shard import Held
+    from .._update import ShardEngine
     from ._arbiter import Arbiter
     from ._coordinators import CoordinatorAccess
     from ._desired import Desired

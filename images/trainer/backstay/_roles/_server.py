@@ -14,9 +14,8 @@ from backstay_spec import contract
 from .. import _instrument
 from .._control import Link, Links, Peers
 from .._coordination import Liveness
-from .._process._environment import Environment
-from .._process._exit import SIGTERM_EXIT, Stop, write_termination
-from .._wire.server import DataServer
+from .._process import SIGTERM_EXIT, Environment, Stop, write_termination
+from .._wire import DataServer
 from ..errors import JobFailed, Superseded
 from ._arbiter import Arbiter
 from ._coordinators import CoordinatorAccess, LocalCoordinator, RemoteCoordinator

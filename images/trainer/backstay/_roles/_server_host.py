@@ -22,8 +22,8 @@ from .._control import Agreement, Driving
 from .._coordination import Liveness
 
 if TYPE_CHECKING:
-    from .._process._environment import Environment
-    from .._wire.server import DataServer
+    from .._process import Environment
+    from .._wire import DataServer
     from ._arbiter import Arbiter
     from ._coordinators import CoordinatorAccess
     from ._desired import Desired

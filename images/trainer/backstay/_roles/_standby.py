@@ -22,11 +22,10 @@ from backstay_rpc.control_pb2 import (
 )
 
 from .._control import Agreement, ControlClient, ControlServer, Driving, Peers
-from .._process._environment import Environment
-from .._process._exit import Stop
-from .._shard._follower import Follower, Held
-from .._update._engine import ShardEngine
-from .._wire.tcp import ClientStream
+from .._process import Environment, Stop
+from .._shard import Follower, Held
+from .._update import ShardEngine
+from .._wire import ClientStream
 from ..errors import PeerLost, Refused, Superseded
 from ._metrics import HttpPort, Metrics
 from ._ports import control_port, http_port

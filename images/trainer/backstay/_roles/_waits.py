@@ -15,7 +15,7 @@ from backstay_rpc.control_pb2 import Commit, Doing, HeartbeatRequest, ProgressRe
 from backstay_spec import contract
 
 from .. import _instrument
-from .._coordination._blame import AsyncBlame, Blame, Blamed
+from .._coordination import AsyncBlame, Blame, Blamed
 
 if TYPE_CHECKING:
     from .._coordination import CoordinatorState

@@ -22,10 +22,8 @@ from backstay_rpc.control_pb2 import (
     Save,
 )
 
-from .._coordination import UpdateMode, identity
-from .._coordination.seam import Coordination
-from .._wire.memory import Staging
-from .._wire.seam import CheckpointHook, Engine, Refusal
+from .._coordination import Coordination, UpdateMode, identity
+from .._wire import CheckpointHook, Engine, Refusal, Staging
 from ._early import Early
 from ._orders import Order
 from ._prepared import Hold, Operand, Prepared
@@ -35,7 +33,7 @@ from ._staging import Gradient, Gradients, describe
 from ._standbys import Standbys
 
 if TYPE_CHECKING:
-    from .._update._codecs import ShardWire
+    from .._update import ShardWire
 
 __all__ = ["Applier", "Term"]
 
