@@ -149,11 +149,10 @@ def open_aio_channel(address: str, *, reconnect_within: float | None = None) -> 
     return grpc.aio.insecure_channel(address, options=list(options.items()))
 
 
-def listen(handler: grpc.GenericRpcHandler, bind: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """A server that is bound and not started, for the running event loop.
+def listen(bind: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """A server that is bound, for the running event loop. It is not started, and has no handlers.
 
     Args:
-        handler: decides from the headers of a call who serves it.
         bind: an address of this machine.
         port: 0 for any.
 
@@ -163,7 +162,7 @@ def listen(handler: grpc.GenericRpcHandler, bind: str, port: int) -> tuple[grpc.
     Raises:
         OSError: the port cannot be bound; the message names it.
     """
-    server = grpc.aio.server(handlers=[handler], options=_SERVER, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=_SERVER, maximum_concurrent_rpcs=MAX_CALLS)
     bound = 0
     with contextlib.suppress(RuntimeError):
         bound = server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}")

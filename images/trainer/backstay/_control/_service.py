@@ -102,10 +102,16 @@ class ControlService(grpc.GenericRpcHandler):
     """Chooses the handler of a call by its headers."""
 
     def __init__(
-        self, host: Host, peers: Peers, credentials: Credentials, pool: ThreadPoolExecutor, timeouts: Timeouts
+        self,
+        host: Host,
+        peers: Peers,
+        credentials: Credentials,
+        pool: ThreadPoolExecutor,
+        guard: ConnectionGuard,
+        timeouts: Timeouts,
     ) -> None:
         self.host = host
-        self.guard: ConnectionGuard | None = None  # once the port is known
+        self._guard = guard
         self._peers = peers
         self._credentials = credentials
         self._pool = pool
@@ -134,16 +140,14 @@ class ControlService(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method)
 
     async def _not_authenticated(self, _: Any, context: Any) -> None:
-        if self.guard is not None:
-            self.guard.refuse(context.peer())
+        self._guard.refuse(context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, NOT_AUTHENTICATED, _MARK)
 
     # ---- How a call is served ----
 
     def _guarded(self, serve: Callable[[Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
         async def run(_: Any, context: Any) -> None:
-            if self.guard is not None:
-                self.guard.prove(context.peer())
+            self._guard.prove(context.peer())
             try:
                 await serve(context)
             except _Refused as refused:
@@ -170,8 +174,7 @@ class ControlService(grpc.GenericRpcHandler):
         try:
             data = await asyncio.wait_for(context.read(), self._timeouts.message)
         except TimeoutError:
-            if self.guard is not None:
-                self.guard.warnings.add(peer_address(context.peer())[0], "a call ended: its message did not arrive")
+            self._guard.warnings.add(peer_address(context.peer())[0], "a call ended: its message did not arrive")
             raise _Refused(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"no message arrived within {self._timeouts.message:.0f} s after the headers of the call",
@@ -322,16 +325,16 @@ class ControlServer:
         """
         timeouts = timeouts or Timeouts()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="backstay-control")
-        self._service = ControlService(host, peers, Credentials(token), self._pool, timeouts)
-        self._server, self.port = call(self._listen(bind, port), timeouts.call)
+        self._server, self.port = call(self._bind(bind, port), timeouts.call)
         self._guard = ConnectionGuard(self.port, "the control port", grace=timeouts.unproven)
-        self._service.guard = self._guard
+        self._service = ControlService(host, peers, Credentials(token), self._pool, self._guard, timeouts)
+        self._server.add_generic_rpc_handlers((self._service,))
+        call(self._server.start(), timeouts.call)
         self._guard.start()
 
-    async def _listen(self, bind: str, port: int) -> tuple[grpc.aio.Server, int]:
-        server, bound = listen(self._service, bind, port)
-        await server.start()
-        return server, bound
+    @staticmethod
+    async def _bind(bind: str, port: int) -> tuple[grpc.aio.Server, int]:
+        return listen(bind, port)  # in the event loop of the calls
 
     def serve(self, host: Host) -> None:
         """Answer calls with `host` from now on."""
