@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import backstay
+from backstay import testing
 
 
 def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_them(job, tmp_path: Path) -> None:
@@ -64,3 +65,28 @@ def test_t4_fragments_over_two_shards_are_the_plain_loop(job) -> None:
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0] * 4
     assert_same(tiny, tiny.pods[2])
+
+
+COUNTING = """
+import jax.numpy as jnp, optax, backstay
+
+# Each local step adds 1 to each parameter.
+backstay.train(
+    init=lambda key: {"a": {"w": jnp.zeros(3)}, "b": {"w": jnp.zeros(3)}},
+    loss=lambda params, batch: -jnp.sum(params["a"]["w"]) - jnp.sum(params["b"]["w"]),
+    batches=lambda key: (),
+    optimizer=optax.sgd(1.0),
+    local=backstay.LocalSteps(2, optax.sgd(1.0), fragments=2),
+    steps=6,
+)
+"""
+
+
+def test_t4_a_worker_keeps_its_fragments_though_a_server_dies(tmp_path: Path) -> None:
+    """The standby has the update whose answer was lost. The worker keeps its own values of the other fragment."""
+    script = tmp_path / "train.py"
+    script.write_text(COUNTING)
+    result = testing.run(script, servers=2, standbys=1, faults="kill server/1 @3", silent=60)
+    assert [death.slot for death in result.deaths] == ["server/1"]
+    # The last updates exchanged the first fragment after 5 steps, and the second one after 6.
+    assert sorted(float(layer["w"][0]) for layer in result.params.values()) == [5.0, 6.0]

@@ -34,7 +34,7 @@ from .._compute._contribution import Contribution, Start, Summary
 from .._compute._encoding import Encoder, Sending
 from .._compute._placement import Placement
 from .._control import ControlClient, Heartbeats, JobState
-from .._coordination import Outcome, Rate
+from .._coordination import MODES, Outcome, Rate
 from .._coordination._decisions import OUTCOME_OF
 from .._data._batch_key import BatchKey
 from .._data._prefetch import Prefetcher
@@ -330,6 +330,10 @@ class Worker:
                 pulled, params = self._reconnect(error)
                 if self._term == term and self._key_steps.undecided(key_step, at, pulled):
                     continue  # send the same again
+                if self._term == term:
+                    # As with the lost answer: other fragments did not change, and this worker keeps its own of them.
+                    exchanged = MODES[self._env.config.mode].exchanged(key_step, at.version, pulled.version)
+                    self._fragments = self._plan.wires[0].fragments_of(exchanged)
                 self.seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
                 return pulled, params, False
