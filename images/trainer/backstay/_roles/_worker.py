@@ -30,24 +30,14 @@ from backstay_spec import contract
 from backstay_spec.goodput import MEASURED
 
 from .. import _instrument
-from .._compute._contribution import Contribution, Start, Summary
-from .._compute._encoding import Encoder, Sending
-from .._compute._placement import Placement
+from .._compute import Contribution, Encoder, Placement, Sending, Start, Summary
 from .._control import ControlClient, Heartbeats, JobState
-from .._coordination import MODES, Outcome, Rate
-from .._coordination._decisions import OUTCOME_OF
-from .._data._batch_key import BatchKey
-from .._data._prefetch import Prefetcher
-from .._process._compiling import one_compiles
-from .._process._environment import Environment
-from .._process._exit import SIGTERM_EXIT, Stop, end_process
-from .._process._logs import Reporter
+from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
+from .._data import BatchKey, Prefetcher
+from .._process import SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
 from .._result import Result
-from .._update._partition import parts_of_leaves
-from .._update._untrained import ZeroLeaves
-from .._wire.buffers import Arrangement, ParamBuffers
-from .._wire.client import Push, ShardedClient, connect, record_exchange
-from .._wire.seam import Pulled
+from .._update import ZeroLeaves, parts_of_leaves
+from .._wire import Arrangement, ParamBuffers, Pulled, Push, ShardedClient, connect, record_exchange
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
 from ._beside import Beside
