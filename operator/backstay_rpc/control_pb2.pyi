@@ -449,26 +449,30 @@ class CoordinateRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., coordinator: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CoordinateReply(_message.Message):
-    __slots__ = ("incarnation", "data_address")
+    __slots__ = ("incarnation", "data_address", "link")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     data_address: str
-    def __init__(self, incarnation: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
+    link: int
+    def __init__(self, incarnation: _Optional[int] = ..., data_address: _Optional[str] = ..., link: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("term", "version", "last", "prepared", "begun")
+    __slots__ = ("term", "version", "last", "prepared", "begun", "link")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     last: Commit
     prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
     begun: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., begun: _Optional[int] = ...) -> None: ...
+    link: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., begun: _Optional[int] = ..., link: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
 from typing import Any
 
-from backstay._control import ControlServer, Links, Peers
+from backstay._control import Agreement, ControlServer, Driving, Links, Peers
 from backstay._wire import Listener
+from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, HeartbeatReply, Leaf, ShardMessage
+
+TOKEN = "0123456789abcdef"
+AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
 
 
 class Coordinating:
@@ -23,3 +29,57 @@ class Coordinating:
     def close(self) -> None:
         self.control.close()
         assert self._data.close()
+
+
+class FakeHost:
+    """Shard 0, without a shard."""
+
+    shard, incarnation, agreement = 0, 1, AGREEMENT
+
+    def __init__(self, driving: Driving) -> None:
+        self.driving = driving
+
+    def beat(self, _: object) -> HeartbeatReply:
+        return HeartbeatReply()
+
+    def fence(self, _: object) -> None: ...
+
+
+class Quiet:
+    """A `Storage` and an `Observer` that are not asked."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+class MemoryStream:
+    """A `ServerStream` in memory: the coordinator's end of a link."""
+
+    def __init__(self) -> None:
+        self.incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self.received: list[CoordinatorMessage] = []
+
+    def read(self, place: object = None) -> tuple[Frame, None] | None:
+        frame = self.incoming.get()
+        return None if frame is None else (frame, None)
+
+    def write(self, frame: Frame, *body: object) -> None:
+        self.received.append(frame.to_shard)
+
+    post = write
+
+    def keep_alive(self) -> None: ...
+
+    def alive(self) -> bool:
+        return True
+
+    def received(self) -> None: ...
+
+    def cut(self) -> None:
+        self.incoming.put(None)
+
+    def say(self, **kind: Any) -> None:
+        self.incoming.put(Frame(to_coordinator=ShardMessage(**kind)))
+
+    def commits(self) -> list[int]:
+        return [message.commit.version for message in self.received if message.HasField("commit")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from backstay._control import Agreement, ControlClient, Driving, Link, Links, Peers
+from backstay._control import ControlClient, Driving, Link, Links, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
@@ -25,23 +24,16 @@ from backstay_cluster.net import claim_block
 from backstay_rpc.control_pb2 import (
     TRAINING,
     Applied,
-    CoordinatorMessage,
-    Frame,
     GradientId,
     GradientInfo,
-    HeartbeatReply,
     Hello,
-    Leaf,
     Peer,
     Position,
-    ShardMessage,
     Staged,
 )
 
-from .linked import Coordinating
+from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
-TOKEN = "0123456789abcdef"
-AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
 SECONDS = 240.0
 SHARDS, STEPS, FIRST_PORT = 64, 12, 20_000
 SCRIPT = Script(
@@ -124,60 +116,6 @@ def test_64_shards_train() -> None:
         for thread in threads:
             thread.join(SECONDS)
         block.close()
-
-
-class FakeHost:
-    """Shard 0, without a shard."""
-
-    shard, incarnation, agreement = 0, 1, AGREEMENT
-
-    def __init__(self, driving: Driving) -> None:
-        self.driving = driving
-
-    def beat(self, _: object) -> HeartbeatReply:
-        return HeartbeatReply()
-
-    def fence(self, _: object) -> None: ...
-
-
-class Quiet:
-    """A `Storage` and an `Observer` that are not asked."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-
-class MemoryStream:
-    """A `ServerStream` in memory: the coordinator's end of a link."""
-
-    def __init__(self) -> None:
-        self.incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self.received: list[CoordinatorMessage] = []
-
-    def read(self, place: object = None) -> tuple[Frame, None] | None:
-        frame = self.incoming.get()
-        return None if frame is None else (frame, None)
-
-    def write(self, frame: Frame, *body: object) -> None:
-        self.received.append(frame.to_shard)
-
-    post = write
-
-    def keep_alive(self) -> None: ...
-
-    def alive(self) -> bool:
-        return True
-
-    def received(self) -> None: ...
-
-    def cut(self) -> None:
-        self.incoming.put(None)
-
-    def say(self, **kind: Any) -> None:
-        self.incoming.put(Frame(to_coordinator=ShardMessage(**kind)))
-
-    def commits(self) -> list[int]:
-        return [message.commit.version for message in self.received if message.HasField("commit")]
 
 
 def test_256_shards_get_every_update_in_order_and_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -188,3 +189,17 @@ def test_t8_a_stream_that_cannot_be_opened_leaves_no_socket_open(monkeypatch: py
     with pytest.raises(PeerLost, match="broke"):
         ClientStream("127.0.0.1:7078", Hello(), "token")
     assert made.fileno() == -1
+
+
+def test_a_link_ends_if_a_frame_cannot_be_sent() -> None:
+    """For example without memory in the kernel: the sender's reader must not wait for an answer to that frame."""
+
+    class Fails(socket.socket):
+        def send(self, *_: object) -> int:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    with ends() as (sender, _), Fails(fileno=sender.detach()) as sock:
+        stream = Frames(sock)
+        with pytest.raises(ConnectionError):
+            stream.post(Frame())
+        assert stream.read() is None

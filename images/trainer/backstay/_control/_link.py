@@ -93,6 +93,7 @@ class Link:
         self._prepared: tuple[Contribution, ...] = ()
         self._coordinator = 0
         self._opened = 0  # how often the link was opened
+        self._number = 0  # of this link, from the coordinator
         self._begun = 0  # the newest term that it received
         self._cancel: Callable[[], object] = lambda: None  # ends the attempt to link, or the link
         self._closed = threading.Event()
@@ -212,7 +213,7 @@ class Link:
         with open_channel(self._address) as channel:
             stub = ControlStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Coordinate.future(request, self._timeouts.link_answer, self._metadata)
-            self._cancels(call.cancel)
+            self._cancels(call.cancel, request.coordinator)
             try:
                 reply = call.result()
             except grpc.FutureCancelledError:
@@ -221,13 +222,16 @@ class Link:
                 raise refusal_of(error) or PeerLost(f"shard 0's server does not coordinate: {error}") from None
         hello = Hello(peer=self._peer, expected_incarnation=reply.incarnation)
         stream = ClientStream(reply.data_address, hello, self._token)
-        self._cancels(lambda: stream.cancel("the link is not used any more"))
+        self._cancels(lambda: stream.cancel("the link is not used any more"), request.coordinator)
+        self._number = reply.link
         return stream
 
-    def _cancels(self, cancel: Callable[[], object]) -> None:
+    def _cancels(self, cancel: Callable[[], object], coordinator: int) -> None:
+        """How to end the attempt to link to `coordinator`, which ends now if another one was expected meanwhile."""
         with self._lock:
             self._cancel = cancel
-        if self._closed.is_set():
+            void = coordinator != self._coordinator
+        if void or self._closed.is_set():
             cancel()
 
     def _open(self, stream: ClientStream) -> None:
@@ -240,7 +244,12 @@ class Link:
             with self._lock:
                 self._opened += 1
                 position = Position(
-                    term=self._term, version=self._version, last=self._last, prepared=self._prepared, begun=self._begun
+                    term=self._term,
+                    version=self._version,
+                    last=self._last,
+                    prepared=self._prepared,
+                    begun=self._begun,
+                    link=self._number,
                 )
                 stream.write(Frame(to_coordinator=ShardMessage(position=position)))
                 held: list[Report] = [*self._held.values(), Applied(version=self._version), *self._written]

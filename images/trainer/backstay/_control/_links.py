@@ -6,6 +6,7 @@ A message is sent by the thread that has it (docs/decisions/0058).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Final, Protocol
@@ -71,6 +72,8 @@ class Links:
         self._host, self._peers = host, peers
         self._lock = threading.Lock()
         self._open: set[_RemoteSink] = set()
+        self._attaching = threading.Lock()
+        self._newest: dict[int, int] = {}  # numbers of links, by shard
 
     def __len__(self) -> int:
         """How many other shards are linked."""
@@ -82,7 +85,9 @@ class Links:
         try:
             self._serve(hello, stream)
         except Refusal as refusal:
-            stream.write(frames.refused(refusal))
+            with contextlib.suppress(PeerLost):
+                # Without waiting: a decision's thread may have this link in its list, and would wait for this thread.
+                stream.post(frames.refused(refusal))
 
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         driving = self._driving(hello)
@@ -94,23 +99,22 @@ class Links:
             raise Refusal("INVALID_ARGUMENT", "a link begins with a position")
         position, peer = first.position, hello.peer
         sink = _RemoteSink(peer.index, stream)
-        with self._lock:
-            for older in [other for other in self._open if other.shard == peer.index]:
-                older.end()
-            self._open.add(sink)
         try:
-            stream.keep_alive()
-            stream.write(ACCEPTED)
-            driving.attach(
-                peer.index,
-                sink,
-                position.term,
-                position.version,
-                incarnation=peer.incarnation,
-                last=position.last if position.HasField("last") else None,
-                prepared=position.prepared,
-                begun=position.begun,
-            )
+            with self._attaching:
+                if not self._begins(sink, position.link):
+                    return
+                stream.keep_alive()
+                stream.write(ACCEPTED)
+                driving.attach(
+                    peer.index,
+                    sink,
+                    position.term,
+                    position.version,
+                    incarnation=peer.incarnation,
+                    last=position.last if position.HasField("last") else None,
+                    prepared=position.prepared,
+                    begun=position.begun,
+                )
             while (item := stream.read()) is not None:
                 frame, body = item
                 message = frame.to_coordinator
@@ -124,6 +128,17 @@ class Links:
             with self._lock:
                 self._open.discard(sink)
             driving.detach(peer.index, sink)
+
+    def _begins(self, sink: _RemoteSink, number: int) -> bool:
+        """The previous link of the shard ends. False: a later link began, whose thread was earlier than this one."""
+        with self._lock:
+            if number < self._newest.get(sink.shard, 0):
+                return False  # its position and reports are out of date
+            self._newest[sink.shard] = number
+            for older in [other for other in self._open if other.shard == sink.shard]:
+                older.end()
+            self._open.add(sink)
+            return True
 
     def _driving(self, hello: Hello) -> Driving:
         peer, host = hello.peer, self._host

@@ -115,14 +115,11 @@ class Frames:
         """
         header = frame.SerializeToString()
         data = _HEAD.pack(len(header), 0) + header
-        with self._writing:
-            try:
-                sent = self._socket.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-        if sent < len(data):
-            self.cut()
-            raise ConnectionError("the other end reads too slowly")
+        with self._writing, contextlib.suppress(OSError):  # even if its buffer is full
+            if self._socket.send(data, socket.MSG_DONTWAIT) == len(data):
+                return
+        self.cut()  # the reader must not wait for an answer to a frame that was not sent
+        raise ConnectionError("the connection broke, or the other end reads too slowly")
 
     def keep_alive(self) -> None:
         """Notice within about 10 s that the peer's node is gone, and let many small frames wait for a slow peer."""
