@@ -106,14 +106,14 @@ def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
         def deliver(self, _: Any) -> None: ...
 
     server = Coordinating(Host(driving), TOKEN)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, Sink(), "Sync")
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
 
     def connect(address: str, hello: Hello, token: str) -> ClientStream:
         link.expect(2)
         return ClientStream(address, hello, token)
 
     monkeypatch.setattr(_link, "ClientStream", connect)
-    link.start()
+    link.start(Sink())
     try:
         until(lambda: superseded)
         assert superseded[0] == 2
