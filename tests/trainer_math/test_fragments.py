@@ -111,7 +111,8 @@ def test_each_exchange_has_one_fragment_and_all_of_them_the_whole(wire: Wire) ->
             for block, sent in zip(layout.blocks, some.gradients, strict=True):
                 assert bool(sent.nbytes) == (block.fragment in (step % COUNT, None))
         state = sum(block.nbytes for block in layout.blocks if not block.trained)
-        assert sum(one.of(step).sent for step in range(COUNT)) == one.sent + (COUNT - 1) * state
+        whole = sum(block.nbytes for block in one.gradients)
+        assert sum(block.nbytes for s in range(COUNT) for block in one.of(s).gradients) == whole + (COUNT - 1) * state
         assert one.only(None) is one
         assert one.only(frozenset(range(COUNT))) is one
 

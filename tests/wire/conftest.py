@@ -305,13 +305,16 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
 def dial(stack: ExitStack) -> Callable[..., ShardedClient]:
     """Clients of shards that are closed at the end."""
 
-    def connect_to(*shards: Shard, rank: int = 0, mode: str = "Sync", token: str = TOKEN, **more: Any) -> ShardedClient:
+    def connect_to(
+        *shards: Shard, rank: int = 0, mode: str = "Sync", token: str = TOKEN, carried: Any = None, **more: Any
+    ) -> ShardedClient:
         client = connect(
             [shard.address for shard in shards],
             [shard.layout for shard in shards],
             [hello(rank, shard=shard.layout.shard, **more) for shard in shards],
             token=token,
             mode=mode,
+            **({"carried": carried} if carried else {}),
         )
         stack.callback(client.close)
         return client

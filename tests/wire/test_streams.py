@@ -51,6 +51,26 @@ def test_a_gradient_there_and_the_parameters_back(
     assert shard.coordination.of("lost") == []
 
 
+@pytest.mark.parametrize("sizes", [(SMALL,), (BIG, 3), ()])
+def test_the_bytes_of_tensors_are_counted_of_every_exchange(
+    kit: SimpleNamespace, make_shard: Make, dial: Make, sizes: tuple[int, ...]
+) -> None:
+    """Also of pulls without a push, and of a push that the server refuses."""
+    shard, carried = make_shard(sizes, serve=True), []
+    shard.coordination.decide = commit_alone(kit, shard)
+    client = pulled(dial(shard, carried=lambda *counts: carried.append(counts)), shard)
+    total = [sum(counts) for counts in zip((0, 0), *carried, strict=True)]
+    assert total == [0, shard.layout.nbytes]
+    client.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()])
+    total = [sum(counts) for counts in zip((0, 0), *carried, strict=True)]
+    assert total == [shard.layout.nbytes, 2 * shard.layout.nbytes]
+    with pytest.raises(Refused):
+        client.exchange_all(push_of(kit, shard, 1.0, term=9), 0, [shard.buffers()])
+    sent, received = (sum(counts) for counts in zip((0, 0), *carried, strict=True))
+    assert shard.layout.nbytes <= sent <= 2 * shard.layout.nbytes
+    assert received == 2 * shard.layout.nbytes
+
+
 @pytest.mark.parametrize("size", [SMALL, BIG])
 def test_a_server_has_received_a_contribution_between_the_workers_times_of_it(
     kit: SimpleNamespace, make_shard: Make, dial: Make, monkeypatch: pytest.MonkeyPatch, size: int

@@ -192,7 +192,11 @@ class Metrics:
             (*_WHO, "outcome"),
         )
         self._bytes = self._family(
-            of, Counter, "tensor_bytes", "Bytes of tensors on the worker's data streams.", (*_WHO, "direction")
+            of,
+            Counter,
+            "tensor_bytes",
+            "Bytes of tensors on the worker's data streams, also of exchanges that failed.",
+            (*_WHO, "direction"),
         )
         self._contribution_flops = self._family(
             of,
@@ -306,6 +310,11 @@ class Metrics:
     def tensor_bytes(self, direction: str) -> Counter:
         """``sent`` or ``received``."""
         return self._bytes.labels(*self._who, direction)
+
+    def carried(self, sent: int, received: int) -> None:
+        """Count bytes of tensors of the data streams."""
+        self.tensor_bytes("sent").inc(sent)
+        self.tensor_bytes("received").inc(received)
 
     def exports(self, family: MetricWrapperBase) -> bool:
         """Whether this pod exports a metric."""

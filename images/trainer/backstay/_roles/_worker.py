@@ -334,10 +334,10 @@ class Worker:
             beside, sent, answered = self._beside.seconds(began, ended), pulled.pushed_at, pulled.answered_at
             self.seconds.exchanged(sent - began, answered - began, applied_at=applied_at, beside=beside)
             self._key_steps.answered(key_step, pulled)
-            self._count(pulled, key_step, info())
+            self._count(pulled, info())
             return pulled, params, True
 
-    def _count(self, pulled: Pulled, key_step: int, info: GradientInfo) -> None:
+    def _count(self, pulled: Pulled, info: GradientInfo) -> None:
         now = time.monotonic()
         self._version = pulled.version
         self._rate.add(now, info.examples)
@@ -346,9 +346,6 @@ class Worker:
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
         self._metrics.worker_examples.inc(info.examples)
-        wires = self._plan.wires
-        self._metrics.tensor_bytes("sent").inc(sum(wire.of(key_step).sent for wire in wires))
-        self._metrics.tensor_bytes("received").inc(sum(wire.only(pulled.fragments).received for wire in wires))
         last = pulled.version >= self._script.steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
@@ -432,6 +429,7 @@ class Worker:
             token=self._env.token,
             mode=self._env.config.mode,
             wires=self._plan.wires,
+            carried=self._metrics.carried,
         )
         self._joined = True
         if not self._compiled and self._prepared is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from .._update import BlockWire, ShardWire
 
 __all__ = ["CancellableStream", "Push", "ShardedClient", "StreamClient", "connect", "record_exchange"]
+
+
+Carried: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes of tensors that were sent and received since the previous call, by any thread."""
+
+_IGNORED: Final[Carried] = lambda sent, received: None  # noqa: E731
 
 
 class CancellableStream(FrameStream, Protocol):
@@ -69,19 +75,23 @@ class _Thread:
 class StreamClient:
     """A `DataClient` over any stream."""
 
-    def __init__(self, stream: CancellableStream, shard: int, wire: ShardWire, mode: Mode = "Sync") -> None:
+    def __init__(
+        self, stream: CancellableStream, shard: int, wire: ShardWire, mode: Mode = "Sync", carried: Carried = _IGNORED
+    ) -> None:
         """
         Args:
             stream: open, without another user.
             shard: its number, for messages.
             wire: how its blocks travel.
             mode: of the job.
+            carried: see `connect`.
         """
         self._stream = stream
         self._shard = shard
         self._wire = wire
         self._sizes = [block.nbytes for block in wire.exact]
         self._mode = MODES[mode]
+        self._carried = carried
         self._outgoing: dict[ShardWire, Outgoing] = {}
 
     @property
@@ -134,6 +144,7 @@ class StreamClient:
             body = [data for index in out.blocks for data in self._data(push, index)]
             begin.whole.CopyFrom(frames.end_of(out.total, push.info()).end)
             self._stream.write(frames.push_begin(begin), *body)
+            self._carried(out.total, 0)
             return
         if not out.chunks and not self._begin(push, begin):  # other shards have all of it
             return
@@ -155,6 +166,7 @@ class StreamClient:
                     self._stream.write(frames.ABANDON)
                     return
             self._stream.write(frame, data[section][start:stop])
+            self._carried(stop - start, 0)
             sent += stop - start
         self._stream.write(frames.end_of(out.total, push.info()))
 
@@ -223,6 +235,7 @@ class StreamClient:
         try:
             cover.announce(begin.bytes)
             if begin.whole:
+                cover.whole(begin.bytes)
                 if body is not PLACED:
                     _decode(wires, into, body)
             else:
@@ -246,6 +259,8 @@ class StreamClient:
                     raise self._nonsense(f"a frame {kind!r} inside parameters")
         except Refusal as refusal:
             raise self._nonsense(refusal.message) from refusal
+        finally:
+            self._carried(0, cover.received)
         return Pulled(
             term=begin.term,
             version=begin.version,
@@ -451,6 +466,7 @@ def connect(
     token: str,
     mode: Mode,
     wires: Sequence[ShardWire] | None = None,
+    carried: Carried = _IGNORED,
 ) -> ShardedClient:
     """Opens a stream to every shard, over TCP.
 
@@ -461,6 +477,7 @@ def connect(
         token: the job's.
         mode: the job's.
         wires: how the blocks of each shard travel; None: exactly.
+        carried: is called with the bytes of tensors that travel, also of exchanges that fail.
 
     Raises:
         errors.PeerLost, errors.Refused: a stream could not be opened; none stays open. Most refusals are seen
@@ -473,7 +490,7 @@ def connect(
     wires = wires or [ShardWire.exactly(layout.blocks) for layout in layouts]
     try:
         for address, layout, hello, wire in zip(addresses, layouts, hellos, wires, strict=True):
-            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, wire, mode))
+            clients.append(StreamClient(ClientStream(address, hello, token), layout.shard, wire, mode, carried))
     except BaseException:
         for client in clients:
             client.close()

@@ -286,16 +286,6 @@ class ShardWire:
         return self._only.setdefault(fragments, made)
 
     @cached_property
-    def sent(self) -> int:
-        """The bytes of a contribution."""
-        return sum(block.nbytes for block in self.gradients)
-
-    @cached_property
-    def received(self) -> int:
-        """The bytes of parameters."""
-        return sum(block.nbytes for block in self.parameters)
-
-    @cached_property
     def earliest_last(self) -> int:
         """The first block that can complete an answer to a push, over all fragments; -1: an answer has no block."""
         each = (self.of(step).parameters for step in range(self.count))
