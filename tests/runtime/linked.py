@@ -17,13 +17,13 @@ AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
 class Coordinating:
     """Both ports, open until `close`. `host` gets the attribute `data_address`."""
 
-    def __init__(self, host: Any, token: str, port: int = 0, **options: Any) -> None:
-        """`options`: of `ControlServer`."""
+    def __init__(self, host: Any, token: str, port: int = 0, bind: str = "127.0.0.1", **options: Any) -> None:
+        """`options`: of `ControlServer`, which listens at `bind` and `port`."""
         peers = Peers()
         self.links = Links(host, peers)
         self._data = Listener("127.0.0.1", 0, token, self.links.serve)
         host.data_address = f"127.0.0.1:{self._data.bound}"
-        self.control = ControlServer(host, peers, bind="127.0.0.1", port=port, token=token, **options)
+        self.control = ControlServer(host, peers, bind=bind, port=port, token=token, **options)
         self.port = self.control.port
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteMa
 from backstay._roles._metrics import HttpPort, Metrics
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
+from backstay_cluster.net import claim_block
 from backstay_rpc import bearer
 from backstay_rpc.channels import open_channel
 from backstay_rpc.control_pb2 import (
@@ -353,10 +354,11 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     host.driving = driving
     first = Recorder()
     driving.attach(0, first, 0, 0)
-    server = Coordinating(host, TOKEN)
+    block = claim_block()  # its own address: no other program takes the port while it is closed
+    server = Coordinating(host, TOKEN, bind=block.node_ip)
     sink = Recorder()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
+    link = Link(f"{block.node_ip}:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
     link.start(sink)
     until(lambda: sink.kinds() == ["Rollback"])
     link.started(1, 0)
@@ -371,7 +373,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     link.report(staged(0))
     driving.report(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
     assert "Commit" not in first.kinds()
-    server = Coordinating(host, TOKEN, port)
+    server = Coordinating(host, TOKEN, port, block.node_ip)
     until(lambda: "Commit" in sink.kinds())
     link.report(Applied(version=1))
     driving.report(0, Applied(version=1))
@@ -381,7 +383,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     server.close()
     until(lambda: driving._sinks.keys() == {0})
     link.report(Written(term=1, version=1))
-    server = Coordinating(host, TOKEN, port)
+    server = Coordinating(host, TOKEN, port, block.node_ip)
     until(lambda: len(driving._sinks) == 2)
     driving.report(0, staged(1))
     until(lambda: [m.version for m in sink.received if type(m).__name__ == "Commit"][-1:] == [1])
@@ -390,6 +392,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     link.close()
     driving.close()
     server.close()
+    block.close()
 
 
 def test_t6_messages_of_a_replaced_server_are_ignored() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from backstay._wire.frames import MAX_CHUNK_BYTES
 from backstay._wire.seam import PLACED, Bytes, Refusal
-from backstay._wire.tcp import ClientStream, Frames, Listener
+from backstay._wire.sockets import Frames
+from backstay._wire.tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (
     Chunk,
