@@ -51,6 +51,17 @@ def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) 
         assert [int(step) for step in re.findall(r"batch (\d+)", worker.output())] == list(range(6 * 3))
 
 
+def test_the_local_steps_of_the_first_contribution_count_as_compiling(job) -> None:
+    """Also the time between two of its batches, in which JAX compiles; it was goodput."""
+    tiny = job(1, 1)
+    tiny.environment = {"STEPS": "1", "LOCAL": json.dumps({"count": 3})}
+    server, worker = tiny.server(0), tiny.worker(0)
+    assert [server.wait(), worker.wait()] == [0, 0]
+    [seconds] = re.findall(r"seconds of this worker: (.*)", worker.output())
+    assert "compiling" in seconds
+    assert "applied" not in seconds
+
+
 def assert_same(tiny: Any, pod: Any) -> None:
     for name, value in tiny.reference().items():
         if name.isdigit():

@@ -250,7 +250,10 @@ class Worker:
         if prepared is not None and prepared[0] == key:
             return prepared[1]
         last = self._key_steps.last(self._script.steps * self._computation.batches)
-        self.seconds.computed()  # between two batches of a contribution
+        if self._compiled:  # between two batches of a contribution
+            self.seconds.computed()
+        else:
+            self.seconds.ended("compiling")
         with _instrument.span("batch_wait", key.step):
             batch = self._batches.get(key, last)
         self.seconds.ended("data")
