@@ -106,8 +106,7 @@ class Follower:
             if kind_of(frame) != "replica" or not frame.replica.mean.whole:
                 return None
             staging = self._memory(frame.replica.mean)
-            _check(Cover([block.nbytes for block in staging.blocks]), nbytes)
-            return [block for block in staging.blocks if block.nbytes]
+            return _whole(staging, nbytes)
 
         while True:
             staging = None
@@ -203,12 +202,12 @@ class Follower:
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
         """`staging`: a mean in one frame has arrived. None: it has no bytes, or its chunks follow."""
-        empty = staging is None
-        staging = staging or self._memory(mean)
+        if staging is None:
+            staging = self._memory(mean)
+            if mean.whole:
+                _whole(staging, 0)
         cover = Cover([block.nbytes for block in staging.blocks])
         place = cover.place(staging.blocks)
-        if mean.whole and empty:
-            _check(cover, 0)
         while not mean.whole:
             frame, body = stream.read(place)
             if kind_of(frame) == "chunk" and body is not None:
@@ -277,8 +276,9 @@ class Follower:
         return self._held
 
 
-def _check(cover: Cover, nbytes: int) -> None:
+def _whole(staging: Staging, nbytes: int) -> list[Bytes]:
+    """The memory of a mean gradient that arrives in one frame. Raises `PeerLost` if it has another size."""
     try:
-        cover.whole(nbytes)
+        return Cover([block.nbytes for block in staging.blocks]).whole(nbytes, staging.blocks)
     except Refusal as refusal:
         raise PeerLost(refusal.message) from None

@@ -217,8 +217,7 @@ class StreamClient:
             wires = self._travelling(frame.params_begin.version, push, exact)[1]
             if any(wire.codec is not None for wire in wires):
                 return None
-            Cover([wire.nbytes for wire in wires]).whole(nbytes)
-            return [memory for memory, wire in zip(into, wires, strict=True) if wire.nbytes]
+            return Cover([wire.nbytes for wire in wires]).whole(nbytes, into)
 
         frame, body = self._read(whole)
         while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
@@ -235,7 +234,7 @@ class StreamClient:
         try:
             cover.announce(begin.bytes)
             if begin.whole:
-                cover.whole(begin.bytes)
+                cover.whole(begin.bytes, into)
                 if body is not PLACED:
                     _decode(wires, into, body)
             else:
@@ -304,7 +303,7 @@ class StreamClient:
 
 def _decode(wires: Sequence[BlockWire], into: Sequence[Bytes], body: Bytes | None) -> None:
     """All parameters came in one frame: put them into `into`. Raises `Refusal`."""
-    Cover([wire.nbytes for wire in wires]).whole(0 if body is None else body.nbytes)
+    Cover([wire.nbytes for wire in wires]).whole(0 if body is None else body.nbytes, into)
     at = 0
     for wire, memory in zip(wires, into, strict=True):
         offset = 0

@@ -194,8 +194,11 @@ class Cover:
 
         return place
 
-    def whole(self, nbytes: int) -> None:
-        """All blocks arrive in one frame, in `nbytes` bytes.
+    def whole(self, nbytes: int, blocks: Sequence[Bytes]) -> list[Bytes]:
+        """All blocks arrive in one frame, in `nbytes` bytes. Returns the pieces of memory where they belong.
+
+        Args:
+            blocks: the memory of each block.
 
         Raises:
             Refusal: `INVALID_ARGUMENT`, it is another size than the shard's.
@@ -203,6 +206,7 @@ class Cover:
         if nbytes != self._total:
             raise Refusal("INVALID_ARGUMENT", f"a frame with all blocks has {nbytes} bytes: must be {self._total}")
         self._missing = 0
+        return [memory for memory, size in zip(blocks, self._sizes, strict=True) if size]
 
     def end(self, nbytes: int) -> None:
         """The end mark arrived. Raises `Refusal` unless all bytes have arrived, and the sender counted the same."""

@@ -163,8 +163,7 @@ class StreamServer:
                 if kind_of(frame) != "push_begin" or not frame.push_begin.HasField("whole"):
                     return None
                 push = pushes.enter_context(self._begin(hello, stream, frame.push_begin))
-                push.cover.whole(nbytes)
-                return [block for block in push.incoming.blocks if block.nbytes]
+                return push.cover.whole(nbytes, push.incoming.blocks)
 
             item = stream.read(whole)
             if item is None:
@@ -236,7 +235,7 @@ class StreamServer:
             stream.write(frames.RECEIVED)
         if begin.HasField("whole"):
             if body is None:
-                cover.whole(0)
+                cover.whole(0, incoming.blocks)
             cover.end(begin.whole.bytes)
             incoming.check()
             self._shard.complete(incoming, begin.whole.info)
