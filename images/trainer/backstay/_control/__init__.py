@@ -8,6 +8,7 @@ evaluators call through `_client`.
 from __future__ import annotations
 
 from ._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement, first_difference
+from ._auth import FINAL
 from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
 from ._link import Link
@@ -18,6 +19,7 @@ from ._spans import Kept, Outbox
 
 __all__ = [
     "CONSTANTS",
+    "FINAL",
     "LAYOUT",
     "PROGRAM",
     "SOFTWARE",

@@ -11,7 +11,7 @@ from backstay_rpc.channels import REFUSAL
 
 from ..errors import Refused, Superseded
 
-__all__ = ["FINAL", "is_final", "refusal_of"]
+__all__ = ["FINAL", "final_error", "is_final", "refusal_of"]
 
 FINAL = {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}
 """The names of codes that further calls would be answered with too."""
@@ -35,6 +35,11 @@ def refusal_of(error: grpc.RpcError) -> Refused | None:
     code: Any = getattr(error, "code", lambda: None)()
     if not is_final(code, getattr(error, "trailing_metadata", lambda: ())()):
         return None
-    details = str(getattr(error, "details", lambda: "")())
-    kind = Superseded if code is grpc.StatusCode.PERMISSION_DENIED else Refused
-    return kind(code.name, details)
+    return final_error(code.name, str(getattr(error, "details", lambda: "")()))
+
+
+def final_error(code: str, message: str) -> Refused | None:
+    """The error for a Backstay server's refusal with this code, if further calls would get it too; else None."""
+    if code not in FINAL:
+        return None
+    return Superseded(code, message) if code == "PERMISSION_DENIED" else Refused(code, message)

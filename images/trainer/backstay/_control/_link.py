@@ -39,9 +39,9 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 from .._coordination import MODES, Mode, Report, ShardSink
 from .._timeouts import Timeouts
 from .._wire import ClientStream, kind_of
-from ..errors import PeerLost, Refused, Superseded
+from ..errors import PeerLost, Refused
 from ._agreement import Agreement
-from ._auth import FINAL, refusal_of
+from ._auth import final_error, refusal_of
 from ._envelopes import message_in, wrap_report
 
 __all__ = ["Link"]
@@ -261,9 +261,7 @@ class Link:
             watchdog.cancel()
         if kind_of(frame) == "refused":
             code, why = frame.refused.code, frame.refused.message
-            if code in FINAL:
-                raise Superseded(code, why) if code == "PERMISSION_DENIED" else Refused(code, why)
-            raise PeerLost(f"the coordinator refuses the link: {why}")
+            raise final_error(code, why) or PeerLost(f"the coordinator refuses the link: {why}")
         self.up = True
 
     def _receive(self, frame: Frame, sink: ShardSink) -> None:

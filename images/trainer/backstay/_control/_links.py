@@ -19,7 +19,7 @@ from .._wire import Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._driving import Driving
 from ._envelopes import report_in, wrap_message
-from ._peers import Peers
+from ._peers import Peers, replaced
 
 __all__ = ["LinkHost", "Links"]
 
@@ -153,10 +153,6 @@ class Links:
                 f"shard 0 has incarnation {host.incarnation}, not {hello.expected_incarnation}: link again",
             )
         newest, _ = self._peers.see(peer.role, peer.index, peer.incarnation)
-        if newest > peer.incarnation:
-            raise Refusal(
-                "PERMISSION_DENIED",
-                f"{peer.role}-{peer.index} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it "
-                "must stop",
-            )
+        if why := replaced(peer, newest):
+            raise Refusal("PERMISSION_DENIED", why)
         return driving

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["Peers"]
+from backstay_rpc.control_pb2 import Peer
+
+__all__ = ["Peers", "replaced"]
 
 
 class Peers:
@@ -27,3 +29,11 @@ class Peers:
         """By name, such as ``worker-3``."""
         with self._lock:
             return dict(self._newest)
+
+
+def replaced(peer: Peer, newest: int) -> str:
+    """Why a pod must stop when `newest` is the newest incarnation of its slot; empty: it is the newest."""
+    if newest <= peer.incarnation:
+        return ""
+    name = f"{peer.role}-{peer.index}"
+    return f"{name} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it must stop"

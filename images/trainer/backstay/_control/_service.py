@@ -42,7 +42,7 @@ from .._process import ConnectionGuard, peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
 from ._driving import Driving
-from ._peers import Peers
+from ._peers import Peers, replaced
 
 __all__ = ["ControlServer", "Host"]
 
@@ -201,14 +201,10 @@ class ControlService(grpc.GenericRpcHandler):
 
     def _see(self, peer: Peer) -> None:
         newest, news = self._peers.see(peer.role, peer.index, peer.incarnation)
-        name = f"{peer.role}-{peer.index}"
-        if newest > peer.incarnation:
-            raise _Refused(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"{name} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it must stop",
-            )
+        if why := replaced(peer, newest):
+            raise _Refused(grpc.StatusCode.PERMISSION_DENIED, why)
         if news and peer.incarnation > 0:
-            self.host.fence({name: newest})
+            self.host.fence({f"{peer.role}-{peer.index}": newest})
 
     def _agree(self, request: JoinRequest | CoordinateRequest, here: str) -> None:
         peer = request.peer

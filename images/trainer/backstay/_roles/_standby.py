@@ -21,7 +21,7 @@ from backstay_rpc.control_pb2 import (
     ProgressRequest,
 )
 
-from .._control import Agreement, ControlClient, ControlServer, Driving, Peers
+from .._control import FINAL, Agreement, ControlClient, ControlServer, Driving, Peers
 from .._process import Environment, Stop
 from .._shard import Follower, Held
 from .._update import ShardEngine
@@ -116,7 +116,7 @@ class Standby:
                 except PeerLost as lost:
                     _LOG.debug("the active server: %s", lost)
                 except Refused as refusal:
-                    if refusal.code in {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}:
+                    if refusal.code in FINAL:
                         raise
                     _LOG.debug("the active server refuses: %s", refusal)
                 self._wake.wait(self._env.timeouts.reconnect_pause)
