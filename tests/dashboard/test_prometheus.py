@@ -98,6 +98,18 @@ class Shown:
         return most(found)
 
 
+def between(events: float) -> float:
+    """How much the rates of two counters of the same events may differ.
+
+    A pod counts one after the other, so a scrape may fall between them, at the start and at the end of the window. Ten
+    of its seconds lie between two scrapes, or more.
+
+    Args:
+        events: that may happen together.
+    """
+    return 2 * events / 10
+
+
 def most(found: list[dict[str, Any]]) -> list[Sample]:
     """Each series with its largest number; a mean over a window without an observation is none."""
     numbers = [(one["metric"], [v for _, text in one["values"] if math.isfinite(v := float(text))]) for one in found]
@@ -110,7 +122,8 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     speed = shown.one("job: Updates")
     assert 0.5 < speed < 11  # a batch takes 0.1 s, and the quorum needs no slow worker
     assert shown.one("job: Updates", "C") == pytest.approx(1 / speed)
-    assert shown.one("job: Examples") == pytest.approx(speed * 2 * 8, rel=1e-6)  # a quorum of two, batches of eight
+    batch = BATCH[0]
+    assert shown.one("job: Examples") == pytest.approx(speed * 2 * batch, abs=between(2 * batch))  # a quorum of two
     outcomes = shown.by("outcome", "job: Contributions by outcome")
     assert outcomes["applied"] == pytest.approx(2 * speed, rel=0.15)
     assert 0 < outcomes["late"] <= speed * 1.2
@@ -182,7 +195,7 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     assert set(shown.by("index", "job: Writing a shard's part")) == {"0"}
     assert shown.one("job: Bytes written") > 0
     wire = shown.by("direction", "job: Tensors on the wire")
-    assert wire["sent"] == pytest.approx(wire["received"], rel=1e-6)
+    assert wire["sent"] == pytest.approx(wire["received"], abs=between(3 * 4 * 2 * 4))  # three workers
     assert wire["sent"] == pytest.approx(sum(outcomes.values()) * 4 * 2 * 4, rel=0.2)  # a 4 x 2 float32 each
     for where in ("job: Processors by role", "job: Memory by role"):
         assert set(shown.by("role", where)) == {"ParameterServer", "Worker", "Evaluator"}
@@ -193,7 +206,8 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
 
 def check_model(shown: Shown) -> None:
     """The collapsed row of numbers that this script provides; a processor's peak and memory are not known."""
-    assert shown.one("job: Tokens") == pytest.approx(shown.one("job: Examples") * BATCH[1], rel=1e-6)
+    tokens, examples = shown.one("job: Tokens"), shown.one("job: Examples")
+    assert tokens == pytest.approx(examples * BATCH[1], abs=between(2 * BATCH[0] * BATCH[1]))
     assert 0 < shown.one("job: Gradient norm") < 100
     assert shown.one("job: Learning rate") == pytest.approx(RATE)
     assert shown.by("name", "job: Metrics of the loss function") == {"tokens": BATCH[0] * BATCH[1]}
