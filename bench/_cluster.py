@@ -287,7 +287,7 @@ async def alone(script: str, arguments: Sequence[str] = (), **environment: str) 
     """Run one of `scripts/` in one process: what it marked (`scripts/_timeline.py`), each with its Unix time.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the script failed.
     """
     with tempfile.TemporaryDirectory(prefix="backstay-bench-") as folder:
         variables = {**os.environ, **environment, "TIMELINE": folder, "JAX_PLATFORMS": "cpu"}

@@ -21,7 +21,7 @@ def count_applied(count: np.ndarray, *, steps: int, quorum: int | None, grace: b
     Args:
         count: float32[rows, ranks]; a row is the step of a batch's key.
         steps: number of updates of the job, times its local steps.
-        quorum: of a synchronous job; None for an asynchronous one.
+        quorum: the quorum of a synchronous job; None for an asynchronous job.
         grace: whether updates may have more gradients than the quorum. An element is then ``quorum / gradients``.
 
     Raises:

@@ -42,7 +42,7 @@ class Run:
     """One of the runs that are compared.
 
     Attributes:
-        name: in the table and the picture.
+        name: the run's name in the table and in the picture.
         update: `spec.update` of the job; None: the script in one process.
         batch: examples in one gradient.
         rate: the learning rate of the first update.
@@ -86,9 +86,9 @@ class Point:
 
     Attributes:
         step: updates before it.
-        seconds: since the first update.
+        seconds: seconds since the first update.
         used, dropped: examples in gradients that were applied, and in those that were not.
-        accuracy: on the held-out images.
+        accuracy: the accuracy on the held-out images.
     """
 
     step: int

@@ -95,7 +95,7 @@ class Replacement:
     """The time of one replacement, and its parts.
 
     Attributes:
-        seconds: from the request that makes a pod Failed until the watch of this process shows the replacement.
+        seconds: seconds between the request that makes a pod Failed and the replacement in the watch of this process.
         shown: seconds of these until the watch of this process showed the death. They do not depend on the operator.
         cpu: seconds of CPU time of the operator meanwhile. In the rest of the time it waited, for the API server or
             for a processor.

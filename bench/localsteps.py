@@ -52,9 +52,9 @@ class Row:
     """One way to train.
 
     Attributes:
-        workers: how many.
+        workers: number of workers.
         local: the arguments of `LocalSteps`; None: an update for each batch.
-        update, wire: of the job's spec.
+        update, wire: these fields of the job's spec.
         outer: arguments of scripts/text.py for the outer optimizer; none: the default of the mode.
     """
 
@@ -104,9 +104,9 @@ class Result:
     Attributes:
         bits: held-out bits per byte.
         sent: bytes on the link for each token.
-        goodput: between 0 and 1.
-        seconds: from the first update to the last.
-        killed: workers.
+        goodput: a number between 0 and 1.
+        seconds: seconds between the first update and the last.
+        killed: number of workers that were killed.
     """
 
     bits: float

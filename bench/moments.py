@@ -87,7 +87,7 @@ class Moments:
         """Train with one fault script. Return False if a gradient was lost or repeated, or if no fault was injected.
 
         Args:
-            free: no update may be redone.
+            free: whether the case fails if updates are redone.
         """
         # In Async each worker counts its own steps.
         hold = HOLD if mode == "Sync" else HOLD // WORKERS

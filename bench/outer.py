@@ -38,8 +38,8 @@ class Row:
     """One way to train.
 
     Attributes:
-        workers: that compute.
-        used: of their contributions in each update; the others are dropped, as with backups and no grace.
+        workers: number of workers that compute.
+        used: number of their contributions in each update; the others are dropped, as with backups and no grace.
         local: the arguments of `LocalSteps`; None: an update for each batch.
         outer: the outer optimizer, and whether Async contributions are damped; None: the default of the mode.
     """

@@ -171,7 +171,7 @@ def panel(
     Args:
         text: what it shows, for the panel's help.
         unit: a unit of Grafana's.
-        defaults: of its fields, besides the unit.
+        defaults: defaults of the fields, besides the unit.
     """
     refs = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     made: Json = {
@@ -264,7 +264,7 @@ def stat(
     """One or a few numbers: the last of the time range, so that they stay after a job or the operator is gone.
 
     Args:
-        thresholds: None: one colour.
+        thresholds: values with their colours; None: one colour.
         none: what is shown where there is no value, and why.
     """
     defaults: Json = {

@@ -23,7 +23,7 @@ def worker_seconds(select: str, window: str, by: str = BY_JOB, part: str = "") -
     Args:
         select: matchers of labels, such as ``namespace="a"``; may be empty.
         window: the range of the query.
-        part: one part; empty: all of them.
+        part: the name of one part; empty: all parts.
     """
     chosen = ", ".join(matcher for matcher in (select, part and f'part="{part}"') if matcher)
     return f"sum {by} (delta(backstay_job_worker_seconds{{{chosen}}}[{window}]))"

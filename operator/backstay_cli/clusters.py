@@ -38,10 +38,10 @@ class Cluster:
     """An open connection.
 
     Attributes:
-        api: the connection.
+        api: the connection to the API server.
         namespace: the namespace for the command.
-        name: for people.
-        folder: of an embedded cluster, with the logs of all pods; None: it is another cluster.
+        name: the name of the cluster, to print.
+        folder: the folder of an embedded cluster, with the logs of all pods; None: it is another cluster.
     """
 
     api: Api
@@ -55,10 +55,10 @@ def find(where: Where, environ: Mapping[str, str] = os.environ, folder: Path | N
     in `folder`, else the user's.
 
     Args:
-        folder: None: the current one.
+        folder: the folder of the command; None: the current one.
 
     Raises:
-        BadInput: there is none.
+        BadInput: no cluster is known.
     """
     if where.kubeconfig is not None:
         if not where.kubeconfig.is_file():

@@ -37,7 +37,7 @@ def curve(points: Sequence[tuple[float, float]], width: int, height: int) -> lis
 
     Args:
         points: (x, y) in order of x; those that are not finite are left out.
-        width, height: in characters.
+        width, height: the size in characters.
 
     Returns:
         `height` lines of `width` characters; none for fewer than two points.

@@ -27,8 +27,8 @@ class Death:
     """A pod that died.
 
     Attributes:
-        at: Unix time.
-        slot: such as ``worker-3``; empty: not known.
+        at: the Unix time.
+        slot: the slot, such as ``worker-3``; empty: not known.
         cause: a value of `Cause`.
         message: the event, and the operator's action.
         recovered_after: seconds until the slot took part in training again; None: it has not yet.
@@ -60,7 +60,7 @@ class JobEvent:
 
     Attributes:
         at: Unix time; None: not known.
-        what: in a few words.
+        what: a title in a few words.
         text: more details.
         bad: whether a person may have to act.
     """

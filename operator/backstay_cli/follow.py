@@ -41,9 +41,9 @@ class Doing:
     """The current activity of a pod, from its newest heartbeat.
 
     Attributes:
-        point: such as ``compute``; empty: none.
+        point: the part of the step, such as ``compute``; empty: none.
         step: the step that it belongs to; None: none.
-        seconds: since it began.
+        seconds: seconds since the activity began.
         activity: a value of `Activity` in control.proto.
         heartbeat: seconds since the heartbeat.
     """
@@ -63,7 +63,7 @@ class Entry:
         at: Unix time; None: not known.
         slot: the slot whose pod died, such as ``worker-3``; empty for anything else.
         recovered: Unix time at which the slot took part in training again; None: it has not, or it is not known.
-        incarnation: of the pod that died; None: it is not known.
+        incarnation: the incarnation of the pod that died; None: not known.
     """
 
     at: float | None

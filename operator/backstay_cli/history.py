@@ -71,10 +71,10 @@ def history_of_place(place: str, name: str | None) -> History:
 
     Args:
         place: a record, or a folder or URI with records.
-        name: the job's; None: the newest.
+        name: the job's name; None: the newest job.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the folder or file has no such history.
     """
     if place.endswith(".json"):
         found = [_parsed(place, read_file(place))]
@@ -111,7 +111,7 @@ def _stored(places: list[str], uid: str = "") -> list[dict[str, Any]]:
 def _parsed(place: str, data: bytes) -> dict[str, Any]:
     """
     Raises:
-        BadInput: it is not a history.
+        BadInput: the text is not a history.
     """
     try:
         found = json.loads(data)

@@ -40,7 +40,7 @@ def read_profile(place: Path) -> list[dict[str, Any]]:
         Slices (``X``), which have the times `ts` and `dur`, and names (``M``). Others are left out.
 
     Raises:
-        BadInput: there is none, or it cannot be read.
+        BadInput: the file does not exist, or cannot be read.
     """
     found = [place]
     if place.is_dir():
@@ -78,7 +78,7 @@ def joined(job: Job, events: Sequence[Mapping[str, Any]], rank: int) -> tuple[Jo
     """The job with the profile of the worker `rank`, on its clock; and the largest error of that, in seconds.
 
     Args:
-        events: of `read_profile`.
+        events: the events that `read_profile` returned.
 
     Raises:
         BadInput: the two have no step in common.

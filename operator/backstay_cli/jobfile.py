@@ -96,7 +96,7 @@ def refuse_other_files(path: Path) -> None:
     """Refuse a path that is not a TrainingJob and would only give confusing errors.
 
     Raises:
-        BadInput: it is a folder, a notebook or a script.
+        BadInput: the path is that of a folder, a notebook or a script.
     """
     if path.is_dir():
         raise BadInput(f"{path} is a folder: must be the path of a training script (.py) or a TrainingJob (.yaml)")

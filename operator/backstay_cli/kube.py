@@ -82,7 +82,7 @@ class Api:
 
         Raises:
             ApiError: the answer is not 2xx.
-            aiohttp.ClientError: there is none.
+            aiohttp.ClientError: no answer.
         """
         headers = {} if body is None else {"Content-Type": content_type}
         async with self._session.request(
@@ -116,7 +116,7 @@ class Api:
         """The log of a pod, as chunks of bytes.
 
         Args:
-            options: of the API, such as ``follow="true"`` or ``tailLines="10"``.
+            options: parameters of the API's request, such as ``follow="true"`` or ``tailLines="10"``.
 
         Raises:
             ApiError: there is no such pod, or it has no log yet.
@@ -137,9 +137,9 @@ class Api:
 
         Args:
             pod: the pod.
-            path: such as ``/status``.
-            timeout: in seconds.
-            headers: of the request; `_` stands for ``-`` in their names.
+            path: the path of the page, such as ``/status``.
+            timeout: the timeout in seconds.
+            headers: headers of the request; `_` stands for ``-`` in their names.
 
         Returns:
             The page; None if the pod does not serve it, cannot be reached, or may not be reached.

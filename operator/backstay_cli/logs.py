@@ -34,7 +34,7 @@ class Wanted:
     Attributes:
         role: a value of the role label; None: every role.
         rank: the index of the slot; None: every slot.
-        previous: of the pod that filled the slot before the current one.
+        previous: whether to read the log of the pod that filled the slot before the current one.
         follow: continue until the job ends, even in replacements.
         tail: the number of lines at the end of each log; None: all.
     """

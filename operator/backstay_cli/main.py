@@ -267,7 +267,7 @@ def command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
     """The command that continues this one.
 
     Args:
-        argv: of this process.
+        argv: the arguments of this process.
         volumes_in: the folder with the job's volumes, and so its checkpoints, if a new run would take another one.
     """
     words = ["backstay", *argv[1:]]

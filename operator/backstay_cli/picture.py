@@ -61,9 +61,9 @@ class Picture:
     Args:
         view: the job.
         elapsed: seconds since the command, or the job, was started.
-        losses: for the curve; None: no curve.
+        losses: the losses of the curve; None: no curve.
         hint: the last line; empty: none.
-        now: Unix time.
+        now: the Unix time.
         whole: show every pod and the whole history, independent of the height.
     """
 

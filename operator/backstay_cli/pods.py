@@ -38,7 +38,7 @@ class PodRow:
     """A pod.
 
     Attributes:
-        slot: for people, such as ``worker 3`` or ``server 0 (standby)``.
+        slot: the slot in words, such as ``worker 3`` or ``server 0 (standby)``.
         pod: its name.
         state: one word: Pending, Starting, Ready, Succeeded, Failed, Terminating.
         does: its current activity; empty: not known.

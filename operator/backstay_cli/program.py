@@ -23,7 +23,7 @@ def refuse(message: str) -> NoReturn:
     """Print an error and end the command, because its input is invalid.
 
     Raises:
-        typer.Exit: 2.
+        typer.Exit: the input is invalid; the exit status is 2.
     """
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(BAD_INPUT)
@@ -43,7 +43,7 @@ def run_app(app: typer.Typer, name: str | None = None) -> None:
     exit status is 1, with an error unless the reader of a pipe has ended.
 
     Args:
-        name: of the program, in its help; None: as it was started.
+        name: the program's name in its help; None: the name with which it was started.
     """
     interrupts.restore()
     for stream in (sys.stdout, sys.stderr):

@@ -43,8 +43,9 @@ def newest_of_each_server(places: list[str], kind: str, uid: str = "") -> list[s
     """The place of the newest record of a kind of each server of shard 0, for one job, the newest record first.
 
     Args:
-        kind: whose names contain the uid of the job and end in the incarnation of the server: ``trace``.
-        uid: of the job; empty: the job of the newest record.
+        kind: the kind of records, such as ``trace``. Their names contain the uid of the job and end in the incarnation
+            of the server.
+        uid: the job's uid; empty: the job of the newest record.
     """
     found = _found(places, kind, uid)
     if not found:
@@ -59,7 +60,7 @@ def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, b
 
     Args:
         kind: ``trace``, ``report`` or ``history``.
-        uid: of the job, whose records count; empty: those of all jobs.
+        uid: the uid of the job whose records count; empty: the records of all jobs.
     """
     for name, place in sorted(_found(places, kind, uid).items()):
         with contextlib.suppress(BadInput):  # deleted meanwhile, or another user's
@@ -90,7 +91,7 @@ def read_file(place: str) -> bytes:
     """The content of a file, or of a URI.
 
     Raises:
-        BadInput: it cannot be read.
+        BadInput: the file cannot be read.
     """
     try:
         if "://" in place:

@@ -26,7 +26,7 @@ def summary(
 
     Args:
         view: the job as it was seen last.
-        seconds: since the command was started.
+        seconds: seconds since the command was started.
         logs: the folder with the logs of all pods.
         reason, message: why this is the end; by default those of the job's last condition.
     """

@@ -72,8 +72,8 @@ def run_job(
 
     Args:
         job: a valid TrainingJob, localised.
-        folder: for logs, volumes and the kubeconfig; kept.
-        as_json: one object on stdout at the end, everything else on stderr.
+        folder: the folder for logs, volumes and the kubeconfig, which is kept.
+        as_json: whether to print one object on stdout at the end, and everything else on stderr.
         again: the command that continues the job after an interruption.
         live: redraw in place; by default when stdout is a terminal.
         user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
@@ -159,7 +159,7 @@ class Following:
     """Shows one job while it runs.
 
     Attributes:
-        namespace, name: the job's.
+        namespace, name: the job's namespace and name.
         view: the job as it was last observed; None: it was not observed yet.
     """
 

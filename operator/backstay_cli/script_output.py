@@ -48,7 +48,7 @@ class ScriptOutput:
         """The lines since the last call, printable.
 
         Args:
-            pods: the job's.
+            pods: the job's pods.
             updated: whether the job has made an update. Before that, the exception of one pod may soon fail the job.
         """
         log = self._newest_log(pods)

@@ -37,7 +37,7 @@ class Keeper:
 
     Attributes:
         last_end: the last end, for people; empty: it has not ended.
-        at: when, on the event loop's clock.
+        at: the time at which it died, on the event loop's clock.
     """
 
     last_end: str = ""
@@ -50,7 +50,7 @@ class Session:
 
     Attributes:
         folder: contains all data: logs of all pods, volumes, the kubeconfig.
-        kubeconfig: for kubectl and for `Api`.
+        kubeconfig: the kubeconfig for kubectl and for `Api`.
         api: an open connection.
         died: completes with the name of the process when the cluster or the operator has ended by itself, permanently.
         operator: the last end of the operator.
@@ -87,14 +87,14 @@ async def start_session(
     """Start the cluster and the operator, and apply the CRD.
 
     Args:
-        folder: for all files of the two processes.
+        folder: the folder for all files of the two processes.
         on_stage: called with the name of each stage.
         restarts: how often in a row an operator that died is started again, as a Deployment would.
         user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
         preload: the cluster's imports for all pods, from `backstay_cli.preload`; None: no imports.
 
     Raises:
-        SessionError: one of them did not start within a minute.
+        SessionError: a process did not start within a minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kubeconfig = folder / "backstay.kubeconfig"

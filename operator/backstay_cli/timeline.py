@@ -101,9 +101,9 @@ class Job:
     """A timeline that was read.
 
     Attributes:
-        clock, unix_seconds: of shard 0's server, at the same moment.
-        incarnation: of this server.
-        pods: in the order in which they are shown.
+        clock, unix_seconds: the monotonic clock and the Unix time of shard 0's server, at the same moment.
+        incarnation: this server's incarnation.
+        pods: the pods, in the order in which they are shown.
         dropped: bytes of spans that were too old or too many.
     """
 
@@ -128,7 +128,7 @@ def read(data: bytes) -> Job:
     """A serialized `Timeline`.
 
     Raises:
-        BadTimeline: it is not one.
+        BadTimeline: the bytes are not a timeline.
     """
     try:
         timeline = Timeline.FromString(data)
@@ -313,7 +313,7 @@ def chrome_trace(job: Job, history: Sequence[Entry] = ()) -> dict[str, Any]:
     """The JSON object of the trace.
 
     Args:
-        history: of the job: deaths, replacements and other events, at their wall-clock times.
+        history: the job's history: deaths, replacements and other events, at their wall-clock times.
     """
     placed = [_Placed(pod, _STRIDE * position) for position, pod in enumerate(job.pods, 1)]
     first = min((p.pod.at(span.began) for p in placed for span in p.pod.spans[:1]), default=job.clock)
@@ -406,7 +406,7 @@ def _process(pid: int, name: str, tracks: Sequence[str]) -> Iterator[dict[str, A
     """The names of a process and of its tracks, in the order in which they are shown.
 
     Args:
-        tracks: their names; the first one has the number `pid`, the next one that number and 1, and so on.
+        tracks: the names of the tracks; the first one has the number `pid`, the next one that number and 1, and so on.
     """
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": pid, "args": {"sort_index": pid}}

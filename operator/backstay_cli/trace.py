@@ -29,7 +29,7 @@ class Wanted:
     """The content of a trace.
 
     Attributes:
-        last: only this many seconds before the end; None: all.
+        last: write only this many seconds before the end; None: all.
         profile: a trace that `jax.profiler` made of the worker `rank`, or the folder with it; None: none is joined.
     """
 
@@ -103,7 +103,7 @@ def trace_of_file(place: str, out: Path, wanted: Wanted = _ALL) -> Written:
     """Write a timeline that was stored: a file, or the newest in a folder or URI.
 
     Raises:
-        BadInput: there is none, or `out` cannot be written.
+        BadInput: no timeline is stored there, or `out` cannot be written.
     """
     if not place.endswith(".pb.gz"):
         place = place.rstrip("/")
@@ -121,10 +121,10 @@ def stored_trace(
     """Write the newest timeline that is stored in some folders; None: there is none.
 
     Args:
-        uid: of the job, whose timelines count; empty: those of all jobs.
+        uid: the uid of the job whose timelines count; empty: the timelines of all jobs.
 
     Raises:
-        BadInput: it cannot be read, or `out` cannot be written.
+        BadInput: the timeline cannot be read, or `out` cannot be written.
     """
     found = newest_of_each_server(places, "trace", uid)
     if not found:

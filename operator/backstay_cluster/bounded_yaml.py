@@ -62,7 +62,7 @@ def load_all(text: str | bytes) -> list[Any]:
         text: the stream; bytes are UTF-8 or UTF-16.
 
     Raises:
-        yaml.YAMLError: it is not YAML, or exceeds a bound of `BoundedLoader`.
+        yaml.YAMLError: the stream is not YAML, or exceeds a bound of `BoundedLoader`.
         ValueError: a number or a timestamp in it is invalid, such as an integer of thousands of digits.
     """
     return list(yaml.load_all(text, BoundedLoader))  # a SafeLoader

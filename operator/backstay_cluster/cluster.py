@@ -53,7 +53,7 @@ def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
     """A kubeconfig as YAML.
 
     Args:
-        url: of the API server.
+        url: the URL of the API server.
         token: the bearer token.
         ca: PEM of the certificate authority of an https server.
     """
@@ -91,7 +91,7 @@ class EmbeddedCluster:
         stop_grace: seconds between SIGTERM and SIGKILL for containers that run when the cluster stops.
 
     Attributes:
-        url: of the API server.
+        url: the URL of the API server.
         token: the bearer token of an administrator.
         ca: PEM of the certificate that clients must trust; None for http.
         kubeconfig: path of the kubeconfig.
@@ -271,12 +271,12 @@ class ClusterProcess:
         preload: as for `EmbeddedCluster`.
 
     Attributes:
-        url: of the API server.
+        url: the URL of the API server.
         token: the bearer token.
         ca: PEM of the certificate that clients must trust; None for http.
         kubeconfig: path of the kubeconfig.
         logs_dir: the folder of the `<namespace>/<pod>/<container>.log` files.
-        pid: of the process.
+        pid: the id of the process.
     """
 
     def __init__(
@@ -314,8 +314,8 @@ class ClusterProcess:
         """Start, and wait until pods can be created.
 
         Raises:
-            RuntimeError: it ended before it was ready; its message is in its log.
-            TimeoutError: it was not ready in time.
+            RuntimeError: the cluster ended before it was ready; its message is in its log.
+            TimeoutError: the cluster was not ready in time.
         """
         ready_r, ready_w = os.pipe()
         log: IO[Any] | None = None if self._log_file is None else Path(self._log_file).open("ab")  # noqa: SIM115

@@ -27,7 +27,7 @@ class GarbageCollector:
 
     Args:
         client: the API server.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(self, client: ApiClient, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:

@@ -32,7 +32,7 @@ class LoopbackBlock:
 
     Attributes:
         pod_cidr: 4096 addresses, the second of which is the node's.
-        service_cidr: 4096 addresses.
+        service_cidr: the range of the Services' addresses, 4096 of them.
         claim: the socket that holds the claim.
     """
 
@@ -66,7 +66,7 @@ def claim_block(shuffle: random.Random | None = None) -> LoopbackBlock:
         shuffle: the order in which blocks are tried; random by default.
 
     Raises:
-        NetworkError: not on Linux, or the machine allows no other loopback address, or all blocks are in use.
+        NetworkError: the system is not Linux, the machine allows no other loopback address, or all blocks are in use.
     """
     if sys.platform != "linux":
         raise NetworkError(

@@ -26,10 +26,10 @@ def value(amount: str | int | float) -> Decimal:
     """The number that a quantity represents.
 
     Args:
-        amount: such as ``500m``, ``1Gi``, ``2e3`` or 4.
+        amount: the quantity, such as ``500m``, ``1Gi``, ``2e3`` or 4.
 
     Raises:
-        ValueError: it is not a quantity.
+        ValueError: the text is not a quantity.
     """
     number, suffix = _split(str(amount).strip())
     if suffix in _BINARY:
@@ -43,7 +43,7 @@ def canonical(text: str) -> str:
     """The form in which the API returns a quantity: no fraction, the largest suffix that allows that.
 
     Raises:
-        ValueError: it is not a quantity.
+        ValueError: the text is not a quantity.
     """
     number, suffix = _split(text)
     amount = value(text)

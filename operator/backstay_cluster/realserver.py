@@ -35,7 +35,7 @@ def assets(environ: Mapping[str, str] | None = None) -> Path | None:
     """The folder of `etcd` and `kube-apiserver`; None: the variable is not set.
 
     Raises:
-        AssetsError: one of them is missing in the folder.
+        AssetsError: a program is missing in the folder.
     """
     named = (os.environ if environ is None else environ).get(ASSETS)
     if not named:
@@ -80,7 +80,7 @@ class RealServer:
         token: the bearer token of an administrator.
 
     Attributes:
-        url: of the API server, https.
+        url: the URL of the API server, https.
         certificate: PEM file of the server's certificate.
     """
 
@@ -109,8 +109,8 @@ class RealServer:
         """Start both, and wait until requests are answered.
 
         Raises:
-            AssetsError: one of them ended; its log is named.
-            TimeoutError: they were not ready in time.
+            AssetsError: a process ended; the message has its log.
+            TimeoutError: the processes were not ready in time.
         """
         self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         certificate, key = await asyncio.to_thread(make_certificate, self._dir)

@@ -39,7 +39,7 @@ class Credentials:
         token: returns the bearer token; None: a client certificate, or nothing, authenticates the operator.
         ca_path, ca_data: the certificate authority of the server, as a file or as PEM; neither: the system's.
         verify: whether the server's certificate is checked.
-        cert_file, key_file: of a client certificate.
+        cert_file, key_file: the certificate and the key of a client.
         proxy: URL of a proxy.
     """
 
@@ -105,7 +105,7 @@ class _TokenFile:
         """Read the file now.
 
         Raises:
-            AccessError: it cannot be read, or is empty.
+            AccessError: the token cannot be read, or is empty.
         """
         try:
             token = self._path.read_text().strip()

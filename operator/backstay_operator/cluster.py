@@ -20,7 +20,7 @@ class Cluster:
     """The overlays. The watch and the operator's writes update them.
 
     Args:
-        clock: seconds, monotonic.
+        clock: a monotonic clock in seconds.
         metrics: counts events.
         changed: called with the key of a job that must be reconciled again.
         ended: called with an object of a job, other than the job, that ended or was deleted.

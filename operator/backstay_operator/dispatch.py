@@ -130,8 +130,8 @@ class Dispatcher(Generic[K]):
         draw: returns a random number in [0, 1) for the back-off.
         failed: called with every exception that `work` raised.
         curve: the back-off after an exception.
-        impatient: while a key backs off, a trigger brings the next try forward to this many seconds from now. A
-            failing write may itself cause triggers, so an immediate try could become a busy loop.
+        impatient: seconds. While a key backs off, a trigger brings the next try forward to at most this time from now.
+            A failing write may itself cause triggers, so an immediate try could become a busy loop.
         settle: seconds from a trigger that is not urgent to the run. Events of one job that arrive together, such
             as those of its ten new pods, cause one run.
         behind: returns the seconds by which this process is behind with the watches' events.

@@ -61,7 +61,7 @@ class Executor:
         metrics: counts pods, deaths and errors.
         clock: seconds, monotonic; `now` the time of day.
         draw: returns a random number in [0, 1), for back-offs and names of events.
-        backoffs: of the actions, by (job, action).
+        backoffs: the back-offs of the actions, by (job, action).
         instance: the name of this operator in events.
         parallel: the number of requests of one plan that are in progress at the same time.
     """
@@ -98,7 +98,7 @@ class Executor:
             key: namespace and name of the job.
             job: the job from which the plan was made.
             plan: the status, actions and events.
-            memory: of this job; refused and missing objects are recorded in it.
+            memory: the records of this job, to which refused and missing objects are added.
 
         Raises:
             errors.KubeError: the status could not be written; nothing else was done.

@@ -143,7 +143,7 @@ class JobSeries:
         seconds: state -> seconds up to `since`, monotonic.
         holding: role -> pods that have a node and have not ended.
         pod_seconds: role -> seconds up to `since`.
-        worker_seconds: by part, as the status says.
+        worker_seconds: the seconds by part, as in the status.
     """
 
     phase: str = "Pending"
@@ -186,8 +186,8 @@ class JobMetrics(Collector):
     ) -> None:
         """
         Args:
-            clock: seconds, monotonic.
-            wall: Unix time.
+            clock: a monotonic clock in seconds.
+            wall: returns the Unix time.
             recovered: receives a role and the seconds from a pod's death being seen to its replacement at work.
         """
         self._clock, self._wall, self._recovered = clock, wall, recovered
@@ -214,8 +214,8 @@ class JobMetrics(Collector):
         Args:
             key: namespace and name.
             job: the TrainingJob; its status is the newest.
-            spec: its spec; None: it is invalid.
-            pods: its pods.
+            spec: the job's spec; None: the spec is invalid.
+            pods: the job's pods.
             progress: what its servers answered last.
             in_sync: shards whose standby holds all that their server does; None without standbys.
         """

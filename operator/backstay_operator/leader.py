@@ -86,7 +86,7 @@ class Leader:
         kube: the API server.
         namespace: the namespace of the Lease.
         me: the identity of this process (see `identity`).
-        clock: seconds, monotonic.
+        clock: a monotonic clock in seconds.
         now: the time of day, for people who read the Lease.
         changed: called when this operator begins (True) or stops (False) to act.
         owner: the owner reference of the Lease, to an object of the same namespace; None: no owner.

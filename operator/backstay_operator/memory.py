@@ -25,10 +25,10 @@ class JobMemory:
     """The state of one job, by its uid: a job that was created again under an old name starts with an empty state.
 
     Attributes:
-        uid: the job's.
+        uid: the job's uid.
         secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
             `backstay_spec.observed.Observed`.
-        account: of the seconds of its worker pods; None: it must be continued from the job's status.
+        account: the account of the seconds of its worker pods; None: it must be continued from the job's status.
         sent_events: the events that were sent, by (type, reason, message).
         died: (role, index) -> why the last pod of that slot died; kept until its replacement is created.
         ended: (role, index) -> the clock when a pod of that slot was first observed to have ended.

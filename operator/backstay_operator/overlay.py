@@ -52,7 +52,7 @@ class Overlay(Generic[K, T]):
     """The objects of one kind, grouped by a key (the job that they belong to).
 
     Args:
-        clock: seconds, monotonic.
+        clock: a monotonic clock in seconds.
         index: Kopf's index, or anything that maps a key to its objects; `attach` replaces it.
     """
 

@@ -58,7 +58,7 @@ class Round:
     Attributes:
         servers: its running servers, including standbys and replaced servers: they must receive the serving
             incarnations.
-        token: the job's.
+        token: the job's token.
         world, incarnations, checkpoint, stall_seconds, grace: what is sent to the servers.
         record: returns the job's history as JSON, for shard 0.
         record_id: another text whenever something happened to the job.
@@ -240,7 +240,7 @@ class Poller:
         on_contact: called with each round's result about which pods answer.
         metrics: counts calls by outcome.
         now: the time of day.
-        clock: seconds, monotonic.
+        clock: a monotonic clock in seconds.
         draw: returns a random number in [0, 1): where in the period a job's first call is.
         period: seconds between two rounds of a job.
         deadline: seconds that one call may take.

@@ -53,10 +53,10 @@ class Reconciler:
     Args:
         cluster: the known objects.
         executor: carries plans out.
-        settings: the planner's.
+        settings: the planner's settings.
         key: the operator's key.
-        metrics: of the operator and of the jobs.
-        clock: seconds, monotonic.
+        metrics: the metrics of the operator and of the jobs.
+        clock: a monotonic clock in seconds.
         now: the time of day, aware.
         leads: whether this operator may act.
         mark: reconciles a job soon.

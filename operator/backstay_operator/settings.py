@@ -24,8 +24,8 @@ class Options:
         key_file: the file with the operator's key, from which the jobs' tokens are derived.
         bind: address of the HTTP port.
         metrics_port: HTTP port of /metrics, /healthz and /readyz; 0 selects a free port.
-        log_format: of the log lines on stderr.
-        log_level: of the operator's log lines; Kopf's lines are shown from WARNING on.
+        log_format: the format of the log lines on stderr.
+        log_level: the level of the operator's log lines; Kopf's lines are shown from WARNING on.
         die_with_parent: stop when the process that started this one has ended.
         parallel: the number of jobs that are reconciled at the same time.
         verify_seconds: seconds between two comparisons of the watches with a list.

@@ -49,7 +49,7 @@ class Watch:
     Args:
         kubeconfig: see `access.load`.
         namespace: the namespace to watch; None: all.
-        slim: for each resource, selects the part of an object that is kept in memory.
+        slim: resource -> a function that selects the part of an object that is kept in memory.
         sink: called for each event, after the indexes are updated, and not before all first lists are complete.
         indexed: called with the index of each resource when Kopf starts.
         lease: called with the operator's Lease at each of its events, and whether it was deleted.

@@ -36,7 +36,7 @@ def call(work: Coroutine[Any, Any, _T], seconds: float) -> _T:
     """Run `work` on the loop and wait for its result, from a thread that is not the loop's.
 
     Raises:
-        TimeoutError: it did not end within `seconds`, and was cancelled.
+        TimeoutError: the work did not end within `seconds`, and was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, rpc_loop())
     try:

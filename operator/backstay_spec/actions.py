@@ -92,7 +92,7 @@ class CreatePod:
     """Create one pod.
 
     Attributes:
-        manifest: the pod.
+        manifest: the pod's manifest.
         role: value of its role label; `index` and `incarnation` likewise.
         cause: why its predecessor died; None: it has no predecessor that died.
         stage: pods of one stage are created before those of the next: 0 the servers, 1 the quorum, 2 the rest.
@@ -111,7 +111,7 @@ class DeletePod:
     """Delete one pod, with its uid as a precondition.
 
     Attributes:
-        name, uid: the pod.
+        name, uid: the pod's name and uid.
         grace_seconds: overrides the pod's own grace period; None: the pod's own.
         reason: one CamelCase word, for logs.
     """

@@ -141,9 +141,9 @@ class Outcome:
         reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step.
         step, term, checkpoint: the state that it reached; None or empty where the message has none.
         loss: loss of the last update; None where the message has none.
-        metrics: of the last evaluation, finite values only.
-        returned: of shard 0, the incarnation of rank 0 that has the result; 0: none; None: not known.
-        traceback: of the exception; empty where there is none.
+        metrics: the metrics of the last evaluation, finite values only.
+        returned: the incarnation of rank 0 that has the result, as shard 0 reported; 0: none; None: not known.
+        traceback: the exception's traceback; empty if there is none.
     """
 
     result: str

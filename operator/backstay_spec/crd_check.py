@@ -125,7 +125,7 @@ class Check:
     """The mistakes found so far.
 
     Attributes:
-        errors: every mistake.
+        errors: the list to which every mistake is appended.
         malformed: paths whose value is missing or cannot be used; rules that read them are not judged.
     """
 

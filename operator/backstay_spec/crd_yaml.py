@@ -84,7 +84,7 @@ def to_yaml(value: Mapping[str, Any] | Sequence[Any]) -> str:
     """A JSON mapping or list as YAML, ending in a line end.
 
     Raises:
-        TypeError: it holds something that is not JSON.
+        TypeError: the document holds something that is not JSON.
     """
     if not value:
         return json.dumps(value) + "\n"

@@ -46,11 +46,11 @@ class Raised:
     """The exception that ended a pod.
 
     Attributes:
-        type: such as ``KeyError``, without its module; ``python`` and ``StartError`` where no Python code ran;
-            `NOT_TRAINED` where the script ended without an exception.
+        type: the name of the exception's type without its module, such as ``KeyError``; ``python`` and ``StartError``
+            where no Python code ran; `NOT_TRAINED` where the script ended without an exception.
         at: ``file:line`` of the innermost frame of the script; empty where none is known.
         text: the exception's message.
-        traceback: for people, bounded; empty where there is none.
+        traceback: a bounded traceback; empty if there is none.
         transient: whether the same call may succeed later.
     """
 

@@ -61,8 +61,8 @@ class Report(NamedTuple):
     """The seconds that a worker's process has measured.
 
     Attributes:
-        at: when, in Unix seconds.
-        seconds: of each of `MEASURED`; they add up to the age of the process.
+        at: the Unix time of the report.
+        seconds: the seconds of each of `MEASURED`; they add up to the age of the process.
         unsaved: seconds of `applied` in updates after the newest checkpoint.
         version: the newest update that applied a contribution of this process.
     """
@@ -92,8 +92,8 @@ class WorkerPod:
         key: its rank and incarnation.
         start: when a node began to run it.
         end: when it ended; None: it runs.
-        well: it ended with exit code 0.
-        measured: of each of `MEASURED`, as its termination message says; empty: it says nothing.
+        well: whether the pod ended with exit code 0.
+        measured: the seconds of each of `MEASURED` in its termination message; empty: the message has none.
     """
 
     key: Key
@@ -149,7 +149,7 @@ class Account:
     Attributes:
         gone: the seconds of pods that no longer exist, and of slots without a pod.
         until: slots without a pod are counted up to here; None: no pod had a node yet.
-        known: of an account that is continued, until its first `observe`: the sums of all pods at `until`.
+        known: the sums of all pods at `until`, of an account that is continued, until its first `observe`.
         term, redone: as the coordinator reported last, to notice rollbacks.
     """
 
@@ -171,8 +171,8 @@ class Account:
         """The account that another operator has kept until now.
 
         Args:
-            seconds: by part, of all pods.
-            gone: those of pods that no longer exist, and of slots without a pod.
+            seconds: the seconds of all pods, by part.
+            gone: the seconds of pods that no longer exist, and of slots without a pod.
         """
         before, known = (tuple(of.get(part, 0.0) for part in PARTS) for of in (gone, seconds))
         return cls(gone=before, until=until, known=known if any(known) else None, term=term)
@@ -181,7 +181,7 @@ class Account:
         """The job's worker pods at `now`.
 
         Args:
-            pods: those that have a node, or ended and still exist.
+            pods: the pods that have a node, or ended and still exist.
             slots: ranks that should have a pod.
             over: the job has ended.
         """
@@ -296,7 +296,7 @@ def _uncovered(pods: Sequence[WorkerPod], since: float, now: float) -> float:
     """Seconds between the two in which no pod of a slot had a node.
 
     Args:
-        pods: of the slot.
+        pods: the slot's pods.
     """
     uncovered, at = 0.0, since
     for start, end in sorted((pod.start, now if pod.end is None else pod.end) for pod in pods):

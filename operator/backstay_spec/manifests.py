@@ -49,9 +49,9 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
     """The Service of a shard, which selects one incarnation of its server (O3).
 
     Args:
-        job: the owner.
+        job: the owner of the Service.
         shard: the shard.
-        incarnation: of the server that is to be reached; at least 1.
+        incarnation: the incarnation of the server to which the Service routes; at least 1.
         cluster_ip: the address to request, when running pods have it; None: any.
     """
     slot = names.Slot(contract.ROLE_SERVER, shard)

@@ -101,8 +101,8 @@ def pod(
         incarnation: the number of the pod in its slot.
         servers: ``host:port`` of each shard's Service, by shard.
         log_format: ``text`` or ``json``.
-        active: of a server with standbys, the incarnation that serves its shard.
-        trained: of a worker that is created after training, how training ended.
+        active: the incarnation that serves the shard, for a server with standbys.
+        trained: how training ended, for a worker that is created after training.
     """
     meta = job.metadata
     name = names.pod_name(meta.name, meta.uid, slot, incarnation)

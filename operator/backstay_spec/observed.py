@@ -55,9 +55,9 @@ class WaitedFor:
     Attributes:
         rank: the rank.
         shard: the server that received its contributions much later than the others; None: there was no such server.
-        part: of the rank's step, a key of `contract.SLOW_PARTS`.
+        part: the part of the rank's step, a key of `contract.SLOW_PARTS`.
         seconds: added up over the updates.
-        updates: their number.
+        updates: the number of updates.
     """
 
     rank: int
@@ -72,8 +72,8 @@ class StoredReport:
     """A report about a pod that died.
 
     Attributes:
-        slot: such as ``worker-3``.
-        incarnation: of the pod.
+        slot: the slot, such as ``worker-3``.
+        incarnation: the pod's incarnation.
         uri: where the report is.
     """
 
@@ -91,9 +91,10 @@ class Progress:
         reached: the shards whose server answered.
         coordinator: the incarnation of the coordinator that answered; 0: none did.
         in_sync: shard -> the incarnation of the standby that is in sync, by the last answer of its server.
-        term, step, loss, examples_per_second, metrics: of the coordinator; None where its answer has none.
+        term, step, loss, examples_per_second, metrics: the values that the coordinator reported; None where its answer
+            has none.
         goal_steps: the updates that training ends with.
-        local_steps: of each worker between two updates; None: there are none.
+        local_steps: the number of local steps of each worker between two updates; None: workers make no local steps.
         updates_per_second: the recent rate; None: not known yet.
         waited_for: the ranks that the updates of the last minutes waited for, the longest first.
         waits: what the next update waits for, where it has waited for long.
@@ -107,7 +108,7 @@ class Progress:
         last: the newest term and step that a coordinator reported, in this round or an earlier one.
         step_before_term: the last step that was reported in the term before `term`.
         world: ranks in force; None while the coordinator has not been reached.
-        stalled: hung workers.
+        stalled: the workers that hang.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
         beating: rank -> the incarnation whose heartbeats a server receives.
         checkpoint_step, checkpoint_uri: the newest complete checkpoint.
@@ -159,8 +160,8 @@ class Spent:
     """The seconds of the job's worker pods until now, by `goodput.PARTS`.
 
     Attributes:
-        seconds: of all pods, and of slots without one.
-        gone: of pods that no longer exist, and of slots without one.
+        seconds: the seconds of all pods, and of slots without a pod.
+        gone: the seconds of pods that no longer exist, and of slots without a pod.
         until: slots without a pod are counted up to here.
     """
 
@@ -176,7 +177,7 @@ class Updates:
     Attributes:
         step: the newest step.
         at: when it was first seen, aware.
-        seconds: between the last two updates; None: not known yet.
+        seconds: seconds between the last two updates; None: not known yet.
         coordinator: the incarnation that reported the step.
         began: when this coordinator reported another step than its first one; None: not yet.
     """
@@ -249,8 +250,8 @@ class Refusal:
     Attributes:
         reason: `reason` of the Status object, such as ``Invalid``, ``Forbidden``, ``AlreadyExists`` (the name is taken
             by an object of another owner). After ``Invalid`` and ``BadRequest``, another attempt would fail too.
-        message: its `message`.
-        at: when; the planner tries again `planner.creating.REFUSED_RETRY` later.
+        message: the `message` of the answer.
+        at: the time of the refusal; the planner tries again `planner.creating.REFUSED_RETRY` later.
         since: when it was refused for that reason for the first time, before the tries since then; None: at `at`.
     """
 

@@ -60,7 +60,7 @@ class _Outline:
     """The verdicts of all policies about one job, added up.
 
     Attributes:
-        record, effects: after all policies.
+        record, effects: the record and the effects after all policies.
         updated: what the conditions say.
         desired: pods of each role; None: as in the last status.
         fields: other fields of the status.
@@ -82,8 +82,8 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         job: as the API server has it, with the status that was last written. Its spec is valid; one that is not goes to
             `refuse`.
         observed: its objects and its servers' answers.
-        now: aware.
-        settings: the operator's.
+        now: the current time, with a time zone.
+        settings: the operator's settings.
     """
     if job.metadata.deletion_timestamp is not None:
         return Plan()  # the garbage collector does the rest
@@ -118,7 +118,7 @@ def refuse(
     Args:
         metadata, old: the job's metadata and status; the spec could not be read.
         message: what is invalid and what would be valid.
-        now: aware.
+        now: the current time, with a time zone.
         pods: as in `Observed`; some may run when a running job is edited.
     """
     before = {c.type: c for c in old.conditions}

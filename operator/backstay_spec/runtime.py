@@ -69,7 +69,7 @@ class Trained(BaseModel):
     Attributes:
         step: how many updates were applied.
         checkpoint: the manifest of the last one.
-        metrics: of the last evaluation; empty when there was none.
+        metrics: the metrics of the last evaluation; empty if there was none.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)

@@ -132,7 +132,7 @@ def check_update(old: TrainingJob, new: TrainingJob) -> None:
     While it is suspended (`old` is), every field may change.
 
     Raises:
-        SpecErrors: with every field that must not change.
+        SpecErrors: fields that must not change have changed; the error lists all of them.
     """
     before, after = old.to_dict()["spec"], new.to_dict()["spec"]
     errors = [

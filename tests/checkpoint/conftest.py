@@ -49,7 +49,7 @@ def write_checkpoint(
     """A whole checkpoint of `params`, and of a model state, split into equal parts.
 
     Args:
-        dotted: with the names that servers give to leaves.
+        dotted: whether leaves have the names that servers give them.
     """
     origin = origin or make_origin()
     name_of = partial(jax.tree_util.keystr, simple=True, separator=".") if dotted else jax.tree_util.keystr

@@ -105,7 +105,7 @@ def between(events: float) -> float:
     of its seconds lie between two scrapes, or more.
 
     Args:
-        events: that may happen together.
+        events: the largest number of events that may happen at the same time.
     """
     return 2 * events / 10
 

@@ -344,7 +344,7 @@ class Watch:
     Args:
         objects: what helm renders with PodMonitors and the PrometheusRule.
         program: Prometheus.
-        interval: of scrapes and of the evaluation of rules.
+        interval: seconds between two scrapes, and between two evaluations of the rules.
     """
 
     def __init__(

@@ -36,10 +36,10 @@ class Import:
     """One name that a test imports.
 
     Attributes:
-        file: of the test.
-        line: in it.
+        file: path of the test's file.
+        line: line of the import in the file.
         module: where the name is from.
-        name: of the object.
+        name: the object's name.
         offered: whether the room of the module has the name in its `__all__`.
         private_object: whether the name is private, and not a module.
     """

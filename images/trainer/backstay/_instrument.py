@@ -49,8 +49,8 @@ class Span(NamedTuple):
     """Something that a thread did.
 
     Attributes:
-        number: of the spans of this process, from 0 on, in the order in which they ended.
-        point: what, such as ``compute``.
+        number: the position of the span among the spans of this process, from 0, in the order in which they ended.
+        point: the name of the instrumented point, such as ``compute``.
         began, ended: seconds of `time.monotonic`. Equal for an instant.
         step: the step that it belongs to; None: it belongs to none.
         thread: the name of the thread.
@@ -72,7 +72,7 @@ class Doing:
 
     Attributes:
         point: the innermost open span.
-        step: of that span; None: it has none.
+        step: the span's step; None: the span has no step.
         began: when the span began, in seconds of `time.monotonic`.
     """
 

@@ -34,7 +34,7 @@ class Timeouts:
         last_save: how long a server that received SIGTERM waits for its checkpoint. Pods have 60 s.
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
             may be short.
-        reconnect_pause: between two attempts of a worker or standby to connect again.
+        reconnect_pause: the pause between two attempts of a worker or standby to connect again.
         evaluator_check: how often an evaluator checks its state while there is no new checkpoint.
         peer_check: how often a stream that waits for a version checks whether its peer is still connected. A stream
             that waits for memory also checks whether others still send.
@@ -42,7 +42,7 @@ class Timeouts:
         held: how long a standby may need for one message before its server disconnects it.
         compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
-        stood_still: after this time without a tick, a server was paused, and its peers' silence does not count.
+        stood_still: a server without a tick for this time was paused, and the silence of its peers does not count.
         restoring: how long training waits for checkpoints that cannot be read, before the job fails.
         restore_again: the pause between two attempts to read them.
         evaluation: how long a job waits for the evaluation of its last version.

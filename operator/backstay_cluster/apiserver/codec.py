@@ -55,7 +55,7 @@ def parse_json(body: bytes) -> Any:
     """The JSON value of a body.
 
     Raises:
-        ValueError: with the message of Go's decoder, followed by the start of the body.
+        ValueError: the body is not JSON. The message is that of Go's decoder, followed by the start of the body.
     """
     try:
         return json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
@@ -121,7 +121,7 @@ def decode_builtin(
         The object without apiVersion and kind, and the paths of unknown fields.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the request is malformed.
     """
     kind, version = kind or resource.kind, version or resource.group_version
     check_version(obj, kind, version)
@@ -139,7 +139,7 @@ def check_version(obj: Obj, kind: str, version: str) -> None:
     """Refuse an object of another kind or version than the request's.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the request is malformed.
     """
     found_version, found_kind = obj.get("apiVersion") or version, obj.get("kind") or kind
     if found_version != version:

@@ -182,7 +182,7 @@ class Handlers:
         """The JSON of a patch.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, the request is malformed.
         """
         try:
             return codec.parse_json(call.body)

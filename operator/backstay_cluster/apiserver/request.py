@@ -103,7 +103,7 @@ def number(query: Mapping[str, str], name: str) -> int | None:
     """An integer option.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the request is malformed.
     """
     text = query.get(name, "")
     if not text:
@@ -117,7 +117,7 @@ def version_option(query: Mapping[str, str]) -> int | None:
     """The requested resourceVersion; None: the request has none.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the request is malformed.
     """
     text = query.get("resourceVersion", "")
     if not text:
@@ -145,7 +145,7 @@ def field_validation(query: Mapping[str, str]) -> str:
     """`Strict`, `Warn` (the default) or `Ignore`.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the request is malformed.
     """
     value = query.get("fieldValidation", "") or "Warn"
     if value not in {"Strict", "Warn", "Ignore"}:

@@ -48,7 +48,7 @@ class ApiClient:
     """Requests to one API server with a bearer token.
 
     Args:
-        url: such as `http://127.0.0.1:8001`.
+        url: the URL of the API server, such as `http://127.0.0.1:8001`.
         token: the bearer token.
         ssl: a context that trusts an https server; None for the usual verification.
     """
@@ -167,7 +167,7 @@ async def until_answered(client: ApiClient, path: str = "/readyz", *, seconds: f
     """Wait until the API server answers a request for `path` with success.
 
     Raises:
-        TimeoutError: it did not within `seconds`.
+        TimeoutError: no success within `seconds`.
     """
     error: ApiError | None = None
     try:

@@ -31,14 +31,14 @@ class FakeKubelet:
 
     Args:
         client: the API server; closed by its owner.
-        name: of the node.
+        name: the node's name.
         pod_cidr: the block of the pods' addresses, on loopback, so that no call leaves this machine. Nothing
         listens there.
-        pod_ip: one address for all pods instead; a program of the caller answers there.
+        pod_ip: one address for all pods, on which a program of the caller answers; None: each pod has its own.
         max_pods: the most pods that the node accepts.
         parallel: the number of requests that are in progress at the same time.
         clock: seconds since the epoch.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class FakeKubelet:
         """Make a pod die: its containers end with `exit_code`, and it is Succeeded (0) or Failed.
 
         Args:
-            namespace: of the pod.
-            name: of the pod.
-            exit_code: of all its containers.
-            reason: of the terminated state, such as `OOMKilled`.
+            namespace: the pod's namespace.
+            name: the pod's name.
+            exit_code: the exit code of all its containers.
+            reason: the reason of the terminated state, such as `OOMKilled`.
             condition: an additional condition, such as a `DisruptionTarget`.
 
         Raises:

@@ -26,7 +26,7 @@ class NotReadyError(Exception):
     """A container cannot be created yet.
 
     Attributes:
-        reason: of the waiting state, or of the event for a volume.
+        reason: the reason of the waiting state, or of the event for a volume.
     """
 
     def __init__(self, reason: str, message: str) -> None:

@@ -79,7 +79,7 @@ class ForkServer:
         """Import the modules.
 
         Raises:
-            UnfitError: with the name of a module that failed, or that left a thread, a child or an open file
+            UnfitError: a module failed, or left a thread, a child or an open file; the message has its name.
             behind.
         """
         read: set[str] = set()

@@ -21,13 +21,13 @@ class Informer:
 
     Args:
         client: the API server.
-        path: of the collection, such as `/api/v1/pods`.
+        path: the path of the collection, such as `/api/v1/pods`.
         on_change: called with key, old and new object for each object that is new, changed or deleted.
         params: selectors.
         sleep: waits between attempts (seconds).
 
     Attributes:
-        objects: the copy.
+        objects: the copy of the objects.
         synced: set once the first list is complete.
     """
 

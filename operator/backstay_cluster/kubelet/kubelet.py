@@ -33,22 +33,23 @@ class Kubelet:
 
     Args:
         client: the API server; closed by its owner.
-        data_dir: for logs (`pods/<namespace>/<pod>/<container>.log`), folders of running pods, and volume claims.
+        data_dir: the folder for logs (`pods/<namespace>/<pod>/<container>.log`), folders of running pods, and volume
+            claims.
         pod_cidr: the loopback block of the pods' addresses; its first address is the node's.
-        name: of the node.
+        name: the node's name.
         token: the bearer token for the kubelet's own port.
         tls: serves that port over TLS and requires a client certificate instead (a real API server sends one).
         extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the
             folder with its logs.
         base_env: the environment of the image; by default this Python environment's.
         gpus: the devices' names, in the form of `CUDA_VISIBLE_DEVICES`; by default this machine's.
-        labels: of the node, in addition to the usual ones.
+        labels: labels of the node, in addition to the defaults.
         keep_open: descriptors that the parent of the containers holds, so that the claim of `pod_cidr` outlives
             them.
         runtime: runs the containers; by default as processes.
         log_max_bytes: the largest size of a log file; one older file of the same size is kept.
         clock: seconds since the epoch.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(

@@ -127,14 +127,14 @@ async def watch_probe(
 
     Args:
         spec: the probe.
-        attempt: one attempt; raises `ProbeFailure`.
+        attempt: makes one attempt; raises `ProbeFailure`.
         verdict: called with the result, the failure's message, and the number of failures in a row (`spec.failure`
         of
             them make the probe fail).
         eager: make attempts more often than the period before the first success, so that readiness is detected
             early. Only for probes whose failure has no consequence.
         until_success: return at the first success: a startup probe.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
     await sleep(spec.initial_delay)
     successes = failures = 0
@@ -167,7 +167,7 @@ async def exec_in(start: Callable[[int], Awaitable[Any]], kill: Callable[[Any], 
 
     Args:
         start: starts the command with its output going to a descriptor, and returns a `Process`.
-        kill: ends it.
+        kill: ends the container.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     try:

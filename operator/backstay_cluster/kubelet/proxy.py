@@ -187,7 +187,7 @@ class ServiceProxy:
 
     Args:
         events: records a port on which the proxy cannot listen.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(

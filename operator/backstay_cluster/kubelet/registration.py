@@ -26,7 +26,7 @@ def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> O
     Args:
         node: the node.
         labels: its labels.
-        port: of the kubelet's server.
+        port: the port of the kubelet's server.
         now: metav1.Time of this heartbeat.
     """
     kinds = (
@@ -80,7 +80,7 @@ class Registration:
         node: the node.
         labels: its labels.
         clock: seconds since the epoch.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(

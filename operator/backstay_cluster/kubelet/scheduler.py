@@ -82,12 +82,12 @@ class Scheduler:
 
     Args:
         client: the API server.
-        events: reports.
+        events: reports what the scheduler does.
         node: the node's name.
         labels: the node's labels.
         allocatable: the node's resources.
         clock: seconds since the epoch.
-        sleep: waits (seconds).
+        sleep: waits for a number of seconds.
     """
 
     def __init__(

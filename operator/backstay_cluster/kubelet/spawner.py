@@ -56,9 +56,9 @@ class Request:
     """A request to the forkserver to fork a container.
 
     Attributes:
-        channel: to the new process; None until the request was sent to the forkserver.
-        pid: of the new process; 0 until it has reported.
-        deadline: on the monotonic clock; after it, the spawner executes the container itself.
+        channel: the channel to the new process; None until the request was sent to the forkserver.
+        pid: the id of the new process; 0 until the process has reported it.
+        deadline: a time on the monotonic clock, after which the spawner executes the container itself.
     """
 
     def __init__(self, container: str, spec_fd: int, out_fd: int, deadline: float) -> None:

@@ -86,7 +86,7 @@ def phase_of(policy: str, init: Sequence[ContainerRecord], containers: Sequence[
     Args:
         policy: the pod's restartPolicy.
         init: the init containers, in order.
-        containers: the others.
+        containers: the records of the other containers.
     """
     for record in init:
         if record.exit_code is None:
@@ -117,9 +117,9 @@ def conditions_of(
 
     Args:
         previous: the conditions as last read.
-        phase: of the pod.
+        phase: the pod's phase.
         init: the init containers.
-        containers: the others.
+        containers: the records of the other containers.
         has_address: whether the pod has an address and folders.
         now: metav1.Time, the transition time of what changes.
     """

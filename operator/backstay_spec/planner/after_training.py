@@ -52,7 +52,7 @@ class Trained:
     """Training has ended.
 
     Attributes:
-        reason, message: of the condition.
+        reason, message: the reason and the message of the condition.
         fields: fields of the status, from the final messages of the pods.
         returned: the incarnation of rank 0 that has the result; 0: none has it; None: not known.
         checkpoint: the last one; None where none is stored.

@@ -53,8 +53,8 @@ class Statement:
     """The content of one condition.
 
     Attributes:
-        type: of the condition.
-        value: its status; None: Unknown.
+        type: the condition's type.
+        value: the condition's status; None: Unknown.
         reason, message: as in `Condition`.
         event: sent when the condition's status or reason is new.
     """

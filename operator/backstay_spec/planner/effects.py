@@ -50,7 +50,7 @@ class Failure:
 
     Attributes:
         reason, message: one CamelCase word, and a sentence for people.
-        detail: such as a traceback, only for the condition; empty: none.
+        detail: more text for the condition, such as a traceback; empty: none.
         fields: fields of the status that are known only now.
     """
 

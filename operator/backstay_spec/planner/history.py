@@ -22,8 +22,8 @@ class Changes:
     """Events that are sent once, and the fields of the status that record that.
 
     Attributes:
-        events: for `kubectl describe` and `backstay run`.
-        fields: of the status; they are written immediately, and not only with the next progress.
+        events: the events for `kubectl describe` and `backstay run`.
+        fields: fields of the status, which are written immediately, and not only with the next progress.
     """
 
     events: tuple[Event, ...] = ()

@@ -23,7 +23,7 @@ class Leaving:
     """Whether the pod ended in order.
 
     Attributes:
-        in_order: it did, or it may have; then it is not replaced.
+        in_order: whether the pod ended in order, or may have. It is then not replaced.
         check_at: the servers must confirm it by then; None: it is certain.
     """
 

@@ -29,7 +29,7 @@ class Order:
     """The verdict.
 
     Attributes:
-        hold: only servers are created, because the API server refuses a server.
+        hold: whether only servers are created, because the API server refuses a server.
         release: deletions that free quota for the refused servers.
     """
 

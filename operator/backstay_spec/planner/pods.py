@@ -21,7 +21,7 @@ class PodView:
     Attributes:
         raw: its manifest.
         name, uid, slot, incarnation: its identity.
-        deleting: it has a deletionTimestamp.
+        deleting: whether the pod has a deletionTimestamp.
         terminal: its phase is Succeeded or Failed.
         ended: terminal, or its container `trainer` has ended while a side-car continues.
         ready: its condition Ready is True.

@@ -43,7 +43,7 @@ class NewStatus:
 
     Attributes:
         record: incarnations, back-off and counters.
-        conditions: by type.
+        conditions: the conditions by type.
         desired, ready: pods of each role.
         fields: other fields by name.
         all_created: PodsCreated has become True, which is written with the next change.

@@ -43,7 +43,7 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
     """Arrays by name.
 
     Attributes:
-        where: their place, for messages.
+        where: the place of the arrays, for messages.
         read_names: the names of the arrays that were read.
     """
 
@@ -75,12 +75,12 @@ def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
     Args:
         uri: a manifest, a folder with manifests (its newest complete checkpoint), a safetensors file, a folder of them,
             or an Orbax checkpoint.
-        skip: in a folder with manifests, skip those whose origin makes it true. The manifests of all histories are
-            considered then.
+        skip: a condition on the origin of a manifest: in a folder with manifests, those for which it is true are
+            skipped. The manifests of all histories are considered then.
 
     Raises:
         CheckpointError: `uri` names none of these, or the file system of its scheme refuses it.
-        StorageError: it cannot be read now.
+        StorageError: `uri` cannot be read now.
     """
     try:
         return _fixed(uri, skip)
@@ -127,8 +127,8 @@ def open_arrays(fixed: str) -> Iterator[Arrays]:
     with ``state/``. In safetensors files they are the names of the tensors.
 
     Raises:
-        CheckpointError: it does not exist any more, is damaged, or its content has changed.
-        StorageError: it cannot be read now.
+        CheckpointError: the content does not exist any more, is damaged, or has changed.
+        StorageError: `uri` cannot be read now.
     """
     if fixed.endswith(MANIFEST_SUFFIX):
         folder, _, name = fixed.rpartition("/")
@@ -210,8 +210,8 @@ def _fingerprint(uri: str) -> str:
     """The fingerprint of the names, sizes, beginnings and ends of the files at `uri`, in hex.
 
     Raises:
-        CheckpointError: there is nothing that can be read as named arrays.
-        StorageError: it cannot be read now.
+        CheckpointError: `uri` has nothing that can be read as named arrays.
+        StorageError: `uri` cannot be read now.
     """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem

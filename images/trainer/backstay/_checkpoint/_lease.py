@@ -46,11 +46,11 @@ class LeaseTimes:
     """Durations of the protocol, in seconds.
 
     Attributes:
-        renew: between two renewals.
+        renew: seconds between two renewals.
         silence: a holder that has not renewed its lease for this time has lost it.
         settle: how long a challenger watches a holder of the same job, which may be about to end, before it gives up.
         closing: how long a challenger watches a holder that stores its last checkpoint, before it gives up.
-        confirm: between two checks for a newer lease.
+        confirm: seconds between two checks for a newer lease.
     """
 
     renew: float = 1.0
@@ -190,7 +190,7 @@ class FolderLease:
         """Find out whether another run writes into the folder, without taking the lease.
 
         Raises:
-            CheckpointInUse: one does.
+            CheckpointInUse: another run writes into the folder.
             StorageError: the folder cannot be read.
         """
         with self._lock:
@@ -223,7 +223,7 @@ class FolderLease:
         """Wait until every lease in `names` of another run is released or silent; returns these leases.
 
         Raises:
-            CheckpointInUse: one of them is renewed.
+            CheckpointInUse: a lease of another run is renewed.
         """
         began = self._clock()
         watched: dict[LeaseName, _Watched] = {}
@@ -283,7 +283,7 @@ class FolderLease:
         """Make sure that no other process has taken the lease.
 
         Raises:
-            CheckpointInUse, Superseded: one has; `lost` was called.
+            CheckpointInUse, Superseded: another process has taken the lease; `lost` was called.
             StorageError: the folder cannot be read.
         """
         with self._lock:

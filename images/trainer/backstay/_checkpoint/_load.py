@@ -51,7 +51,8 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         A `Checkpoint`; its leaves are NumPy arrays of the stored shapes and dtypes.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or `like` has other leaves (the message names the first).
+        CheckpointError: the folder has no complete checkpoint, or `like` has other leaves (the message names the
+            first).
     """
     uri = str(uri)
     skipped: tuple[str, ...] = ()

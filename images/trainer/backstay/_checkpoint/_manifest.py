@@ -162,8 +162,9 @@ class Manifest(_Model):
     """A complete checkpoint.
 
     Attributes:
-        leaves, structure: of the parameters.
-        state_leaves, state_structure: of the model state; the structure is None for a model without state.
+        leaves, structure: the parameters' leaves and structure.
+        state_leaves, state_structure: the model state's leaves and structure; the structure is None for a model without
+            state.
         state: the coordinator's state (JSON).
     """
 

@@ -41,7 +41,7 @@ def read_orbax(uri: str) -> dict[str, NDArray[np.generic]]:
     or ``state``, is the whole checkpoint; others begin with their names.
 
     Raises:
-        CheckpointError: it cannot be read, or Orbax is not installed.
+        CheckpointError: the checkpoint cannot be read, or Orbax is not installed.
     """
     ocp = _orbax()
     folder = _path(uri)

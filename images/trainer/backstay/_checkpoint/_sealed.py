@@ -26,7 +26,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
     """`document` as text, with its checksum.
 
     Raises:
-        ValueError: it has a number that JSON does not have, or a key `checksum`.
+        ValueError: the document has a number that JSON does not have, or the key `checksum`.
     """
     if CHECKSUM in document:
         raise ValueError(f"the document has the key {CHECKSUM!r}, which `seal` adds")

@@ -96,8 +96,8 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
         fixed: the reference that `fix` returned for ``start.uri``.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit. The message lists the names that were missing, unexpected
-            or of another shape.
+        CheckpointError: the arrays cannot be read, or do not fit. The message lists the names that were missing,
+            unexpected or of another shape.
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
     report, values = _Report(), list[_Array | None]()

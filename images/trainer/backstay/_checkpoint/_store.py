@@ -359,7 +359,7 @@ class CheckpointStore:
         """The manifest called `name`; its files are not checked.
 
         Raises:
-            CheckpointError: it is missing, damaged, or `name` is not the name of a manifest.
+            CheckpointError: the manifest is missing or damaged, or `name` is not the name of a manifest.
         """
         if is_format_1(name):
             raise CheckpointError(f"{self.uri}/{name} has format 1: this version reads format 2")
@@ -374,7 +374,7 @@ class CheckpointStore:
         """The whole content of a file, checked against its size and SHA-256.
 
         Raises:
-            CheckpointError: it differs.
+            CheckpointError: the content has another size or SHA-256.
         """
         data = self.folder.read(info.name)
         if len(data) != info.size:

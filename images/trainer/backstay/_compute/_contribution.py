@@ -46,9 +46,9 @@ class Start:
         params: the pulled leaves of the partition's tree, in order, on the host or the device. On the host they lie
             in memory that receives the next parameters but one: a computation keeps no reference to them after its
             contribution was computed.
-        key: of the contribution's first batch. `key.step` is the number of the contribution: the version in Sync mode,
-            this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws those of
-            steps ``n * key.step`` to ``n * key.step + n - 1``.
+        key: the key of the contribution's first batch. `key.step` is the number of the contribution: the version in
+            Sync mode, this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws
+            those of steps ``n * key.step`` to ``n * key.step + n - 1``.
         received: the fragments (`Block.fragment`) that the answer to the previous contribution brought; only their
             leaves, and the model state, are in `params`. None: `params` are the answer to a new request, and complete.
     """
@@ -65,7 +65,7 @@ class Summary:
     Attributes:
         finite: whether all that is contributed is finite. An update with a contribution that is not is skipped.
         examples: how many examples it was computed from.
-        loss: before the update; of local steps, the mean of their losses.
+        loss: the loss before the update; with local steps, the mean of their losses.
         metrics: what `loss` returned beside the loss.
     """
 
@@ -162,7 +162,7 @@ class PackedContribution:
         Args:
             key: as in `Start`.
             result: its leaves are what `Layout.pack` returned.
-            layout: of the partition.
+            layout: the layout of the partition's blocks.
         """
         self.key = key
         self._result = result
@@ -188,8 +188,8 @@ class GradientComputation:
         """
         Args:
             gradient_of: made with `layout.pack`.
-            tree: of the parameters.
-            layout: of the partition.
+            tree: the parameters' tree.
+            layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.
         """
         self._gradient_of, self._tree, self._layout, self._batch_of = gradient_of, tree, layout, batch_of

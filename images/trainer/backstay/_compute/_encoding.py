@@ -26,7 +26,7 @@ class Encoder:
         """
         Args:
             wires: how the blocks of each shard travel.
-            seed: the job's.
+            seed: the job's seed.
             error_feedback: whether to keep residuals.
         """
         self._wires = wires

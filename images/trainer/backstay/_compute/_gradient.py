@@ -24,8 +24,8 @@ class Gradient:
     """One gradient, which may still be in computation: what is read waits for it.
 
     Attributes:
-        leaves: one array for each leaf of the tree, of the leaf's shape and dtype: gradients of the parameters, then
-            the new model state; or what `pack` made of them; on the first device.
+        leaves: one array for each leaf of the tree, with the leaf's shape and dtype, or the arrays that `pack` made of
+            them. The gradients of the parameters come first, then the new model state. All are on the first device.
         examples: the length of the leading axis of the batch's first array that has one; 1 if none has.
     """
 
@@ -62,7 +62,7 @@ class GradientFn:
     """``loss`` and its gradient, compiled once for each shape of batch.
 
     Attributes:
-        placement: of the model and of batches.
+        placement: the placement of the model and of batches.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class GradientFn:
 
         Args:
             loss: see `Objective`.
-            tree: of the model.
-            devices: to use; all local devices by default.
+            tree: the model's tree.
+            devices: the devices to use; default: all local devices.
             deterministic: ask the backend for kernels that give the same bits run after run. It matters on GPUs.
             pack: traced, to make the leaves of a gradient into fewer arrays. Each result of a compiled function takes
                 milliseconds to compile, and so does each piece of code that reads one leaf.
@@ -128,7 +128,7 @@ class GradientFn:
             Floating-point operations of one call on all devices, as XLA estimates them; None: it has no estimate.
 
         Raises:
-            ConfigurationError: as a call does.
+            ConfigurationError: for the same reasons as a call.
         """
         leaves = self.placement.shapes(self._tree)
         compiled = self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()

@@ -24,7 +24,7 @@ def initial(init: Callable[[Any], Any], seed: int) -> Any:
 
     Args:
         init: PRNG key -> parameters, a pytree of arrays.
-        seed: of the key.
+        seed: the seed of the random key.
     """
     import jax
 

@@ -31,7 +31,7 @@ class LocalProgram:
 
     Attributes:
         local: the arguments of the script.
-        placement: of the model and of batches.
+        placement: the placement of the model and of batches.
         keeps: whether the state of the inner optimizer is kept.
     """
 
@@ -158,10 +158,10 @@ class _Continued:
     """The part of a rank's next contribution that exists before the answer to the last one.
 
     Attributes:
-        key: of the contribution; None: no step of it was made yet.
+        key: the contribution's key; None: no step of the contribution was made yet.
         base: the leaves of the servers, as the rank received them last; None where each answer brings all of them.
         own: the worker's own leaves, if no step was made.
-        carry, sums, examples: after `LocalSteps.overlap` steps, if they were made.
+        carry, sums, examples: the values after `LocalSteps.overlap` steps, if these steps were made.
     """
 
     key: BatchKey | None
@@ -300,7 +300,7 @@ class LocalComputation:
         Args:
             program: made with `layout.pack`.
             updates: as in `LocalTraining`.
-            layout: of the partition.
+            layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.
         """
         self._program, self._layout, self._batch_of = program, layout, batch_of

@@ -25,10 +25,11 @@ _SHOWN: Final = 6
 class Agreement:
     """
     Attributes:
-        leaves: of the parameters.
-        settings: by name, as text: the arguments of `train` under their own names, and digests in hex under
-            `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks. `SOFTWARE`
-            names the version of JAX and its width of floats; it explains another difference, and is none itself.
+        leaves: the parameters' leaves.
+        settings: name -> value, both text. These are the arguments of `train` under their own names, and digests in hex
+            under `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
+            `SOFTWARE` names the version of JAX and its width of floats. It explains another difference, and does not
+            count as a difference.
     """
 
     leaves: tuple[Leaf, ...]
@@ -45,7 +46,7 @@ class Agreement:
         """Why a peer cannot train with this pod; empty if both agree.
 
         Args:
-            leaves, settings: the peer's.
+            leaves, settings: the peer's leaves and settings.
             peer, here: how the message names the peer and this pod.
         """
         leaf = first_difference(self.leaves, leaves)

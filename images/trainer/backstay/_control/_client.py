@@ -68,7 +68,7 @@ class ControlClient:
         """
         Args:
             servers: ``host:port`` of the control service of each shard.
-            token: the job's.
+            token: the job's token.
             peer: the pod that calls.
             timeouts: None for the usual ones.
         """
@@ -105,7 +105,7 @@ class ControlClient:
         Raises:
             Refused: a server refuses permanently. `Superseded`: a newer incarnation of this pod runs.
             JobFailed: the job has failed.
-            WaitedTooLong: after that time; the message names the shard and its last answer.
+            WaitedTooLong: no success within that time; the message names the shard and its last answer.
             PeerLost: `stopped`.
         """
         times = self.timeouts
@@ -243,7 +243,7 @@ class ControlClient:
         """
         Raises:
             Refused: trying again does not help.
-            PeerLost: it may.
+            PeerLost: the call failed, and another try may succeed.
         """
         if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
             raise Refused(
@@ -279,10 +279,11 @@ class Heartbeats:
     ) -> None:
         """
         Args:
-            client: to call.
+            client: the client that sends the heartbeats.
             silent: ``silent(shard, why)``, called when a server has not answered for `Timeouts.silent` or is another
                 incarnation.
-            worker_seconds: in a worker: returns the parts of its time, for the version of the newest checkpoint.
+            worker_seconds: a function that returns the parts of a worker's time, given the version of the newest
+                checkpoint; None in other pods.
         """
         self.activity: Activity = STARTING
         self.step_seconds = 0.0

@@ -70,11 +70,11 @@ class Link:
     ) -> None:
         """
         Args:
-            address: of shard 0's control service.
-            token: the job's.
+            address: the address of shard 0's control service.
+            token: the job's token.
             peer: this server.
             agreement: the settings that it must share with the coordinator.
-            mode: the job's.
+            mode: the job's update mode.
             timeouts: None for the usual ones.
         """
         self._address, self._peer, self._mode = address, peer, MODES[mode]
@@ -201,7 +201,7 @@ class Link:
 
         Raises:
             Refused: further attempts would get the same answer.
-            PeerLost: there is no such server now, or it does not coordinate yet.
+            PeerLost: no such server exists now, or it does not coordinate yet.
         """
         with self._lock:
             request = CoordinateRequest(

@@ -313,9 +313,9 @@ class ControlServer:
         Args:
             host: answers the calls.
             peers: the incarnations known here.
-            bind: an address.
+            bind: the address to listen on.
             port: 0 for any.
-            token: the job's.
+            token: the job's token.
             timeouts: None for the usual ones.
 
         Raises:

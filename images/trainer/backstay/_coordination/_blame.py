@@ -49,8 +49,8 @@ class Blamed:
 
     Attributes:
         rank, shard, part: as in `Charge`.
-        seconds: their sum.
-        updates: their number.
+        seconds: the sum of the charged seconds.
+        updates: the number of updates.
         window: seconds that the sum covers.
     """
 
@@ -67,9 +67,9 @@ class Waiting:
     """The contributions that the next update waits for.
 
     Attributes:
-        seconds: since the last update; since the first report where there was none.
+        seconds: seconds since the last update; without an update, since the first report.
         missing: the ranks without a complete contribution.
-        shards: by such a rank that has reached some shards, the shards that lack its contribution.
+        shards: rank -> the shards that lack its contribution, for each rank whose contribution has reached some shards.
         needed: how many more contributions make the set.
     """
 

@@ -103,8 +103,8 @@ class Coordinator:
             start: where the term began.
             last: the commit that made `state.version`, if one of this term did.
             prepared: the gradients whose mean shard 0 holds for `state.version`: the next commit may name them.
-            incarnation: of this coordinator's server.
-            infos: of `prepared`, in that order.
+            incarnation: the incarnation of this coordinator's server.
+            infos: the infos of the contributions in `prepared`, in the same order.
             checkpoint, checkpoint_at: the newest known complete checkpoint, and its (term, version).
             since_checkpoint: seconds since the last one began.
         """
@@ -188,10 +188,10 @@ class Coordinator:
         After this, it reports again the gradients that it holds.
 
         Args:
-            incarnation: the server's.
-            last: with standbys, the newest commit of the term that it received, applied or not.
-            prepared: with standbys, the gradients whose mean it holds for `version`.
-            begun: the newest term that it received, though it may hold nothing of it yet.
+            incarnation: the server's incarnation.
+            last: the newest commit of the term that the shard received, applied or not; None in a job without standbys.
+            prepared: the contributions whose mean the shard holds for `version`; only in a job with standbys.
+            begun: the newest term that the shard received, though it may hold nothing of the term yet.
         """
         history, conclusion, succession = self._history, self._conclusion, self._succession
         replaces = succession.connected(shard, incarnation, max(term, begun))

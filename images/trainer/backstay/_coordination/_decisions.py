@@ -80,11 +80,11 @@ class Updated:
     """An update was decided.
 
     Attributes:
-        infos: of its contributions, in order of rank.
+        infos: the infos of the update's contributions, in order of rank.
         adopted: the previous coordinator decided it, and has most likely reported it.
         ended: the accounts of the epochs that ended with it.
         grace: how long the next update waits for more contributions than its quorum.
-        norm: of the mean gradient, before it is clipped; None: it is not computed.
+        norm: the norm of the mean gradient before clipping; None: not computed.
     """
 
     commit: Commit

@@ -29,7 +29,7 @@ _UPDATES: Final = 8
 class Choice:
     """
     Attributes:
-        wait: in seconds.
+        wait: the wait in seconds.
         per_second: the estimate of applied contributions per second with this wait; None: there is no estimate.
     """
 
@@ -118,7 +118,7 @@ class Grace:
 
         Args:
             version: the version that the update makes.
-            quorum, world: of the next update.
+            quorum, world: the quorum and the world of the next update.
         """
         self._decided[version], self._complete_since = now, None
         self._decided.pop(version - _VERSIONS, None)
@@ -161,7 +161,7 @@ def best_wait(durations: Mapping[int, Sequence[float]], quorum: int) -> Choice:
     """The wait that gives the most applied contributions per second, at most one median duration.
 
     Args:
-        durations: by rank, how long each of its newest contributions took; oldest first.
+        durations: rank -> seconds that each of its newest contributions took, oldest first.
         quorum: fewest contributions of an update.
     """
     known = {rank: seconds for rank, seconds in durations.items() if len(seconds) >= _LEAST_SAMPLES}

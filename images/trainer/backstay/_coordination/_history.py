@@ -43,12 +43,12 @@ class Pending:
 
     Attributes:
         commit: complete but for the clip factor.
-        infos: of the contributions, in their order.
+        infos: the infos of the contributions, in the same order.
         round: number of the decision; a withdrawn decision is made again under another number.
-        before: with standbys, the state before the decision.
+        before: the state before the decision; None in a job without standbys.
         needs_norms: whether the shards must answer a `NormRequest` first.
         norms: the sums of squares that shards have answered, by shard.
-        norm: of the mean gradient, before it is clipped; None: it is not computed.
+        norm: the norm of the mean gradient before clipping; None: not computed.
         counted: how the contributions are counted once the decision is certain.
         ended: the accounts of the epochs that end with it.
     """
@@ -101,7 +101,7 @@ class History:
 
         Args:
             last: the commit that made the state's version.
-            incarnation: of this coordinator's server.
+            incarnation: the incarnation of this coordinator's server.
         """
         # An answer to a decision of a previous coordinator must not count as an answer to one of this coordinator.
         self._round = incarnation << 32
@@ -189,7 +189,7 @@ class History:
 
         Args:
             contributions: its set, in order of rank.
-            infos: of the contributions, in their order.
+            infos: the infos of the contributions, in the same order.
             world: ranks in force from the next version on.
         """
         state, rules = self.state, self._rules

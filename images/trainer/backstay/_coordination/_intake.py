@@ -25,7 +25,7 @@ class Intake:
     """The undecided gradients.
 
     Attributes:
-        ledger: which shards hold which of them.
+        ledger: the record of which shards hold which contributions.
     """
 
     def __init__(self, rules: Rules, mode: UpdateMode, history: History, conclusion: Conclusion) -> None:

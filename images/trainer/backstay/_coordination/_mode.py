@@ -127,7 +127,7 @@ class UpdateMode(Protocol):
         """The account of samples with which a run continues at `state`.
 
         Args:
-            first: of the run's first epoch.
+            first: number of the run's first epoch.
         """
 
     # ---- Queries of a shard, its link and a worker ----
@@ -136,14 +136,14 @@ class UpdateMode(Protocol):
         """The shards from which a worker pulls again before it computes with these answers.
 
         Args:
-            versions: of each shard's newest answer.
+            versions: the version in each shard's newest answer.
         """
 
     def exchanged(self, key_step: int, gradient_version: int, version: int) -> Iterable[int]:
         """The numbers (`GradientId.key_step`) of contributions whose fragments `version`, the answer to a push, brings.
 
         Args:
-            key_step, gradient_version: of the push.
+            key_step, gradient_version: the push's `key_step` and version.
         """
 
     def used_up(self, gradient_version: int, version: int) -> bool:

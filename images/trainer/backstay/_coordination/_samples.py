@@ -75,9 +75,9 @@ class Samples:
         """Count an update.
 
         Args:
-            world, offset: those that the gradients of the update were computed with.
+            world, offset: the world and the offset with which the gradients of the update were computed.
             left_out: batches that no rank will draw, because `commit` changes the world.
-            redone: `CoordinatorState.redone` now.
+            redone: the present value of `CoordinatorState.redone`.
             batches: how many each contribution is computed from. The ranks draw the first ones in order of rank, then
                 the second ones.
 
@@ -113,9 +113,9 @@ class Samples:
         """Count the batches of one update.
 
         Args:
-            number: of the first batch; the others follow it.
-            uses: of each batch, whether it was used; otherwise it was dropped.
-            redone: `CoordinatorState.redone` now.
+            number: the number of the first batch; the others follow it.
+            uses: for each batch, whether the batch was used; otherwise it was dropped.
+            redone: the present value of `CoordinatorState.redone`.
 
         Returns:
             The account of the current epoch, and those of the epochs that ended.

@@ -31,7 +31,7 @@ class Rules:
         grace: Sync; how long an update waits for more contributions after its quorum is complete, in seconds; None is
             `Auto`. `Coordinator.set_grace` changes it.
         weighting: Sync; how the contributions of an update are weighted.
-        max_non_finite: this many updates in a row with a gradient that is not finite fail the job.
+        max_non_finite: the job fails after this many updates in a row with a gradient that is not finite.
         max_staleness: Async; None: unlimited.
         clip_norm: upper bound of the mean gradient's norm; None clips nothing.
         stores: the last version is written as a checkpoint before the job is done.
@@ -78,10 +78,10 @@ class CoordinatorState:
     """The history so far.
 
     Attributes:
-        term: one stretch of history without a rollback; grows with every start from a checkpoint.
+        term: a part of the history without a rollback; each start from a checkpoint begins a higher term.
         version: the number of updates decided.
         world: the number of ranks in force.
-        key_steps: by rank, the next `BatchKey.step`: in Async mode the number of its gradients that were used.
+        key_steps: rank -> the next `BatchKey.step`: in Async mode the number of the rank's gradients that were used.
         non_finite_run: how many of the newest updates in a row had a gradient that was not finite.
         redone: updates lost by going back to checkpoints, which were made again.
         worlds: every world of this history, oldest first; the last one is in force.

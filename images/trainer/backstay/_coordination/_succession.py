@@ -36,7 +36,7 @@ class Succession:
 
         Args:
             prepared: the gradients whose mean shard 0 holds for the next version.
-            infos: of `prepared`, in that order.
+            infos: the infos of the contributions in `prepared`, in the same order.
             checkpoint_at: (term, version) of the newest complete checkpoint.
         """
         self._prepared, self._infos = prepared, infos

@@ -19,9 +19,9 @@ class BatchKey:
     """The identity of one batch. `batches(key)` must be a pure function of it.
 
     Attributes:
-        step: in Sync mode the version of the parameters; in Async mode the number of this rank's gradients before it.
-            With local steps, the number of local steps before it: in Sync mode ``version * count + i``, in Async mode
-            the rank's own count.
+        step: the version of the parameters in Sync mode; the number of this rank's previous gradients in Async mode.
+            With local steps, the number of previous local steps: ``version * count + i`` in Sync mode, the rank's own
+            count in Async mode.
         rank: this worker's index, ``0 <= rank < world``.
         world: the current number of ranks.
         seed: the job's seed.

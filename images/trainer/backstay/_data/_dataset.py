@@ -120,10 +120,10 @@ def from_dataset(
     not used. At the end of each epoch, the job logs how many samples were used, dropped and repeated.
 
     Args:
-        source: one of these. An array, or a dict or tuple of arrays of one length, also memory-mapped: a batch contains
-            rows. A data frame of pandas or Polars: a batch is a dict of columns. A Hugging Face ``datasets.Dataset``. A
-            `TokenFile`. An object with ``len`` whose ``[]`` returns one sample, such as a list, a Grain data source or
-            a ``grain.MapDataset``.
+        source: the data, in one of these forms. An array, or a dict or tuple of arrays of one length, also
+            memory-mapped: a batch contains rows. A data frame of pandas or Polars: a batch is a dict of columns. A
+            Hugging Face ``datasets.Dataset``. A `TokenFile`. An object with ``len`` whose ``[]`` returns one sample,
+            such as a list, a Grain data source or a ``grain.MapDataset``.
         batch_size: samples of one rank's batch.
         transform: ``transform(sample)`` returns the sample to train with, a pytree of arrays or numbers.
         has_rng: whether `transform` is called as ``transform(sample, rng)``, with a ``numpy.random.Generator`` of that

@@ -33,7 +33,7 @@ class Source(Protocol):
         """The samples of these numbers, stacked: a pytree of arrays with a leading axis.
 
         Args:
-            epochs: of each sample, the epoch in which it is used.
+            epochs: for each sample, the epoch in which the sample is used.
         """
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
@@ -168,7 +168,7 @@ class TokenFile:
         Args:
             paths: one file or several; ``.npy``, or tokens one after another without a header.
             window: tokens in a sample. Where a model predicts the next token, one more than it reads.
-            dtype: of files without a header.
+            dtype: the dtype of files without a header.
 
         Raises:
             ConfigurationError: a file cannot be mapped, has no whole tokens, or is shorter than a window.
@@ -272,7 +272,7 @@ def stacked(samples: Sequence[Any]) -> Any:
     """A batch of samples that are pytrees of one structure.
 
     Raises:
-        ConfigurationError: they have different structures or shapes.
+        ConfigurationError: the samples have different structures or shapes.
     """
     import jax
 

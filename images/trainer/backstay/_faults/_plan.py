@@ -55,7 +55,7 @@ class Fault:
         action: see docs/faults.md.
         role: a value of `BACKSTAY_ROLE`.
         index: shard or rank; None for every one.
-        incarnation: of the pod; None for every one.
+        incarnation: the pod's incarnation; None for every incarnation.
         step: the first step at which it may happen. A worker counts by its batches, a server by updates applied.
         point: one of the role's `POINTS`.
         seconds: how long it lasts; None where it has no end, or no duration.

@@ -34,7 +34,7 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
 
     Args:
         path: the file of the termination message; None where there is none.
-        fields: of the message, besides its result.
+        fields: the message's fields, besides its result.
         stop: what has handled SIGTERM until now.
     """
     stop.release()
@@ -50,7 +50,7 @@ class _End:
 
     Args:
         path: the file of the termination message.
-        fields: of the message of a script that has not ended yet.
+        fields: the message's fields for a script that has not ended yet.
     """
 
     previous: Callable[..., Any]

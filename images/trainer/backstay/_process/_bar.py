@@ -25,8 +25,8 @@ def line(text: str, step: int, steps: int, seconds: float | None, *, columns: in
     """A bar, the share of updates, the time that is left, and `text`.
 
     Args:
-        seconds: until the last update; None: not known yet.
-        columns: of the terminal. The line is shorter, so that the terminal does not break it.
+        seconds: seconds until the last update; None: not known yet.
+        columns: the width of the terminal. The line is shorter, so that the terminal does not break it.
         ascii_only: draw with characters that every terminal has.
     """
     share = step / steps if steps else 1.0
@@ -42,7 +42,7 @@ class Bar(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, steps: int) -> None:
         """
         Args:
-            stream: a terminal.
+            stream: the stream of a terminal.
             steps: how many updates training makes.
         """
         super().__init__(stream)

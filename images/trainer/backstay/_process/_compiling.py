@@ -30,10 +30,10 @@ def one_compiles(
 
     Args:
         program: what is compiled, as a file name.
-        digest: of everything that the program depends on.
+        digest: the digest of everything that the program depends on.
         seconds: the longest wait; a paused holder does not delay the others for longer.
         environ: where the cache's folder is named.
-        clock, sleep: of the wait, in seconds.
+        clock, sleep: the clock and the sleep function of the wait, in seconds.
     """
     folder = environ.get("JAX_COMPILATION_CACHE_DIR", "")
     descriptor = -1

@@ -32,7 +32,7 @@ class Environment:
         checkpoint_uri: where checkpoints are; None when none are stored.
         trained: how training ended, in a worker that was created afterwards; None in every other pod.
         timeouts: every deadline and interval of the pod.
-        namespace, uid: of the job; the uid is another one in each run.
+        namespace, uid: the job's namespace and uid; each run of the job has another uid.
         keep: a folder of this pod that outlives it; None: there is none.
     """
 

@@ -33,7 +33,7 @@ class Failure:
 
     Attributes:
         reason: the exception's type, such as ``KeyError``.
-        message: its text; the type where it has none.
+        message: the exception's text; its type if the text is empty.
         at: ``file:line`` of the innermost frame that belongs to the script; empty where there is none.
         traceback: Python's traceback without the frames of libraries, at most 1,800 characters, its end kept. The
             text of the exception is cut after 500.

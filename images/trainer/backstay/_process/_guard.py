@@ -173,8 +173,8 @@ class ConnectionGuard:
     def __init__(self, port: int, what: str, *, grace: float) -> None:
         """
         Args:
-            port: of this process.
-            what: for warnings, such as ``the control port``.
+            port: the port that is guarded, of this process.
+            what: the name of the port in warnings, such as ``the control port``.
             grace: how long a connection may stay without a call with the token, in seconds. It is counted in scans, so
                 that a process that was stopped grants each peer the same.
         """

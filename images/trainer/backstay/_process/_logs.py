@@ -42,8 +42,8 @@ def configure(
     """Send this package's lines to standard error; what the script logs itself is not touched.
 
     Args:
-        log_format: of the job.
-        name: of this pod's role, such as ``worker-3``; empty in a single process.
+        log_format: the job's log format.
+        name: the pod's role and index, such as ``worker-3``; empty in a single process.
         job: the job's name; empty in a single process.
         handler: writes the lines; by default to standard error.
     """
@@ -65,10 +65,10 @@ class Reporter:
     def __init__(self, seconds: float, steps: int, batches: int = 1, bar: Bar | None = None) -> None:
         """
         Args:
-            seconds: at least, between two lines.
+            seconds: the shortest time between two lines, in seconds.
             steps: how many updates training makes.
             batches: local steps of each update; 1: there are none.
-            bar: to draw.
+            bar: the progress bar to draw; None: no bar.
         """
         self._batches = batches
         self._seconds = seconds if bar is None else _BAR_SECONDS

@@ -23,8 +23,8 @@ class Ahead:
         """A contribution was started.
 
         Args:
-            term: of its parameters.
-            contribution: which may still be in computation.
+            term: the term of the contribution's parameters.
+            contribution: the contribution, which may still be in computation.
             at: the answer that brought its parameters. Its staleness counts from the version of `at`.
         """
         self._next = term, contribution, at

@@ -53,7 +53,7 @@ class Report:
 
     Attributes:
         step: the number of updates including this one.
-        examples: in its batch.
+        examples: the number of examples in the batch.
         model: parameters and state after the update, after every `model_every` steps, else None; valid until
             `on_update` returns.
     """
@@ -97,8 +97,8 @@ def train_alone(
 
     Args:
         script: the arguments of `train`.
-        max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
-        devices: to use; all local devices by default.
+        max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
+        devices: the devices to use; default: all local devices.
         model_every: `Report.model` is there after each so many updates, for which the host waits; 0: never.
         on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
             True for a report with a model.
@@ -353,7 +353,7 @@ class Lead:
     place. So short steps are dispatched about `_LEAD_SECONDS` ahead.
 
     Attributes:
-        steps: from `AHEAD` to `_LEAD_STEPS`.
+        steps: a number of steps, from `AHEAD` to `_LEAD_STEPS`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -56,12 +56,12 @@ class Arbiter:
         standby already, updates made since then are dropped for a new term (T6).
 
         Args:
-            when: on the clock of `time.monotonic`.
+            when: the time of the loss, on the clock of `time.monotonic`.
             closed: whether the standby's connection was closed.
             connects_again: whether a standby waits to be filled.
 
         Raises:
-            Superseded: it was promoted, or this server ends.
+            Superseded: the standby was promoted, or this server is shutting down.
         """
         _LOG.warning("the standby is lost: updates wait until it is certain that the operator did not promote it")
         patience = self._times.standby_closed if closed else self._times.standby_silent

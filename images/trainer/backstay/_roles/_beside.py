@@ -16,7 +16,7 @@ class Beside:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            clock: seconds, monotonic.
+            clock: a monotonic clock in seconds.
         """
         self._clock = clock
         self._thread: ThreadPoolExecutor | None = None  # most workers need none

@@ -52,7 +52,7 @@ class BlackBox:
     """Thread-safe.
 
     Args:
-        environment: of shard 0's server.
+        environment: the environment of shard 0's server.
         records: writes the files.
         spans: returns the serialized `Spans` of the pods of a slot, such as ``worker-3``.
     """
@@ -212,7 +212,7 @@ def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str,
     Args:
         before: the content until now, which may have entries that the status has dropped; None: there is no file.
         about: the job, and when this was made.
-        status: of the job; its entries replace those of the file that have the same time, reason and slot.
+        status: the job's status; its entries replace those of the file that have the same time, reason and slot.
     """
     known: list[Mapping[str, Any]] = []
     if before is not None:

@@ -143,7 +143,7 @@ class LocalCoordinator:
         """Begins the history, which may wait for the checkpoint folder. Raises as `begin_history`.
 
         Args:
-            liveness: of this server's peers, guarded by `lock`.
+            liveness: the liveness of this server's peers, guarded by `lock`.
             held: what this server held as its shard's standby.
         """
         self.shard, self.incarnation, self._times = environment.index, environment.incarnation, environment.timeouts
@@ -287,7 +287,7 @@ class RemoteCoordinator:
     def __init__(self, link: Link, environment: Environment, peer: Peer, held: Held | None) -> None:
         """
         Args:
-            link: to the coordinator, not started yet.
+            link: the link to the coordinator, not started yet.
             peer: this server.
             held: what this server held as its shard's standby.
         """

@@ -27,7 +27,7 @@ class Evaluator:
     def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
         """
         Raises:
-            ConfigurationError: there is nothing to evaluate, or no checkpoints to evaluate from.
+            ConfigurationError: `train` was called without `evaluate`, or the job has no checkpoints.
         """
         if script.evaluate is None:
             raise ConfigurationError("the job has an evaluator, but train was called without evaluate")
@@ -52,7 +52,7 @@ class Evaluator:
         """Evaluate until the job is done.
 
         Raises:
-            Stopped, JobFailed, Refused, WaitedTooLong: as a worker does.
+            Stopped, JobFailed, Refused, WaitedTooLong: for the same reasons as in a worker.
         """
         _instrument.follow_this_thread()
         try:

@@ -39,7 +39,7 @@ class EventFiles:
         Args:
             folder: the checkpoint folder.
             name: a part of the files' names that no other process uses.
-            clock: Unix time.
+            clock: returns the Unix time.
         """
         self._folder, self._name, self._clock = folder, name, clock
         self._buffer = io.BytesIO()

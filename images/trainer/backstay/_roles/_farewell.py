@@ -22,7 +22,7 @@ class Farewell:
         Args:
             times: `farewell` is how long the server stays for peers, `result` how long for a worker of rank 0 without
                 the result, where no checkpoint holds it.
-            incarnation: of this server.
+            incarnation: this server's incarnation.
             took_over: whether this server was the standby of another one.
         """
         self._times = times

@@ -32,7 +32,7 @@ class KeySteps(Protocol):
         """Whether a contribution may still be applied after its answer was lost, so that it is sent again.
 
         Args:
-            key_step: of the contribution.
+            key_step: the contribution's `key_step`.
             at: what it was computed from.
             pulled: what the servers answered in the same term, after this worker had joined again.
         """

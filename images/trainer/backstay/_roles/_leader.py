@@ -61,10 +61,10 @@ class Leader:
     ) -> None:
         """
         Args:
-            liveness: of this server, guarded by `lock`.
-            batches: of each contribution.
+            liveness: the liveness of this server's peers, guarded by `lock`.
+            batches: number of batches of each contribution.
             leaves: the names of the leaves of the parameters.
-            reports: for the script and TensorBoard; set before `start`.
+            reports: receives the values for the script and TensorBoard; set before `start`.
         """
         self.reports = reports or Reports(None, None)
         self._liveness, self._lock, self._metrics = liveness, lock, metrics

@@ -50,10 +50,11 @@ class Update:
 
     Attributes:
         step: the number of updates including this one.
-        loss, metrics: of the newest gradient in it, before the update.
-        examples: in all its gradients.
+        loss, metrics: the loss and the metrics of the newest gradient in the update, before the update.
+        examples: the number of examples of all gradients in the update.
         applied: False if it was skipped for a gradient that is not finite.
-        params, state: after it; only valid until the callback returns. `state` is None for a model without state.
+        params, state: the values after the update, which are only valid until the callback returns. `state` is None for
+            a model without state.
     """
 
     step: int
@@ -96,10 +97,10 @@ def train_local(
         steps: updates, at least 0.
         evaluate: called once with the last parameters and, with `has_state`, the last state.
         has_state, has_rng: see `train`.
-        seed: of `init`, of the keys of batches, and of the keys of `loss`.
+        seed: the seed of `init`, of the keys of batches, and of the keys of `loss`.
         clip_norm: upper bound of the mean gradient's global norm.
         world: the gradients and new states of ranks 0..world-1 are averaged, summed in that order.
-        max_non_finite: this many updates in a row with a gradient that is not finite are a failure.
+        max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
         deterministic, devices: see `GradientFn`.
         on_update: called after each update; training ends when it returns True.
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
@@ -225,7 +226,7 @@ def check_arguments(*, steps: int, clip_norm: float | None, world: int = 1) -> N
     """Check the numbers that `train` takes.
 
     Raises:
-        ConfigurationError: one is invalid; the message names the argument.
+        ConfigurationError: a number is invalid; the message names the argument.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigurationError(f"steps is {steps!r}: must be a whole number of updates, 0 or more")

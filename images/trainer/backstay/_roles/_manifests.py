@@ -62,7 +62,7 @@ class Identity:
     """The run that writes checkpoints.
 
     Attributes:
-        seed: of the script.
+        seed: the script's seed.
         settings: settings that may change between two runs, as text.
         any_history: whether a history of another job or seed may be continued.
         start_from: the place of the initial parameters, as the script names it; empty: `init` returns them.
@@ -84,10 +84,10 @@ class Continued:
     """The checkpoint that training continues from.
 
     Attributes:
-        own: it is of this job and seed.
-        same_run: it is of this run: the job's uid is equal.
+        own: whether the checkpoint is of this job and seed.
+        same_run: whether the checkpoint is of this run: the job's uid is equal.
         changes: settings that differ from those of the run that stored it, as text.
-        examples: of one contribution of its last update; None: unknown.
+        examples: number of examples of one contribution of the checkpoint's last update; None: unknown.
     """
 
     step: int
@@ -118,8 +118,9 @@ class ManifestStorage:
         Args:
             keep: how many checkpoints to keep, as the operator requested last.
             world: `workers.replicas` as the operator requested last.
-            metrics: of the newest evaluation.
-            examples: of one contribution of the newest update, if all had the same number.
+            metrics: returns the metrics of the newest evaluation.
+            examples: returns the number of examples of one contribution of the newest update; None: contributions had
+                different numbers.
             fixed_start: see `Script.fixed_start`.
         """
         self._store, self._lease, self._partition = store, lease, partition
@@ -356,7 +357,8 @@ class ManifestStorage:
     def _refuse_unusable(self, newest: Newest) -> None:
         """
         Raises:
-            CheckpointError: there are checkpoints, and none can be used: to begin at the seed would drop them silently.
+            CheckpointError: the folder has checkpoints, and none can be used. To begin with the initial parameters
+                would drop them silently.
         """
         if newest.unusable:
             shown = "".join(f"\n  {line}" for line in newest.unusable[:_SHOWN])
@@ -424,7 +426,7 @@ class ManifestStorage:
         """The state in `manifest`, in this job's history.
 
         Raises:
-            CheckpointError: it belongs to another job, or does not fit.
+            CheckpointError: the checkpoint belongs to another job, or does not fit.
         """
         self._check_owner(manifest)
         check_fits(manifest, self._partition)
@@ -465,7 +467,8 @@ class NoStorage:
 
     Args:
         world: the number of ranks to begin with.
-        incarnation: of shard 0's server. No file records the terms of previous servers, so each has its range of terms.
+        incarnation: the incarnation of shard 0's server. No file records the terms of previous servers, so each server
+            has its range of terms.
         fixed_start: see `Script.fixed_start`.
     """
 

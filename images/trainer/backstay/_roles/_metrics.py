@@ -366,7 +366,7 @@ def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
     """The names of all time series that the pods of a role export, as a query writes them; not `process_*`.
 
     Args:
-        role: None: of all roles.
+        role: a role; None: all roles.
         index: shard of a server, rank of a worker, or 0.
     """
     metrics = Metrics("job", role or "Worker", index)
@@ -445,9 +445,10 @@ class HttpPort:
     ) -> None:
         """
         Args:
-            turns: of the clients of `/trace`; None: the usual ones.
-            peers: by shard, seconds since its server last answered this pod, and the calls it left unanswered since.
-                The operator requests it before it replaces a server that does not answer the operator.
+            turns: decides which client of `/trace` is next; None: the default.
+            peers: shard -> seconds since its server last answered this pod, and the number of calls that it left
+                unanswered since. The operator requests these before it replaces a server that does not answer the
+                operator.
 
         Raises:
             OSError: the port cannot be bound; the message names it.

@@ -70,7 +70,7 @@ class Reports:
         """
         Args:
             on_update: see `train`.
-            files: for the scalars; None: nothing is stored.
+            files: the writer of the scalars; None: nothing is stored.
             stop_when: see `train`; when it returns true, `stop` is called.
         """
         self._on_update, self._files, self._flush_seconds, self._clock = on_update, files, flush_seconds, clock
@@ -105,7 +105,7 @@ class Reports:
         """An update was made. At most one a second is reported, and the last one in any case.
 
         Args:
-            rates: by the name of a scalar; None: not known yet.
+            rates: the rates by the name of a scalar; None: not known yet.
         """
         if self._thread is None or not self._throttle.due(now, force=last):
             return

@@ -33,7 +33,7 @@ class Plan:
     """How the parameters are laid out and updated, and the settings that a pod sends when it joins.
 
     Attributes:
-        arguments: those of `train` that must be the same in every pod, as text.
+        arguments: the arguments of `train` that must be the same in every pod, as text.
         wire: the codecs.
     """
 
@@ -135,7 +135,7 @@ class Script:
         """Trace `init` and the optimizer over shapes only; nothing is computed.
 
         Args:
-            shards: of the job.
+            shards: the job's number of shards.
             wire: the job's codecs; None: all values are sent exactly.
 
         Raises:
@@ -173,8 +173,8 @@ class Script:
         """The computation of a worker between a pull and a push.
 
         Args:
-            tree: of the partition.
-            layout: of the partition's blocks in the worker's memory.
+            tree: the partition's tree.
+            layout: the layout of the partition's blocks in the worker's memory.
             batch_of: returns the batch of a key.
         """
         from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram
@@ -203,7 +203,7 @@ class Script:
         """Whether a worker computes its next gradient while the last one is in flight.
 
         Raises:
-            ConfigurationError: with local steps, which have their own overlap.
+            ConfigurationError: `train` was called with local steps, which have their own overlap.
         """
         if config.overlap and self.local is not None:
             raise ConfigurationError(
@@ -270,7 +270,7 @@ def evaluation_of(
         evaluate: a function of `params`, or with `has_state` of `params` and `state`.
 
     Raises:
-        ConfigurationError: it is not a mapping of names to numbers.
+        ConfigurationError: the result is not a mapping of names to numbers.
     """
     returned = evaluate(params, state) if has_state else evaluate(params)
     if not isinstance(returned, Mapping):

@@ -37,9 +37,9 @@ class ServedShard:
 
     Attributes:
         runtime: applies updates.
-        replication: to the standby; None: the job has no standbys.
+        replication: sends the state to the standby; None: the job has no standbys.
         ready: whether the state of the term is loaded.
-        world: of the newest commit.
+        world: the world in the newest commit.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class ServerHost:
     ) -> None:
         """
         Args:
-            liveness: of this server's peers, guarded by `lock`.
+            liveness: the liveness of this server's peers, guarded by `lock`.
         """
         self.shard, self.incarnation, self.agreement = environment.index, environment.incarnation, agreement
         self._env, self._metrics, self._data = environment, metrics, data

@@ -152,10 +152,10 @@ def restore(uri: str, partition: Partition, shard: int, rule: Rule) -> ShardEngi
     """This shard's part of a checkpoint, for any number of shards that wrote it.
 
     Args:
-        uri: of the manifest.
+        uri: the manifest's URI.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or does not fit.
+        CheckpointError: the checkpoint cannot be read, is damaged, or does not fit.
     """
     folder, _, name = uri.rpartition("/")
 

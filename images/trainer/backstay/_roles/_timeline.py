@@ -58,7 +58,7 @@ class Collector:
     ) -> None:
         """
         Args:
-            server: this one.
+            server: this server.
             capacity: bytes that are kept; 0: nothing is.
         """
         self._server, self._capacity = server, capacity
@@ -122,8 +122,8 @@ class Tracing:
         """
         Args:
             peer: this server.
-            store: of the checkpoints; None: there is none.
-            link: to shard 0; None: this is shard 0.
+            store: the checkpoint store; None: the job stores no checkpoints.
+            link: the link to shard 0; None: this is shard 0.
         """
         self._outbox, self._peer, self._link = Outbox(peer, clock=clock, unix_clock=unix_clock), peer, link
         self._clock, self._unix_clock = clock, unix_clock

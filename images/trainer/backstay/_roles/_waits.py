@@ -48,7 +48,7 @@ class Waits:
         shards: how many servers a contribution goes to.
         quorum: ``quorum(world)`` returns how many contributions an update needs.
         sync: whether updates are synchronous.
-        metrics: of shard 0.
+        metrics: shard 0's metrics.
     """
 
     def __init__(

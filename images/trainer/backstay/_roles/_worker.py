@@ -64,9 +64,9 @@ def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
     """Raise the error that ends a pod before the job is done, if there is one.
 
     Raises:
-        Superseded: it was replaced.
+        Superseded: the pod was replaced.
         JobFailed: the job has failed.
-        Stopped: it received SIGTERM.
+        Stopped: the pod received SIGTERM.
     """
     if heart.superseded is not None:
         raise heart.superseded

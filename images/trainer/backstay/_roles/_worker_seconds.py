@@ -33,7 +33,7 @@ class WorkerSeconds:
     def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
         """
         Args:
-            clock: seconds, monotonic.
+            clock: a monotonic clock in seconds.
             age: seconds that the process has existed already.
         """
         self._clock, self._lock = clock, threading.Lock()

@@ -20,8 +20,8 @@ class Admission:
     def __init__(self, shard: int, incarnation: int, digest: bytes) -> None:
         """
         Args:
-            incarnation: of this server.
-            digest: of the partition.
+            incarnation: this server's incarnation.
+            digest: the partition's digest.
         """
         self._shard, self._incarnation, self._digest = shard, incarnation, digest
         self._newest: dict[str, int] = {}

@@ -47,9 +47,9 @@ class Term:
     """A shard's position in one term.
 
     Attributes:
-        number: of the term.
+        number: the term's number.
         engine: the shard's state.
-        version: of the newest update that has begun.
+        version: the version of the newest update that has begun.
         world: number of ranks in force at that version.
         offset: `BatchKey.offset` of that world.
         last: the commit that made the version, if one of this term did.
@@ -91,7 +91,7 @@ class Applier:
     ) -> None:
         """
         Args:
-            lock: the shard's, which guards `gradients` and `publisher`; streams wait for its notifications.
+            lock: the shard's lock, which guards `gradients` and `publisher`; streams wait for its notifications.
             coordination: gets the reports.
             hook: see `CheckpointHook`; None: the job stores nothing.
             wire: how the shard's blocks travel.

@@ -23,7 +23,7 @@ class Early:
     def __init__(self, engine: Engine, version: int, number: int) -> None:
         """
         Args:
-            version: of the update.
+            version: the update's version.
             number: `Gather.round`.
         """
         self.version, self.round = version, number
@@ -46,7 +46,7 @@ class Early:
         """Add up the contributions of a `Gather`. Their memory is free when it returns.
 
         Args:
-            gradients: of its contributions, in their order.
+            gradients: the gradients of the contributions, in the same order.
         """
         nodes = [
             self._engine.nodes(blocks, contribution.weight)
@@ -58,8 +58,8 @@ class Early:
         """The mean of the contributions of a commit. The sums are void afterwards.
 
         Args:
-            rest: those of them that are not part of the sums, in order of rank.
-            gradients: of `rest`.
+            rest: the contributions that are not part of the sums, in order of rank.
+            gradients: the gradients of `rest`.
         """
         start = len(self._names) // BRANCHES * BRANCHES
         for index, (blocks, contribution) in enumerate(zip(gradients, rest, strict=True)):

@@ -35,9 +35,9 @@ class Held:
     Attributes:
         last: the commit that made `engine.version`, if one of this term did.
         prepared: the mean that the next commit may name.
-        infos: of the gradients in `last`.
-        coordinator, start: on shard 0: the state of the coordinator, and the point at which the term began.
-        checkpoint_at: on shard 0: when the last checkpoint began, on the clock of `time.monotonic`.
+        infos: the infos of the gradients in `last`.
+        coordinator, start: the state of the coordinator, and the point at which the term began; only on shard 0.
+        checkpoint_at: when the last checkpoint began, on the clock of `time.monotonic`; only on shard 0.
         history: the id of the term's history.
     """
 

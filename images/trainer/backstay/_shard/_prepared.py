@@ -45,8 +45,9 @@ class Gathered:
     ) -> None:
         """
         Args:
-            gradients: of the contributions, in their order; their memory must not change until the update is computed.
-            divisor: of their weighted sum.
+            gradients: the gradients of the contributions, in the same order; their memory must not change until the
+                update is computed.
+            divisor: the divisor of the weighted sum.
         """
         self._version = version
         self._contributions = tuple(contributions)
@@ -78,7 +79,7 @@ class Prepared:
         """
         Args:
             blocks: arrays of the blocks' dtypes and sizes; arrays of JAX need not be computed yet.
-            infos: of the contributions, in their order.
+            infos: the infos of the contributions, in the same order.
             borrowed: the memory belongs to a gradient, and is used for another one after the update.
         """
         self.version = version
@@ -101,8 +102,8 @@ class Prepared:
     ) -> Prepared:
         """
         Args:
-            gradients, infos: of the contributions, in their order.
-            divisor: of their weighted sum.
+            gradients, infos: the gradients and the infos of the contributions, in the same order.
+            divisor: the divisor of the weighted sum.
             copy: whether the mean must stay valid longer than the gradients.
         """
         weights = [contribution.weight for contribution in contributions]

@@ -156,8 +156,8 @@ class Replication:
     ) -> None:
         """
         Args:
-            digest: of the partition.
-            incarnation: of this server.
+            digest: the partition's digest.
+            incarnation: this server's incarnation.
             admitted: called when a standby waits to be filled (`joining`).
             standby_lost: ``standby_lost(when, closed)``, called when the standby was lost. Returns when it is certain
                 that the operator did not promote it; raises when it did.

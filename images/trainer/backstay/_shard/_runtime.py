@@ -76,16 +76,16 @@ class ShardRuntime:
         """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
 
         Args:
-            layout: of this shard.
-            digest: of the partition.
+            layout: this shard's layout.
+            digest: the partition's digest.
             coordination: gets the shard's reports; called while no lock is held.
-            incarnation: of this server.
-            mode: of the job.
+            incarnation: this server's incarnation.
+            mode: the job's update mode.
             on_checkpoint: see `CheckpointHook`.
             standbys: this shard's; None when the job has none.
             timeouts: None for the usual ones.
             wire: how the shard's blocks are encoded on the wire; None: exactly.
-            rules: of the job; None: the usual ones.
+            rules: the job's rules; None: the defaults.
         """
         self._times = timeouts or Timeouts()
         self._standbys = standbys or NoStandbys()

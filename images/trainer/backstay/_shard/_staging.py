@@ -61,10 +61,10 @@ class Gradient:
     Attributes:
         info: the content of its end mark; empty until the end mark arrives.
         complete: its end mark came while it could still be used, and it was reported as staged.
-        finished: it was reported as staged or as lost.
+        finished: whether the gradient was reported as staged or as lost.
         applied: the version that holds it, once an update has used it.
         outcome: why it was not used, once that is known.
-        next_key_step: from the rejection.
+        next_key_step: the `next_key_step` of the rejection.
     """
 
     __slots__ = ("applied", "complete", "finished", "id", "info", "next_key_step", "outcome", "staging", "wires")
@@ -99,7 +99,7 @@ class Gradients:
     """The record of all staged gradients.
 
     Attributes:
-        credits: which pushes get memory.
+        credits: decides which pushes get memory.
     """
 
     def __init__(self, wire: ShardWire, memory: Credits) -> None:

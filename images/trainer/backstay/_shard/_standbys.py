@@ -33,8 +33,8 @@ class Standbys(Protocol):
         """The operand of the update of `version`.
 
         Args:
-            gradients, infos: of the contributions, in their order.
-            divisor: of their weighted sum.
+            gradients, infos: the gradients and the infos of the contributions, in the same order.
+            divisor: the divisor of the weighted sum.
         """
 
     def send_prepared(self, prepared: Operand) -> Hold:

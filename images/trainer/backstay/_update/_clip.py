@@ -12,7 +12,7 @@ def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
 
     Args:
         clip_norm: upper bound of the norm.
-        sum_of_squares: of all elements of the gradient, over all shards.
+        sum_of_squares: the sum of the squares of all elements of the gradient, over all shards.
     """
     norm = math.sqrt(sum_of_squares)
     return 1.0 if norm <= clip_norm else clip_norm / norm

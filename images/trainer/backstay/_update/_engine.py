@@ -36,7 +36,7 @@ class ArraySpec:
 
     Attributes:
         key: ``params/`` or ``state/`` and the leaf's path, or ``optimizer/`` and the path in the optimizer's state.
-        shape: of the whole array. PRNG keys have the shape of their data.
+        shape: the shape of the whole array. PRNG keys have the shape of their data.
         dtype: a NumPy dtype (ml_dtypes' for bfloat16); uint32 for PRNG keys.
     """
 
@@ -98,8 +98,8 @@ class ShardEngine:
         """Start from parameters and a fresh optimizer state.
 
         Args:
-            partition: of `rule.tree`.
-            shard: which of its shards to hold.
+            partition: a partition of `rule.tree`.
+            shard: the shard of the partition to hold.
             rule: `analyse(optimizer, tree)`.
             params: what `init` returned, parameters or ``(params, state)``; only this shard's part is kept.
             version: the number of updates that are in `params`.
@@ -129,7 +129,7 @@ class ShardEngine:
             partition, shard, rule: as in the constructor.
             read: ``read(key, start, stop)`` gives elements ``start:stop`` of the flattened array `key` of
                 `array_specs(rule)`, 1-D, of its dtype.
-            version: of the checkpoint.
+            version: the checkpoint's version.
 
         Raises:
             CheckpointError: `read` gives another size or dtype.
@@ -209,7 +209,7 @@ class ShardEngine:
             gradients: ``gradients[k][b]``, contribution k in order of rank, block b of this shard: 1-D of the block's
                 dtype and size, or `Encoded`. 64-byte-aligned memory is used where it lies: it must stay unchanged
                 until `ready(b)`; other memory is copied.
-            weights: one for each contribution; None is all 1.
+            weights: one weight for each contribution; None: all are 1.
             divisor: usually the number of contributions.
             clip_factor: what the function `clip_factor` returns, or 1.
         """

@@ -36,7 +36,7 @@ def fragments_of(tree: TreeSpec, count: int) -> tuple[int | None, ...]:
     Layers stay whole. The largest layer first, each goes to the fragment that has the fewest bytes.
 
     Args:
-        tree: of the model.
+        tree: the model's tree.
         count: how many fragments, at least 1.
 
     Raises:
@@ -75,7 +75,7 @@ class Turns:
         """
         Args:
             optimizer: the outer one.
-            tree: of the model.
+            tree: the model's tree.
             count: how many fragments, at least 1.
 
         Raises:
@@ -94,7 +94,7 @@ class Turns:
         """The new ones of the leaves that update number `step` changes, and the old ones of the others.
 
         Args:
-            new, old: one for each leaf of the tree's parameters, or none at all.
+            new, old: one array for each leaf of the tree's parameters, or no arrays at all.
         """
         own = step % self.count
         of_each = self._leaves[: len(new)]
@@ -104,7 +104,7 @@ class Turns:
         """The gradients of the leaves that update number `step` changes, and zeros for the others.
 
         Args:
-            leaves: one for each leaf of the tree's parameters.
+            leaves: one array for each leaf of the tree's parameters.
         """
         own = step % self.count
         of_each = self._leaves[: len(leaves)]

@@ -139,9 +139,9 @@ class Partial:
 
     Attributes:
         total: the sum, in float32 for narrower floats; None for integers of the model state.
-        equal: of the model state: where all contributions are equal; None for parameters and integers.
-        first: of the model state: the first contribution; None for parameters.
-        dtype: of the block.
+        equal: where all contributions to a model state are equal; None for parameters and integers.
+        first: the first contribution to a model state; None for parameters.
+        dtype: the block's dtype.
     """
 
     total: Any
@@ -165,7 +165,7 @@ class Node:
 
     Attributes:
         value: an array, `Encoded`, or `Partial`. Where all weights are the same, the sum is not multiplied with them.
-        weights: of the contributions.
+        weights: the weights of the contributions.
     """
 
     value: Any
@@ -304,7 +304,7 @@ class Kernels:
         """Add up to `FUSED` neighbours. The memory of those that are sums already is used again.
 
         Args:
-            nodes: of one block, in order.
+            nodes: the nodes of one block, in order.
             trained: whether it is a block of parameters, and not of the model state.
         """
         if not 1 < len(nodes) <= FUSED:
@@ -328,7 +328,7 @@ class Kernels:
         """The mean of the contributions in a node, as an array of the block's dtype.
 
         Args:
-            divisor: of parameters. A block of the model state is divided by the sum of the weights.
+            divisor: the divisor of parameters. A block of the model state is divided by the sum of the weights.
         """
         value = node.value if isinstance(node.value, Partial) else self._lifted(node.value, trained)
         if not trained:

@@ -128,8 +128,8 @@ def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str
     """The settings of local steps that must be equal in every pod of a run, as text.
 
     Args:
-        local: None: workers send gradients.
-        tree: of the model.
+        local: the local steps; None: workers send gradients.
+        tree: the model's tree.
 
     Raises:
         OptimizerError: the inner optimizer cannot be traced, or does not keep the dtypes and shapes of its state.

@@ -21,8 +21,8 @@ class Outcome:
     """One batch's contribution, traced.
 
     Attributes:
-        leaves: one array for each leaf of the tree, of its shape and dtype: gradients of the parameters, then the new
-            model state.
+        leaves: one array for each leaf of the tree, with the leaf's shape and dtype: gradients of the parameters, then
+            the new model state.
         loss: a floating-point scalar.
         metrics: real scalars by name.
         finite: a boolean scalar: no gradient has an infinite or NaN element, and no element of the model state became
@@ -43,9 +43,9 @@ class Objective:
         Args:
             loss: ``(params, [state,] batch, [key])`` to ``scalar`` or ``(scalar, {name: scalar})``; with state to
                 ``(scalar, new_state)`` or ``(scalar, new_state, {name: scalar})``.
-            tree: of the model. `loss` gets a state if it has one.
+            tree: the model's tree. `loss` gets a state if the tree has one.
             has_rng: whether `loss` gets a key, the one of `BatchKey.key`.
-            seed: of the keys.
+            seed: the seed of the random keys.
 
         Raises:
             ConfigurationError: `loss` is not a function.
@@ -61,9 +61,9 @@ class Objective:
     def __call__(self, leaves: Sequence[Any], batch: Any, at: Any) -> Outcome:
         """
         Args:
-            leaves: of the model, one for each of the tree's.
+            leaves: the model's leaves, in the order of the tree.
             batch: any pytree of arrays.
-            at: of the batch: step and rank, uint32 of shape [2].
+            at: the step and the rank of the batch, uint32 of shape [2].
 
         Raises:
             ConfigurationError: `loss` returns something else than it should.
@@ -129,7 +129,8 @@ def _matching(spec: TreeSpec, state: Any) -> list[Any]:
     """The leaves of the new model state.
 
     Raises:
-        ConfigurationError: it has another structure than the state that `init` returned, or other shapes or dtypes.
+        ConfigurationError: the new state has another structure than the state that `init` returned, or other shapes or
+            dtypes.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     if treedef != spec.treedef:

@@ -92,11 +92,11 @@ class Partition:
     """All shards of a tree, and three SHA-256 digests of 32 bytes, stable across processes and machines.
 
     Attributes:
-        structure_digest: of the names, shapes and dtypes of parameters and optimizer state, for any number of shards.
-            A checkpoint of another structure cannot be continued.
-        program_digest: of the optimizer's computation, with constants such as the learning rate. Pods that train
-            together must agree about it; a later run of the job may change it.
-        digest: of both and of the layout.
+        structure_digest: the digest of the names, shapes and dtypes of parameters and optimizer state, for any number
+            of shards. A checkpoint of another structure cannot be continued.
+        program_digest: the digest of the optimizer's computation, with constants such as the learning rate. Pods that
+            train together must agree about it; a later run of the job may change it.
+        digest: the digest of both and of the layout.
         fragments: the number of fragments.
     """
 
@@ -151,10 +151,12 @@ def partition(
     Args:
         tree: the model.
         rule: `backstay._update._rules.analyse(optimizer, tree)`: every leaf in exactly one group.
-        shards: at least 1. More shards than there are cache lines or groups leave some shards without blocks.
+        shards: number of shards, at least 1. More shards than there are cache lines or groups leave some shards without
+            blocks.
         block_bytes: the most bytes in a block of an elementwise group, at least 64.
         coded: the leaves, by index, that a codec encodes. They have separate blocks, and are cut between groups.
-        fragments: of each leaf, see `Block.fragment`. No block holds leaves of two fragments. None: there are none.
+        fragments: the fragment of each leaf, see `Block.fragment`. No block holds leaves of two fragments. None: there
+            are no fragments.
 
     Raises:
         ConfigurationError: `shards` or `block_bytes` is too small, or the optimizer updates leaves of two fragments
@@ -204,7 +206,7 @@ def gather(block: Block, leaves: Sequence[Array]) -> Array:
     """The block's elements out of whole leaves: a view where it is one contiguous piece, else a packed copy.
 
     Args:
-        block: of a partition of the tree.
+        block: a block of a partition of the tree.
         leaves: every leaf of the tree, C-contiguous; only those of the block are touched.
 
     Returns:

@@ -74,7 +74,7 @@ class TreeSpec:
     """The leaves of a model in JAX's order, parameters first, and how to put them together again.
 
     Attributes:
-        leaves: of the parameters, then of the model state.
+        leaves: the leaves of the parameters, then those of the model state.
         treedef: the `jax.tree_util.PyTreeDef` of what `init` returns: of the parameters, or of the pair
             ``(params, state)``.
         has_state: whether it is of the pair.

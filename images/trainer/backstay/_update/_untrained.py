@@ -31,7 +31,7 @@ class ZeroLeaves:
         """The leaves that are left after the gradient of `step`; None after the first `UPDATES` steps.
 
         Args:
-            step: of the gradient, from 0.
+            step: the gradient's step, from 0.
             parts: the arrays that make the gradients of the given leaves; called while leaves are left.
         """
         if step >= UPDATES:
@@ -75,7 +75,7 @@ def warning(names: Sequence[str], leaves: int) -> str:
     """The warning about leaves that no gradient reaches.
 
     Args:
-        names: of the leaves that are left.
+        names: the names of the leaves that are left.
         leaves: the number of all parameters.
     """
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

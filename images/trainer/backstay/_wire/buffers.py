@@ -75,7 +75,7 @@ class Arrangement:
         """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
 
         Args:
-            leaves: one array for each leaf of the tree, of its shape and dtype.
+            leaves: one array for each leaf of the tree, with the leaf's shape and dtype.
 
         Returns:
             The direct leaves as they are, by index; then a 1-D array for each of `areas`, zero between its blocks.

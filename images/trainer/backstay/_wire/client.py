@@ -83,7 +83,7 @@ class StreamClient:
             stream: open, without another user.
             shard: its number, for messages.
             wire: how its blocks travel.
-            mode: of the job.
+            mode: the job's update mode.
             carried: see `connect`.
         """
         self._stream = stream
@@ -320,7 +320,7 @@ class Push:
     """One contribution of a worker, for all shards.
 
     Attributes:
-        id: of the contribution.
+        id: the contribution's id.
         blocks: ``blocks[s][b]`` is block `b` of shard `s`, as in `PartPush`.
         info: as in `PartPush`; called by several threads.
         member: the index of this pod inside its rank.
@@ -338,8 +338,8 @@ class ShardedClient:
     def __init__(self, clients: Sequence[DataClient], mode: Mode) -> None:
         """
         Args:
-            clients: of shards 0 .. n-1, in order, at least one.
-            mode: of the job.
+            clients: the clients of shards 0 .. n-1, in order, at least one.
+            mode: the job's update mode.
         """
         if [client.shard for client in clients] != list(range(len(clients))) or not clients:
             raise ValueError("there must be one client for each shard, in order")
@@ -357,9 +357,10 @@ class ShardedClient:
 
         Args:
             push: the contribution, or None to pull only.
-            min_version: without a push, the least version wanted.
+            min_version: the lowest version to wait for; only for a pull without a push.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
-            exact: without a push: parameters in full precision instead of their codec's.
+            exact: whether to receive parameters in full precision instead of their codec's; only for a pull without a
+                push.
 
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
@@ -368,7 +369,8 @@ class ShardedClient:
             latest.
 
         Raises:
-            errors.Refused, errors.PeerLost: of the first shard that failed; the streams to all others are cancelled.
+            errors.Refused, errors.PeerLost: the error of the first shard that failed; the streams to all others are
+                cancelled.
             errors.JobFailed: a shard answered that the job has failed.
         """
         every = range(len(self._clients))
@@ -471,10 +473,10 @@ def connect(
 
     Args:
         addresses: ``host:port`` of each shard's data server (`JoinReply.data_address`).
-        layouts: of each shard, of the partition whose digest the hellos carry.
+        layouts: the layout of each shard in the partition whose digest the hellos carry.
         hellos: the names of both peers, for each shard.
-        token: the job's.
-        mode: the job's.
+        token: the job's token.
+        mode: the job's update mode.
         wires: how the blocks of each shard travel; None: exactly.
         carried: is called with the bytes of tensors that travel, also of exchanges that fail.
 

@@ -233,8 +233,8 @@ class Outgoing:
     """The frames of blocks that are sent, to be used again in every step.
 
     Attributes:
-        blocks: those that travel.
-        total: bytes.
+        blocks: the blocks that travel.
+        total: number of bytes.
         chunks: see `section_chunks`.
         end: the end mark of parameters.
     """

@@ -71,7 +71,7 @@ class BufferPool:
         """
         Args:
             wires: how each block travels.
-            keep: at most this many lie here unused; more are given back to the system.
+            keep: the most unused buffers that are kept; more are returned to the system.
         """
         self._wires = tuple(wires)
         self._keep = keep

@@ -274,7 +274,7 @@ class PartPush:
     """The part of one contribution for one shard.
 
     Attributes:
-        part: the address.
+        part: the address of the part.
         blocks: one per block of the shard, in order: a C-contiguous array of the block's size and dtype, or `Encoded`
             where a codec encodes it. Each is read once, right before it is sent, so reading it may wait until it is
             computed. Blocks are sent without a copy: the owner of the memory must not change it while they are
@@ -295,7 +295,7 @@ class Pulled:
     """One shard's answer. The parameters stand in the buffers that the call was given.
 
     Attributes:
-        version: of the parameters.
+        version: the version of the parameters.
         world: ranks in force at that version.
         outcome: why the previous push was refused; `REJECT_UNSPECIFIED`: it is part of `version` or an earlier one,
             or there was no push.
@@ -306,7 +306,7 @@ class Pulled:
         answered_at: when the first frame of the answer had arrived, in seconds of the same clock. The rest of the call
             received the parameters.
         offset: `BatchKey.offset` of that world.
-        fragments: after a push, the fragments (`Block.fragment`) that were received; None: all of the model was.
+        fragments: the fragments (`Block.fragment`) that were received after a push; None: the whole model was received.
         ask: the next push waits until shard 0 has memory for it (`PartPush.turn`).
     """
 
@@ -340,7 +340,7 @@ class DataClient(Protocol):
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. Their content is undefined when an
                 error is raised.
-            exact: without a push: parameters in full precision, even with a codec.
+            exact: whether to receive parameters in full precision, even with a codec; only for a pull without a push.
 
         Raises:
             errors.Refused: the server refuses; the stream has ended. `Superseded`: a newer incarnation of the caller

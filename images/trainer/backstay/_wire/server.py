@@ -45,7 +45,7 @@ class _Receiving:
     """A push that has memory.
 
     Attributes:
-        rank: of its worker.
+        rank: the worker's rank.
         received: the bytes of its stream at the last check; None: unknown.
         quiet: the checks since then that found no further byte.
     """
@@ -348,7 +348,7 @@ class DataServer:
             ended: called when the stream of a worker has ended.
             host: address to bind, such as ``0.0.0.0``.
             port: 0 for any.
-            token: the job's, not empty.
+            token: the job's token, not empty.
             timeouts: None for the usual ones.
 
         Raises:

@@ -79,7 +79,7 @@ class ClientStream:
         Args:
             address: ``host:port``.
             hello: the names of both peers.
-            token: the job's.
+            token: the job's token.
 
         Raises:
             errors.PeerLost: nothing listens there, or it did not answer within 5 s.
@@ -198,7 +198,7 @@ class _Caller:
 
     Attributes:
         hello: None until the token was checked.
-        cut: it is being closed.
+        cut: whether the connection is being closed.
     """
 
     socket: socket.socket
@@ -230,7 +230,7 @@ class Listener:
         Args:
             host: address to bind.
             port: 0 for any; then `bound` has the number.
-            token: of the job, not empty.
+            token: the job's token, not empty.
             handler: an exception in it ends the stream.
             timeouts: None for the usual ones.
 

@@ -20,8 +20,8 @@ class Adapter(Mapping[str, Any]):
 
     Attributes:
         init: PRNG key to parameters, or to ``(params, state)``: dicts of arrays, which a checkpoint restores by itself.
-        loss: as `train` takes it.
-        evaluate: as `train` takes it, or None.
+        loss: the function that `train` takes as `loss`.
+        evaluate: the function that `train` takes as `evaluate`, or None.
         has_state: whether the model has a state.
         has_rng: whether `loss` gets a random key.
         model: ``model(params, state=None)`` makes the model again, for evaluation, such as from a `Result` or from
@@ -62,7 +62,7 @@ def scalar_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """The scalar and the metrics that a loss returned.
 
     Raises:
-        ConfigurationError: it is a tuple of something else.
+        ConfigurationError: the tuple has other members.
     """
     if not isinstance(result, tuple):
         return result, {}

@@ -92,7 +92,7 @@ class _Model:
     """A model without its arrays, and where those are in trees of dicts.
 
     Attributes:
-        stateful: it has an ``eqx.nn.State``.
+        stateful: whether the model has an ``eqx.nn.State``.
     """
 
     def __init__(self, make: Any, trained: Any) -> None:

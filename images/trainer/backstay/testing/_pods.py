@@ -38,15 +38,16 @@ class Pod:
     """One process of a job.
 
     Attributes:
-        name: such as ``worker-1-2-4``: role, index, incarnation, and a number that differs for each pod.
+        name: the name of the pod, such as ``worker-1-2-4``: role, index, incarnation, and a number that differs for
+            each pod.
         role: a value of `BACKSTAY_ROLE`: ``parameter-server``, ``worker`` or ``evaluator``.
         index: shard or rank.
-        incarnation: of the pod in its slot.
+        incarnation: the pod's incarnation in its slot.
         process: has `pid`, `poll`, `wait`, `send_signal` and `kill`.
         log: the file with its output and errors.
         termination: the file with its termination message.
         metrics: ``host:port`` of its metrics.
-        ports: of the pod.
+        ports: the pod's ports.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Pod:
         """Wait until it ends; returns its exit code.
 
         Raises:
-            AssertionError: it did not end; the message has its output.
+            AssertionError: the pod did not end; the message has its output.
         """
         try:
             return self.process.wait(SECONDS)
@@ -104,7 +105,7 @@ class Job:
         """
         Args:
             argv: the command line of every pod.
-            folder: for logs and termination messages; it exists.
+            folder: an existing folder for logs and termination messages.
             forker: starts the pods.
             shards: the number of parameter servers without standbys.
             workers: the number of workers.
@@ -141,8 +142,8 @@ class Job:
             role: a value of `BACKSTAY_ROLE`.
             index: shard or rank.
             incarnation: 1 for the first pod of a slot; 0 where no operator counts them.
-            ports: of the pod; None: those of the shard, or new ones.
-            environment: more variables.
+            ports: the pod's ports; None: those of the shard, or new ones.
+            environment: more environment variables.
         """
         known = self._ports.get(index) if role == contract.ROLE_SERVER else None
         ports = ports or known or self.new_ports()
@@ -201,7 +202,7 @@ class Job:
         """Wait until the pod has printed a text, after so many characters.
 
         Raises:
-            AssertionError: it ended, or did not print the text; the message has its output.
+            AssertionError: the pod ended, or did not print the text; the message has its output.
         """
         deadline = time.monotonic() + SECONDS
         while text not in pod.output()[after:]:

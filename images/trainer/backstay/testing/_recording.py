@@ -39,9 +39,9 @@ class Update:
     """One update of the parameters.
 
     Attributes:
-        term: of the job's history; grows with each rollback.
+        term: the term of the job's history; grows with each rollback.
         step: the version that the update was applied to, from 0 on.
-        ranks: whose contributions made it, in order.
+        ranks: the ranks whose contributions made the update, in order.
         skipped: a contribution was not finite, so the parameters stayed the same.
         world: the number of ranks in force after it.
         loss: the mean loss of the contributions.
@@ -60,12 +60,12 @@ class Contribution:
     """One contribution that the coordinator decided about.
 
     Attributes:
-        rank, incarnation: of the worker that made it.
+        rank, incarnation: the worker that made the contribution.
         step: the number of its batch (`BatchKey.step`).
         outcome: ``applied``, or the reason why not: a value of the label `outcome` of the metric
             ``backstay_contributions_total``, such as ``late`` or ``non_finite``.
         staleness: versions between its parameters and the update; 0 in Sync mode.
-        term: of the job's history.
+        term: the term of the job's history.
     """
 
     rank: int
@@ -96,10 +96,10 @@ class Death:
     """A pod that ended before its work was done, in order of their ends.
 
     Attributes:
-        slot: such as ``worker/1``, as in a fault script.
-        incarnation: of the pod.
+        slot: the slot of the pod, such as ``worker/1``, as in a fault script.
+        incarnation: the pod's incarnation.
         exit_code: 137 after SIGKILL.
-        message: of its termination message; empty where there was none.
+        message: the text of the termination message; empty where there was none.
     """
 
     slot: str
@@ -118,8 +118,8 @@ class JobResult:
             was not replaced is missing.
         updates: all updates that count, in order. After a rollback, those of the new term replace the old ones.
         contributions: all contributions, in the order of the decisions, those before a rollback included.
-        rollbacks: in order.
-        deaths: in order.
+        rollbacks: all rollbacks, in order.
+        deaths: all deaths, in order.
         logs: the output of each pod, by its name.
         reason, message: why the job failed; empty where it succeeded.
     """
@@ -176,8 +176,8 @@ def account(
     """The history of a job from the events of its coordinators.
 
     Args:
-        events: of each server of shard 0, in order of incarnation. A decision that a coordinator reported and did not
-            deliver before it was killed is taken again by the next one, whose report counts.
+        events: the events of each server of shard 0, in order of incarnation. A decision that a coordinator reported
+            and did not deliver before it was killed is taken again by the next one, whose report counts.
     """
     updates: dict[int, Update] = {}
     contributions: dict[tuple[int, ...], Contribution] = {}

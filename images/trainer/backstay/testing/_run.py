@@ -104,7 +104,8 @@ def run(
         arguments: the script's command line.
         workers: `spec.workers.replicas`.
         servers: `spec.parameterServers.replicas`.
-        standbys: of each server, 0 or 1. Workers start once every standby holds the state of its server.
+        standbys: number of standbys of each server, 0 or 1. Workers start once every standby holds the state of its
+            server.
         evaluator: whether the job has one; it needs `checkpoint_every`.
         mode: `spec.update.mode`.
         backups: `spec.update.backups`.
@@ -115,8 +116,8 @@ def run(
         silent: seconds without a heartbeat after which a pod counts as lost. Shorter than in a cluster, a pod that is
             only slow may count as lost.
         env: more variables of each pod.
-        folder: for logs and checkpoints; it exists. None: a folder that is deleted at the end. A job in the folder of
-            a previous one continues from the newest checkpoint.
+        folder: an existing folder for logs and checkpoints. None: a folder that is deleted at the end. A job in the
+            folder of a previous one continues from the newest checkpoint.
         seconds: the limit for the whole job.
         check: raise an error if the job fails.
         settings: more fields of the pods' configuration, such as ``max_staleness=4`` or ``wire={"gradients": "Int8"}``.

@@ -134,7 +134,7 @@ class Supervisor:
         """Wait until `what` is true of the replies.
 
         Raises:
-            AssertionError: it did not become true; the message has the logs.
+            AssertionError: `what` did not become true; the message has the logs.
         """
         for _ in range(int(SECONDS / 0.1)):
             if what(self.send_active()):

@@ -97,7 +97,7 @@ class Encoded:
     """One block as it travels: a pytree of `sections` and `tail`. It stands where a 1-D array of `size` elements could.
 
     Attributes:
-        sections: of the codec, 1-D.
+        sections: the codec's sections, 1-D arrays.
         tail: the elements behind the last whole group.
         codec: encodes and decodes it.
     """

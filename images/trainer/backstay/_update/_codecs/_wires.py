@@ -40,8 +40,9 @@ class Wire:
     """How tensors are encoded on the wire: `spec.wire` of a TrainingJob.
 
     Attributes:
-        gradients: of contributions, from workers to servers: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
-        parameters: from servers to workers: ``Exact`` or ``BFloat16``. The servers keep full precision.
+        gradients: the codec of contributions, from workers to servers: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
+        parameters: the codec of parameters, from servers to workers: ``Exact`` or ``BFloat16``. The servers keep full
+            precision.
         error_feedback: whether a worker adds what rounding took from a contribution to its next one. It needs
             `gradients` to be ``Int8`` or ``Int4``. None: with local steps, where they are.
 
@@ -132,10 +133,11 @@ class BlockWire:
     """How one block travels in one direction.
 
     Attributes:
-        size, dtype: of the block.
+        size, dtype: the block's number of elements and dtype.
         codec: None where it travels as it is.
         numbers: uint32, the number of each group of the block; empty without a codec.
-        absent: it does not travel, because it is of another fragment. It has no bytes, and `views` is None.
+        absent: whether the block does not travel, because it is of another fragment. It then has no bytes, and `views`
+            is None.
     """
 
     size: int
@@ -209,7 +211,7 @@ class BlockWire:
 
         Args:
             into: uint8, the block's memory.
-            offset: of `body` in what travels.
+            offset: the position of `body` in the encoded block, in bytes.
             body: uint8, inside one section.
 
         Returns:
@@ -239,10 +241,10 @@ class ShardWire:
     """How the blocks of one shard travel.
 
     Attributes:
-        gradients: of contributions, to the server.
-        parameters: to the worker.
+        gradients: the encoding of contributions, to the server.
+        parameters: the encoding of parameters, to the worker.
         exact: parameters in full precision, for a worker that requests them.
-        fragments: of each block, see `Block.fragment`; empty: there are none.
+        fragments: the fragment of each block, see `Block.fragment`; empty: there are no fragments.
         count: the number of fragments, over all shards.
     """
 
@@ -366,7 +368,7 @@ class Rounding:
     def __init__(self, tree: TreeSpec, wire: Wire) -> None:
         """
         Args:
-            tree: of the model.
+            tree: the model's tree.
             wire: the codecs.
         """
         self._wire = wire
@@ -407,8 +409,8 @@ class Rounding:
         """A gradient as servers decode it, and the residual after it; may be traced.
 
         Args:
-            leaves: of the gradient.
-            residual: before it, as `no_residual` begins it.
+            leaves: the gradient's leaves.
+            residual: the residual before this contribution; `no_residual` returns the first one.
             words: `seed_of` (seed, step, rank).
         """
         if not self._wire.error_feedback:

@@ -93,9 +93,9 @@ class Expressions:
 
         Args:
             flat: the part; its outputs are the new parameter and then the new states of the leaf.
-            inputs: for each of its inputs ``("leaf", k)``, aligned input k of the leaf (0 gradient, 1 parameter,
+            inputs: where each input comes from: ``("leaf", k)``, aligned input k of the leaf (0 gradient, 1 parameter,
                 2.. states), or ``("shared", j)``, state leaf j of the optimizer.
-            shape: of the leaf.
+            shape: the leaf's shape.
 
         Returns:
             For each output an expression that is aligned or uniform.

@@ -17,8 +17,8 @@ class Split:
         groups: (parameter leaves, states that belong to them), both ascending, ordered by first leaf; every
             parameter leaf is in exactly one.
         shared: the states of no group, which no gradient reaches.
-        masks: for every parameter leaf, then every state, the dependencies of its new value as bits. Bit i is
-            gradient or parameter i, bit (leaves + j) is state j.
+        masks: the dependencies of each new value as bits, for every parameter leaf, then every state. Bit i is gradient
+            or parameter i, bit (leaves + j) is state j.
     """
 
     groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

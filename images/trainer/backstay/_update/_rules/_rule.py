@@ -27,10 +27,11 @@ class Group:
     """Leaves that are updated together, because the update of one reads another.
 
     Attributes:
-        leaves: of the parameters, ascending.
-        states: of the optimizer's state, ascending: those that belong to these leaves alone.
-        elementwise: it is one leaf whose elements, with those of its states, may be updated in any pieces.
-        program: which of `Rule.programs` updates it.
+        leaves: the numbers of the group's parameter leaves, ascending.
+        states: the numbers of the leaves of the optimizer's state that belong to these parameters alone, ascending.
+        elementwise: whether the group is one leaf whose elements, with those of its states, may be updated in any
+            pieces.
+        program: the index in `Rule.programs` of the program that updates the group.
         why: why it is not elementwise; empty if it is.
     """
 
@@ -120,7 +121,7 @@ class Rule:
         groups: every leaf of the model in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
         programs: what updates groups; groups with the same program are updated in the same way.
-        cache: for what its users compile and want to keep as long as the rule.
+        cache: values that users of the rule compile and want to keep as long as the rule.
     """
 
     tree: TreeSpec
@@ -167,7 +168,7 @@ class Rule:
         """Refuse what `shards` shards cannot compute as one process would.
 
         Raises:
-            OptimizerError: with more than one shard, all leaves must be updated together.
+            OptimizerError: the job has more than one shard, and all leaves must be updated together.
         """
         if shards == 1:
             return
@@ -210,7 +211,7 @@ def inner_program(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Pr
     """The digest of an optimizer that a worker runs by itself, over the whole tree.
 
     Raises:
-        OptimizerError: as `analyse` does; it is not refused for what shards cannot compute.
+        OptimizerError: for the same reasons as `analyse`, except what only several shards cannot compute.
     """
     traced = trace(optimizer, tree.parameters)
     return program_digest([traced.init, traced.flat], [], [])
@@ -224,7 +225,7 @@ def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
         tree: the model; the optimizer gets its parameters only.
 
     Raises:
-        OptimizerError: it cannot be computed on servers at all. Whether it can be on several is `Rule.check`.
+        OptimizerError: servers cannot compute the optimizer at all. `Rule.check` decides whether several shards can.
     """
     traced = trace(optimizer, tree.parameters)
     parts = split(traced)

@@ -23,7 +23,7 @@ class StateSpec:
 
     Attributes:
         path: readable and unique, such as ``0.mu.dense.kernel``.
-        shape, dtype: as JAX holds it; `dtype` is not a NumPy dtype for typed PRNG keys.
+        shape, dtype: the array's shape and dtype in JAX; `dtype` is not a NumPy dtype for typed PRNG keys.
         weak_type: whether JAX lets it take the other operand's dtype.
     """
 
@@ -71,8 +71,8 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
     """Trace ``optimizer.update`` and ``optax.apply_updates``.
 
     Raises:
-        OptimizerError: it cannot be traced, wants more than gradients, state and parameters, or does not keep the
-            dtypes and shapes of its state.
+        OptimizerError: the optimizer cannot be traced, needs more than gradients, state and parameters, or does not
+            keep the dtypes and shapes of its state.
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise OptimizerError(
