@@ -171,7 +171,7 @@ def evaluated(manifest: Path, times: dict[int, float], ended: dict[int, tuple[in
 
 
 def table(results: dict[str, list[Point]]) -> str:
-    """In Markdown."""
+    """The table of the runs, in Markdown."""
     rows = [
         f"| run | updates | examples applied | examples dropped | time | accuracy | {GOAL:.1%} after |",
         "|---|---|---|---|---|---|---|",

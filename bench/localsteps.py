@@ -41,7 +41,7 @@ PICTURE = REPO / "docs" / "pictures" / "local-steps.svg"
 
 COUNT, KILL_SECONDS = 24, 26.0
 STEPS = {"small": 6144, "large": 1920}
-"""Of all workers of a row together. Each run of two cores takes longer than `KILL_SECONDS`."""
+"""Local steps of all workers of a row together. Each run on two cores takes longer than `KILL_SECONDS`."""
 
 _NUMBERS = itertools.count()
 STREAMED = {"count": COUNT, "fragments": 4, "overlap": 2}
@@ -171,7 +171,7 @@ def mean(of: Callable[[Result], float], runs: Iterable[Result]) -> float:
 
 
 def table(results: Mapping[str, Result], size: str, rows: Iterable[int]) -> str:
-    """In Markdown: the runs that there are."""
+    """The table of all runs that are done, in Markdown."""
     lines = [
         "| row | workers | updates | seeds | killed | held-out bits per byte | bytes per token | goodput | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -196,7 +196,7 @@ def sizes_of(results: Iterable[str]) -> list[str]:
 
 
 def deviation(runs: Iterable[Result]) -> float:
-    """Of the bits per byte; 0 of one run."""
+    """The standard deviation of the bits per byte; 0 for a single run."""
     bits = [run.bits for run in runs]
     return statistics.stdev(bits) if len(bits) > 1 else 0.0
 

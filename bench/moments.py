@@ -24,7 +24,7 @@ from chaos import injected, redone_of, witness_of
 
 STEPS, EVERY_STEPS, STALL_SECONDS, WORKERS = 60, 20, 8, 2
 HOLD = 20
-"""With standbys, no gradient is computed from this step on until they are in sync."""
+"""A job with standbys computes no gradient from this step on until the standbys are in sync."""
 
 SCRIPTS = (
     f"kill server/0 @{STEPS} applied",

@@ -1,4 +1,4 @@
-"""From the death of a standby to the next standby that holds the whole state, with and without preloaded pods.
+"""The time between the death of a standby and the next standby in sync, with and without preloaded pods.
 
 Until then, a second death in the same shard costs a rollback. Both ways of starting pods are measured in turns.
 

@@ -186,7 +186,7 @@ SIZE = 250_000
 
 
 def processor_seconds(job: Job) -> dict[str, float]:
-    """Of all processes of a job's pods, by role."""
+    """The processor time of all processes of a job's pods, in seconds by role."""
     found = dict.fromkeys(("worker", "ps", "standby"), 0.0)
     active = {f"ps-{slot.rpartition('-')[2]}-{n}" for slot, n in (job.status.get("active") or {}).items()}
     for pod, pid in job.processes().items():

@@ -131,7 +131,7 @@ def gloo(rank: int, coordinator: str) -> None:
 
 
 def started_gloo(running: list[Process]) -> list[Process]:
-    """Both processes of `gloo`."""
+    """The two processes of `gloo`, started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     both = [Process("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]

@@ -26,7 +26,7 @@ def example(size):
 
 
 def adamw(steps):
-    """For so many steps of a worker."""
+    """AdamW with a schedule for this number of steps of a worker."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(50, steps // 10), steps, 1e-4)
     return optax.adamw(schedule, weight_decay=0.01)
 

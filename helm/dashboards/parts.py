@@ -115,7 +115,7 @@ def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_se
 
 
 def now(expr: str, legend: str) -> Json:
-    """One value at the end of the time range. Of a series, Grafana shows the last value, even when there is none now."""
+    """One value at the end of the time range. Grafana shows the last value of a series, even when there is none now."""
     return query(expr, legend, instant=True)
 
 

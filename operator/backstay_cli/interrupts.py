@@ -11,7 +11,7 @@ _PROGRAMS = ("backstay", "kubectl-backstay")
 
 
 def end_imports_quietly() -> None:
-    """In a process that is one of the commands, Ctrl-C ends the process without a traceback from now on."""
+    """From now on, Ctrl-C ends this process without a traceback. Only for a process that is one of the commands."""
     ours = sys.argv and sys.argv[0].rsplit("/", 1)[-1] in _PROGRAMS
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

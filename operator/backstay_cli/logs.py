@@ -88,7 +88,7 @@ def _nothing(job: str, wanted: Wanted, pods: Sequence[dict[str, Any]]) -> str:
 
 
 def _previous(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each slot, the newest pod before the current one."""
+    """The newest pod of each slot before the current one."""
     current = {id(pod) for pod in active_pods(pods)}
     return active_pods([pod for pod in pods if id(pod) not in current])
 

@@ -81,7 +81,7 @@ class Pod:
 
     @property
     def key(self) -> _Key:
-        """Of all pods of the job, only this one has it."""
+        """A key that no other pod of the job has."""
         return self.role, self.index, self.incarnation, self.name
 
     def at(self, nanoseconds: int) -> float:
@@ -90,7 +90,7 @@ class Pod:
 
     @property
     def shown(self) -> str:
-        """For people, such as ``worker 3`` or ``worker 3 #2``."""
+        """The name to print, such as ``worker 3`` or ``worker 3 #2``."""
         if self.title:
             return self.title
         return slot_words(f"{self.role}-{self.index}") + (f" #{self.incarnation}" if self.incarnation > 1 else "")
@@ -221,7 +221,7 @@ def _server_clocks(messages: Iterable[Spans], timeline: Timeline) -> dict[tuple[
 
 
 def _clock(pod: Pod, messages: Sequence[Spans], timeline: Timeline, servers: Mapping[tuple[int, int], Clock]) -> Clock:
-    """One offset for all spans of a pod, so that none of them changes its place among the others."""
+    """The clock of a pod. All its spans use one offset, so that they stay in order."""
     if pod.role == contract.ROLE_SERVER and (pod.index, pod.incarnation) in servers:
         return servers[pod.index, pod.incarnation]
     reference = timeline.server.index, timeline.server.incarnation
@@ -288,7 +288,7 @@ def _within(clock: Clock, other: Clock, low: float, high: float) -> Clock:
 
 
 def _exchanges(worker: Pod) -> dict[str, tuple[int, int]]:
-    """Of each contribution of a worker: when it began to send it, and when it had the answer."""
+    """contribution -> the times at which a worker began to send it, and had the answer."""
     began = {str(span.notes["flow"]): span.began for span in worker.spans if span.point == "push"}
     return {
         flow: (began[flow], span.ended)
@@ -298,7 +298,7 @@ def _exchanges(worker: Pod) -> dict[str, tuple[int, int]]:
 
 
 def _received(server: Pod) -> dict[str, tuple[int, int]]:
-    """Of each contribution that a server has received as a whole: when it began to, and when it had all of it."""
+    """contribution -> the times at which a server began to receive it, and had all of it. Only complete ones."""
     return {
         str(span.notes["flow"]): (span.began, span.ended)
         for span in server.spans

@@ -91,7 +91,7 @@ class Cluster:
             self.overlays[resource].wrote(key, Seen.of(answer, SLIM[resource](answer)))
 
     def removed(self, resource: Resource, key: JobKey, uid: str) -> None:
-        """This object no longer exists."""
+        """Record that an object no longer exists."""
         self.overlays[resource].removed(key, uid)
 
     # The state of the watches.

@@ -36,7 +36,7 @@ class Attention:
         self._paused = float("-inf")
 
     def tick(self) -> None:
-        """This process is awake now."""
+        """Record that this process is awake now."""
         now = self._clock()
         overdue = now - self._ticked - TICK
         self._ticked = now
@@ -83,7 +83,7 @@ class Calls:
         self._lines = {uid: line for uid, line in self._lines.items() if uid in kept}
 
     def reset(self) -> None:
-        """This process was paused: the counted misses may be caused by that pause."""
+        """Forget the counted misses, because a pause of this process may have caused them."""
         self._lines.clear()
 
     def answered(self, uid: str, at: datetime) -> None:

@@ -107,7 +107,7 @@ FAMILIES: Final = (
 
 
 class Pods(NamedTuple):
-    """Of one role."""
+    """The pods of one role."""
 
     desired: int
     ready: int

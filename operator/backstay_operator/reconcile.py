@@ -265,7 +265,7 @@ class Reconciler:
             self._mark(key)
 
     def took_over(self) -> None:
-        """This operator begins to act. Its records of which pods answer, and its accounts, are outdated.
+        """Drop the outdated records of which pods answer, and the accounts. Called when this operator begins to act.
 
         Another operator may have counted the same seconds, so the accounts continue from the statuses.
         """

@@ -137,7 +137,7 @@ def open_channel(address: str) -> grpc.Channel:
 
 
 def open_aio_channel(address: str, *, reconnect_within: float | None = None) -> grpc.aio.Channel:
-    """As `open_channel`, for the running event loop.
+    """Like `open_channel`, for the running event loop.
 
     Args:
         address: as in `open_channel`.

@@ -1,4 +1,4 @@
-"""From models and rules to a structural schema: the schema of a TrainingJob in the API server.
+"""Makes a structural schema from models and rules: the schema of a TrainingJob in the API server.
 
 A structural schema has a type at every level, and neither references nor unions. It is therefore built from the models
 and not from JSON Schema. `crd_check` applies the same schema to the input of a person. Source:

@@ -58,7 +58,7 @@ class Slot:
 
     @property
     def text(self) -> str:
-        """For people: ``worker 3``."""
+        """The slot to print, such as ``worker 3``."""
         return _TEXT[self.role] if self.role == contract.ROLE_EVALUATOR else f"{_TEXT[self.role]} {self.index}"
 
 

@@ -261,7 +261,7 @@ class Refusal:
     since: datetime | None = None
 
     def after(self, before: Refusal | None) -> Refusal:
-        """This refusal, as the continuation of `before` if both have the same reason."""
+        """The refusal, as the continuation of `before` if both have the same reason."""
         if before is None or before.reason != self.reason:
             return self
         return replace(self, since=before.since or before.at)

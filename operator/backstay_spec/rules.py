@@ -212,7 +212,7 @@ def _backups_in_sync(update: Any) -> bool:
 
 
 def _bytes(text: str) -> int:
-    """Of a string as an argument of a program: its end is a byte too."""
+    """The bytes of a string as an argument of a program, with the byte that ends it."""
     return len(text.encode("utf-8", "replace")) + 1
 
 

@@ -80,7 +80,7 @@ def holds(conditions: Mapping[str, Condition], kind: str) -> bool:
 
 
 def phase_of(conditions: Mapping[str, Condition]) -> Phase:
-    """One word for people."""
+    """The phase of a job, one word."""
     if holds(conditions, FAILED):
         return "Failed"
     if holds(conditions, SUCCEEDED):

@@ -217,7 +217,7 @@ class TrainingJobStatus(StatusModel):
     """The state of the job that was last observed."""
 
     phase: Phase | None = None
-    """One word for people, derived from the conditions."""
+    """One word that sums up the conditions."""
 
     conditions: list[Condition] = Field(default_factory=list)
     """The state of the job as standard conditions."""
@@ -290,7 +290,7 @@ class TrainingJobStatus(StatusModel):
     pods refuse calls of older incarnations."""
 
     active: dict[str, int] = Field(default_factory=dict)
-    """With standbys: the incarnation of the active server of each shard. A newer incarnation is its standby."""
+    """The incarnation of the active server of each shard, in jobs with standbys. A newer incarnation is its standby."""
 
     backoff: dict[str, Backoff] = Field(default_factory=dict)
     """The slots, such as `worker-3`, for which the operator waits before it creates the next pod."""

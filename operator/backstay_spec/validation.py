@@ -1,4 +1,4 @@
-"""From the input of a person to a TrainingJob, or to the list of all its mistakes.
+"""Parses a person's input as a TrainingJob, or lists all its mistakes.
 
 The operator, `backstay run` and `backstay validate` use this module. The CRD has the same schema and the same rules, so
 the API server accepts a job that is valid here.

@@ -128,7 +128,7 @@ class _Clocks:
                 self._known[server] = _Clock(offset, error, ended)
 
     def offsets(self) -> dict[Server, tuple[float, float]]:
-        """By server: seconds that its clock is ahead of this process's, and the largest error of that."""
+        """server -> seconds that its clock is ahead of this process's clock, and the largest error of that number."""
         with self._lock:
             return {server: (clock.offset, clock.error) for server, clock in self._known.items()}
 

@@ -9,7 +9,7 @@ __all__ = ["Timeouts", "current", "use"]
 
 @dataclass(frozen=True)
 class Timeouts:
-    """In seconds. `Environment.timeouts` carries the value of a pod.
+    """All timeouts of a pod, in seconds. A pod uses `Environment.timeouts`.
 
     Attributes:
         heartbeat: the interval between two heartbeats of a worker or evaluator to each server.

@@ -74,7 +74,7 @@ class Watch:
         return event(kind, self._render(stored))
 
     async def take(self, timeout: float) -> bytes:  # a deadline is the normal way out here
-        """All waiting lines, at least one; nothing if none arrived in `timeout` seconds."""
+        """All waiting lines, at least one; empty if no line arrived within `timeout` seconds."""
         if not self._lines and not self.overrun:
             self._wake.clear()
             try:

@@ -136,7 +136,7 @@ class ForkServer:
         return any(_identity(path) != seen for path, seen in self._files.items())
 
     def _become(self, container: str, spec_fd: int, out_fd: int, channel_fd: int) -> Program:
-        """In the new process: become the container. Returns the program, or executes the command."""
+        """Become the container, in the new process. Returns the program, or executes the command."""
         channel = socket.socket(fileno=channel_fd)
         channel.set_inheritable(False)
         what = "start"

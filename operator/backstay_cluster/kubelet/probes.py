@@ -36,7 +36,7 @@ class ProbeSpec:
 
     @classmethod
     def of(cls, probe: Mapping[str, Any]) -> ProbeSpec:
-        """From a v1.Probe."""
+        """The spec of a v1.Probe."""
         return cls(
             handler=probe,
             initial_delay=float(probe.get("initialDelaySeconds") or 0),

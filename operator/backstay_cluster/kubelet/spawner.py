@@ -288,7 +288,7 @@ class Spawner:
         self.ids[pid] = container
 
     def become(self, container: str, spec: dict[str, Any], out_fd: int, error_fd: int) -> None:
-        """In the child: become the container's command. Never returns."""
+        """Become the container's command, in the child process. Never returns."""
         what = "start"
         try:
             become_leader(os.getppid())
@@ -452,7 +452,7 @@ class Spawner:
 
 
 def become_leader(parent: int) -> None:
-    """In a new process: lead a session, and end with `parent`. Waits until `parent` is the parent of this process."""
+    """Lead a session, and end with `parent`. Called in a new process; waits until `parent` is its parent."""
     os.setsid()
     deadline = time.monotonic() + 1.0
     while os.getppid() != parent and time.monotonic() < deadline:
@@ -463,7 +463,7 @@ def become_leader(parent: int) -> None:
 
 
 def reset_signals() -> None:
-    """In a new process: reset the signals that the spawner handles or ignores to their defaults."""
+    """Reset the signals that the spawner handles or ignores to their defaults. Called in a new process."""
     signal.set_wakeup_fd(-1)
     for number in RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

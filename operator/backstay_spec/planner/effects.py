@@ -115,5 +115,5 @@ class Decision:
         return Decision(self.record, self.effects + effects)
 
     def then(self, later: Decision) -> Decision:
-        """This decision, followed by one that was made from its record."""
+        """The effects of this decision, followed by those of one that was made from its record."""
         return Decision(later.record, self.effects + later.effects)

@@ -83,11 +83,11 @@ class Record:
         return replace(self, incarnations={**self.incarnations, **newer}) if newer else self
 
     def without_standbys(self) -> Record:
-        """For a job without standbys: the newest incarnation of each shard is its server."""
+        """The record of a job without standbys: the newest incarnation of each shard is its server."""
         return replace(self, active={}) if self.active else self
 
     def with_next(self, slot: Slot) -> Record:
-        """One more incarnation of the slot."""
+        """The record with one more incarnation of the slot."""
         return replace(self, incarnations={**self.incarnations, slot.key: self.newest(slot) + 1})
 
     def with_active(self, slot: Slot, incarnation: int) -> Record:
@@ -111,7 +111,7 @@ class Record:
         return self.with_backoff(key, self.backoff[key].model_copy(update={"not_before": None}))
 
     def with_death(self, slot: Slot, cause: Cause, *, charged: bool) -> Record:
-        """One more death, charged to its role's budget or counted as a disruption."""
+        """The record with one more death, charged to its role's budget or counted as a disruption."""
         role = ROLE_OF_LABEL[slot.role]
         if charged:
             return replace(self, restarts={**self.restarts, role: self.restarts.get(role, 0) + 1})

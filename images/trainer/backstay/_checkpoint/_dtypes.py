@@ -30,4 +30,4 @@ STORED: Final[dict[str, np.dtype[np.generic]]] = {
 }
 
 BY_NAME: Final = {dtype.name: dtype for dtype in STORED.values()}
-"""By NumPy's name, which manifests use."""
+"""dtypes by NumPy's name, which manifests use."""

@@ -32,7 +32,7 @@ class Folder(Protocol):
         """The whole content. Raises `StorageError` when the read fails for another reason than a missing file."""
 
     def size(self, name: str) -> int | None:
-        """In bytes; None when there is no such file. Raises `StorageError`."""
+        """The size of a file in bytes; None when there is no such file. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         """Create the whole file `name`; `fill` writes to the local path that is its argument.

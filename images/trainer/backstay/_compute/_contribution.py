@@ -80,7 +80,7 @@ class Contribution(Protocol):
 
     @property
     def key(self) -> BatchKey:
-        """As in `Start`."""
+        """See `Start.key`."""
         ...
 
     def wait(self) -> None:

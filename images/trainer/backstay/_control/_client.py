@@ -324,7 +324,7 @@ class Heartbeats:
             self._changed.notify_all()
 
     def peers(self) -> dict[int, tuple[float, int]]:
-        """By shard: seconds since its server last answered a heartbeat, and how many it left unanswered since then."""
+        """shard -> seconds since its server last answered a heartbeat, and how many it left unanswered since then."""
         now = time.monotonic()
         with self._changed:
             return {

@@ -20,22 +20,25 @@ _TO_SHARD, _TO_COORDINATOR = _fields(CoordinatorMessage), _fields(ShardMessage)
 
 
 def wrap_message(message: Message) -> CoordinatorMessage:
-    """For the stream to a shard."""
+    """A message as the stream to a shard carries it."""
     return CoordinatorMessage(**{_TO_SHARD[message.DESCRIPTOR.full_name]: cast(Any, message)})
 
 
 def wrap_report(report: Report) -> ShardMessage:
-    """For the stream to the coordinator."""
+    """A report as the stream to the coordinator carries it."""
     return ShardMessage(**{_TO_COORDINATOR[report.DESCRIPTOR.full_name]: cast(Any, report)})
 
 
 def message_in(envelope: CoordinatorMessage) -> Message | None:
-    """From the stream; None for a kind that this version does not have."""
+    """The message in an envelope from the stream; None for a kind that this version does not have."""
     kind = envelope.WhichOneof("kind")
     return None if kind is None else cast(Message, getattr(envelope, kind))
 
 
 def report_in(envelope: ShardMessage) -> Report | None:
-    """From the stream; None for what begins a link, for spans, and for a kind that this version does not have."""
+    """The report in an envelope from the stream.
+
+    None for the first message of a link, for spans, and for a kind that this version does not have.
+    """
     kind = envelope.WhichOneof("kind")
     return None if kind in (None, "position", "spans") else cast(Report, getattr(envelope, kind))

@@ -26,7 +26,7 @@ class Peers:
             return max(before, incarnation), incarnation > before
 
     def known(self) -> dict[str, int]:
-        """By name, such as ``worker-3``."""
+        """The newest incarnation of each pod, by name, such as ``worker-3``."""
         with self._lock:
             return dict(self._newest)
 

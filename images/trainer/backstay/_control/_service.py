@@ -184,7 +184,7 @@ class ControlService(grpc.GenericRpcHandler):
         return None if data is grpc.aio.EOF else _parsed(kind, data)
 
     async def _do(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """In a thread: `work` may take a lock."""
+        """Run `work` in a thread, because it may take a lock."""
         return await rpc_loop().run_in_executor(self._pool, work, *arguments)
 
     # ---- Checks ----

@@ -85,11 +85,11 @@ class Kept:
         self._messages: deque[tuple[int, bytes]] = deque()  # the incarnation of the server, and a `Spans`
 
     def of_previous(self, incarnation: int) -> list[bytes]:
-        """The messages of servers before this one."""
+        """The messages of the servers with a lower incarnation."""
         return [spans for server, spans in self._messages if server < incarnation]
 
     def answered(self, incarnation: int, spans: Iterable[bytes]) -> None:
-        """This server answered: it has the messages of servers before it, and its own newest spans are these."""
+        """Record the answer of a server. It has the messages of previous servers; `spans` are its own newest spans."""
         own = [one for one in self._messages if one[0] >= incarnation]
         self._messages = deque([*own, *((incarnation, message) for message in spans)])
         size = sum(len(kept) for _, kept in self._messages)

@@ -203,7 +203,7 @@ class Blame:
 
 
 class AsyncBlame(Blame):
-    """Of asynchronous updates; see `Blame`."""
+    """Attributes waits in Async mode; see `Blame`."""
 
     def __init__(self, shards: int, *, now: float) -> None:
         super().__init__(shards, now=now)

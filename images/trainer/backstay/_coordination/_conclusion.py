@@ -99,7 +99,7 @@ class Conclusion:
             self._ending = self._end_of(now, self._rules.timeouts.evaluation)
 
     def withdrawn(self, commits: Sequence[Commit]) -> None:
-        """These decisions were taken back."""
+        """Record that these decisions were withdrawn."""
         for commit in commits:
             if commit.checkpoint:
                 self.schedule.give_up(commit.version + 1)

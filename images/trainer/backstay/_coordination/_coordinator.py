@@ -332,7 +332,7 @@ class Coordinator:
         return self._end_wait(now)
 
     def silent(self, now: float, ranks: Iterable[int]) -> list[Decision]:
-        """These ranks, and no others, send no heartbeats or no contributions."""
+        """Replace the set of ranks that send no heartbeats or no contributions."""
         return self._end_wait(now) if self._grace.absent(ranks) else []
 
     def evaluates(self) -> None:

@@ -59,7 +59,7 @@ OUTCOME_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To one shard, or to all of them (`shard` is None). Each shard gets its messages in the order of decisions."""
+    """A message to one shard, or to all (`shard` is None). Each shard gets its messages in the order of decisions."""
 
     shard: int | None
     message: Message

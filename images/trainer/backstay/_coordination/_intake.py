@@ -132,7 +132,7 @@ class Intake:
 
     @property
     def gathers(self) -> Sequence[Gather]:
-        """Those of the next update, for a shard that may not have received them."""
+        """The `Gather` messages of the next update, for a shard that may not have received them."""
         return self._gathers
 
     def take_back_gathered(self) -> list[Decision]:
@@ -182,7 +182,7 @@ class Intake:
         return out
 
     def take_back(self, decisions: list[Pending]) -> list[Decision]:
-        """These decisions were withdrawn: their workers send again."""
+        """Refuse the contributions of withdrawn decisions, so that their workers send again."""
         out: list[Decision] = []
         for pending in decisions:
             for contribution in pending.commit.contributions:

@@ -11,7 +11,7 @@ __all__ = ["Held", "Ledger", "identity", "sent"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
-    """All fields as a key, because messages have no hash."""
+    """All fields of a gradient's id as a key, because messages have no hash."""
     return (
         gradient.term,
         gradient.version,
@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def gathered(self) -> Mapping[int, Staged]:
-        """By rank: the complete gradients that the shards add up before the decision that uses them."""
+        """rank -> the complete gradient that the shards add up before the decision that uses it."""
         return self._gathered
 
     def gather(self, ranks: Iterable[int]) -> None:
@@ -115,7 +115,7 @@ class Ledger:
         self._complete.clear()
 
     def forget(self, gradients: Iterable[GradientId]) -> None:
-        """These gradients are decided."""
+        """Remove gradients that are decided."""
         for gradient in gradients:
             of_rank = self._by_rank.get(gradient.rank, {})
             of_rank.pop(identity(gradient), None)

@@ -158,5 +158,5 @@ class UpdateMode(Protocol):
 
 
 def held_by_shard(mode: UpdateMode, rules: Rules, world: int) -> int:
-    """With `world` ranks, a shard holds so many contributions at the same time, unless there are fewer ranks."""
+    """How many contributions a shard holds at the same time with `world` ranks, unless there are fewer ranks."""
     return rules.held + mode.spare(rules.backups, world)

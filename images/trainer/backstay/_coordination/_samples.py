@@ -135,7 +135,7 @@ class Samples:
         return replace(self, epoch=epoch, used=counts[True], dropped=counts[False], redone=since), tuple(ended)
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest."""
+        """The content for a manifest."""
         return asdict(self)
 
     @classmethod

@@ -63,7 +63,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class World:
-    """From `version` on, `world` ranks are in force, and `BatchKey.offset` is `offset`.
+    """The number of ranks in force from `version` on, and their `BatchKey.offset`.
 
     The update that made `version` is the mean over the ranks of the smaller of this world and the previous one.
     """
@@ -119,7 +119,7 @@ class CoordinatorState:
         return replace(self, key_steps=dict(self.key_steps))
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest."""
+        """The content for a manifest."""
         return {
             "term": self.term,
             "version": self.version,
@@ -201,7 +201,7 @@ def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
 
 
 def apply(state: CoordinatorState, commit: Commit) -> tuple[CoordinatorState, tuple[EpochEnded, ...]]:
-    """As `after`, with the accounts of the epochs that ended with it."""
+    """The state as in `after`, with the accounts of the epochs that ended with the commit."""
     if (commit.term, commit.version) != (state.term, state.version):
         raise ValueError(
             f"the commit of version {commit.version} in term {commit.term} does not follow version {state.version} "

@@ -64,7 +64,7 @@ class Succession:
         return self.lose(0) if self._outrun else []
 
     def decided(self) -> None:
-        """This coordinator decided an update: the decision that its predecessor had prepared is void."""
+        """Record that this coordinator decided an update: the decision that its predecessor had prepared is void."""
         self._prepared = ()
 
     def begin(self, state: CoordinatorState) -> bool:

@@ -27,7 +27,7 @@ from backstay_rpc.control_pb2 import (
 __all__ = ["Coordination", "Message", "Report", "ShardSink"]
 
 Message: TypeAlias = Commit | Reject | Gather | NormRequest | Save | Rollback | Done
-"""From the coordinator.
+"""A message from the coordinator to a shard.
 
 * `Commit`: apply the gradients that it names, and free everything else that was staged for its version (Sync).
 * `Reject`: answer the stream that waits for this gradient with the reason, and free what was staged of it. The shard
@@ -40,7 +40,7 @@ Message: TypeAlias = Commit | Reject | Gather | NormRequest | Save | Rollback | 
 """
 
 Report: TypeAlias = Staged | Lost | Norm | Written | Applied | ShardFailed
-"""From a shard.
+"""A report from a shard to the coordinator.
 
 * `Staged`: the shard holds all of a gradient, its end mark included. A repeated report changes nothing.
 * `Lost`: a gradient's stream ended before its end mark. The shard holds none of it.

@@ -67,7 +67,7 @@ class _Columns:
 
 
 def _column(path: Any, column: Any) -> Any:
-    """As a NumPy array, unless it may be larger than the memory: an array of h5py or zarr is read row by row."""
+    """The column as a NumPy array. An array of h5py or zarr may exceed the memory, so it is read row by row."""
     if hasattr(column, "shape") and hasattr(column, "chunks"):
         return column
     try:

@@ -97,6 +97,6 @@ class _Tail:
             stream.write = self.write  # type: ignore[method-assign]  # the stream itself stays what it is
 
     def write(self, text: str) -> int:
-        """In place of the stream's method."""
+        """Write `text` to the stream and keep its end. Replaces the stream's method."""
         self.text = (self.text + text)[-_KEPT:]
         return self._write(text)

@@ -126,7 +126,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _clock(seconds: float) -> str:
-    """As a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
+    """A duration as a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -48,7 +48,7 @@ class Failure:
     transient: bool
 
     def fields(self) -> dict[str, Any]:
-        """For a termination message."""
+        """The fields of a termination message."""
         fields: dict[str, Any] = {"reason": self.reason, "message": self.message, "traceback": self.traceback}
         if self.at:
             fields["at"] = self.at
@@ -95,7 +95,7 @@ def printed(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """Like `traceback.format_exception`, without the frames of libraries, notes, and earlier exceptions."""
+    """A traceback as from `traceback.format_exception`, without frames of libraries, notes, and earlier exceptions."""
     shown = [
         traceback.FrameSummary(_short(frame.filename), frame.lineno, frame.name, line=frame.line)
         for frame in traceback.extract_tb(error.__traceback__)

@@ -80,7 +80,7 @@ class Report:
         return {name: float(value) for name, value in self._outcome["metrics"].items()}
 
     def nonzero(self, leaves: list[int]) -> dict[int, list[Any]]:
-        """For each leaf whether its gradient has an element that is not zero, as an array."""
+        """Whether the gradient of each leaf has an element that is not zero, as an array."""
         flags = np.asarray(self._outcome["nonzero"])
         return {leaf: [flags[leaf : leaf + 1]] for leaf in leaves}
 
@@ -321,7 +321,7 @@ def _where(finite: Any, after: Callable[[], Any], before: Any, *, branch: bool) 
 
 
 def _any_nonzero(leaves: list[Any]) -> Any:
-    """For each leaf whether an element is not zero. One reduction for all leaves of a shape, which compiles faster."""
+    """Whether each leaf has an element that is not zero. One reduction for all leaves of a shape compiles faster."""
     alike: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         alike.setdefault((leaf.shape, leaf.dtype), []).append(index)

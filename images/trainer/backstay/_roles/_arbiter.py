@@ -44,7 +44,7 @@ class Arbiter:
         self._changed.set()
 
     def close(self) -> None:
-        """This server ends: no thread waits for an answer any more."""
+        """Stop waiting for answers in all threads, because this server is shutting down."""
         self._closed = True
         self._changed.set()
 

@@ -127,7 +127,7 @@ class BlackBox:
         self.leaves()
 
     def leaves(self) -> None:
-        """This server leaves: store the history with the newest account of goodput."""
+        """Store the history with the newest account of goodput, because this server is shutting down."""
         with self._lock:
             if not self._status and not self._outcome:
                 return

@@ -15,7 +15,7 @@ __all__ = ["Desired"]
 
 @dataclass
 class Desired:
-    """As the operator sent them last.
+    """The settings that the operator sent last.
 
     Attributes:
         world: `workers.replicas`.

@@ -87,4 +87,4 @@ class _Async:
 
 
 KEY_STEPS: Final[Mapping[Mode, Callable[[], KeySteps]]] = {"Sync": _Sync, "Async": _Async}
-"""By the mode of the job."""
+"""The class of each update mode."""

@@ -218,12 +218,17 @@ class Leader:
             self._changes.append(change)
 
     def continues(self, changes: Sequence[str], examples: int | None) -> None:
-        """The differences from the run that stored the checkpoint; and the examples of each of its contributions."""
+        """Take over how this run differs from the run that stored the checkpoint.
+
+        Args:
+            changes: the differences, as text.
+            examples: number of examples of each contribution of that run; None: unknown.
+        """
         with self._lock:
             self._changes, self._examples_before = list(changes), examples
 
     def examples(self) -> int | None:
-        """Of each contribution of the newest update; None: they differ, or there was no update."""
+        """How many examples each contribution of the newest update has; None: they differ, or there was no update."""
         with self._lock:
             return self._examples
 

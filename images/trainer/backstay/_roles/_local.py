@@ -207,7 +207,7 @@ def _contributors(
     deterministic: bool,
     **options: Any,
 ) -> list[Callable[[Any, BatchKey, Callable[[BatchKey], Any]], Gradient]]:
-    """For each rank ``(model, key, batches) -> contribution``."""
+    """A function ``(model, key, batches) -> contribution`` for each rank."""
     if local is not None:
         program = LocalProgram(loss, tree, local, devices, deterministic, **options)
 
@@ -262,12 +262,12 @@ def _arrays(gradient: Gradient, leaves: list[int]) -> dict[int, list[Any]]:
 
 
 def _copied(leaf: Any, spec: Any) -> Any:
-    """On the device, of the dtype that `describe` found: a state of Python numbers is weakly typed otherwise."""
+    """A copy on the device with the dtype that `describe` found. Python numbers in a state would be weakly typed."""
     return jnp.array(leaf, spec.dtype, copy=True)
 
 
 def _average(contributions: Any, count: int, form: Any, scalars: Any, state_scalars: Any) -> list[Any]:
-    """Of the first `count` leaves the mean of gradients, of the others the mean of model states."""
+    """The mean of the gradients in the first `count` leaves, and of the model states in the others."""
     leaves = list(zip(*contributions, strict=True))
     means = [mean(values, form, scalars) for values in leaves[:count]]
     return means + [state_mean(values, form, state_scalars) for values in leaves[count:]]

@@ -278,7 +278,7 @@ class ManifestStorage:
             return state, "" if manifest is None else self._store.uri_of(manifest)
 
     def closing(self) -> None:
-        """This process received SIGTERM, and stores its state."""
+        """Prepare for the last checkpoint: this process received SIGTERM."""
         self._lease.closing()
 
     def close(self) -> None:

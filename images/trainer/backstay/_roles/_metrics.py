@@ -271,19 +271,19 @@ class Metrics:
         return self._mfu.labels(*self._who)
 
     def device_memory(self, device: int, state: str) -> Gauge:
-        """Of one of the worker's devices; `state` is ``in_use``, ``peak`` or ``limit``."""
+        """The memory of one of the worker's devices; `state` is ``in_use``, ``peak`` or ``limit``."""
         return self._memory.labels(*self._who, str(device), state)
 
     def contributions(self, outcome: str) -> Counter:
-        """Of one `Outcome`."""
+        """The contributions with one `Outcome`."""
         return self._contributions.labels(*self._who, outcome)
 
     def evaluation(self, name: str) -> Gauge:
-        """Of one of `evaluate`'s metrics; the first 50 names are exported."""
+        """The series of a metric of `evaluate`; the first 50 names are exported."""
         return self._named(self._evaluation, name)
 
     def train(self, name: str) -> Gauge:
-        """Of one of the metrics that `loss` returns; the first 50 names are exported."""
+        """The series of a metric that `loss` returns; the first 50 names are exported."""
         return self._named(self._train, name)
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
@@ -296,19 +296,19 @@ class Metrics:
             self._stragglers.labels(*self._who, str(rank)).set(delay)
 
     def waited_for(self, rank: int, part: str) -> Counter:
-        """Of a rank that updates waited for, by the part of its step."""
+        """The seconds that updates waited for a part of a rank's step."""
         return self._waited.labels(*self._who, str(rank), part)
 
     def step_part(self, part: str) -> Summary:
-        """Of one of the values of `contract.STEP_PARTS`."""
+        """The seconds of one part of a step, a value of `contract.STEP_PARTS`."""
         return self._step.labels(*self._who, part)
 
     def worker_contributions(self, outcome: str) -> Counter:
-        """Of one `Outcome`, or ``lost``."""
+        """The contributions with one `Outcome`, or ``lost``."""
         return self._fates.labels(*self._who, outcome)
 
     def tensor_bytes(self, direction: str) -> Counter:
-        """``sent`` or ``received``."""
+        """The bytes of tensors in one direction: ``sent`` or ``received``."""
         return self._bytes.labels(*self._who, direction)
 
     def carried(self, sent: int, received: int) -> None:

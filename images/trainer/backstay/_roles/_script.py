@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def agreement(self) -> Agreement:
-        """For joining."""
+        """The settings that a pod sends when it joins."""
         import jax
 
         from .._control import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement

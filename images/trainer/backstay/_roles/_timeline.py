@@ -214,7 +214,7 @@ class Tracing:
         self.records.close(_CLOSE)
 
     def stopping(self) -> None:
-        """This server gets SIGTERM: if its main thread hangs, store where it stands."""
+        """If the main thread hangs, store its stack. Called when this server receives SIGTERM."""
         if self._ending or self._clock() - self._ticked < HANGS:
             return
         name = f"{self._peer.role}-{self._peer.index}-{self._peer.incarnation}-{self._uid}-stacks"

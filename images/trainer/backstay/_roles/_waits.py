@@ -104,7 +104,7 @@ class Waits:
             self._term, self._version, self._world = state.term, state.version, state.world
 
     def status(self, now: float) -> dict[str, Any]:
-        """For the page `/status`: the ranks that updates waited for, and those that are missing now."""
+        """The part of `/status` about waits: the ranks that updates waited for, and those that are missing now."""
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)

@@ -302,7 +302,7 @@ class Worker:
     def _send(
         self, at: Pulled, key_step: int, blocks: Sequence[Sequence[Any]], info: Callable[[], GradientInfo]
     ) -> tuple[Pulled, Sequence[Any], bool]:
-        """As `_exchange`; also whether `Pulled.outcome` is that of this contribution."""
+        """Like `_exchange`, and also return whether `Pulled.outcome` is that of this contribution."""
         while True:
             self._attempt += 1
             identity = GradientId(
@@ -353,7 +353,7 @@ class Worker:
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
     def _wait_for_world(self, pulled: Pulled, params: Sequence[Any]) -> tuple[Pulled, Sequence[Any]]:
-        """This rank is not in force: wait for the next version, which may be of a larger world."""
+        """Wait for the next version, because this rank is not in force. The next version may be of a larger world."""
         self._heart.activity = WAITING
         del params
         try:

@@ -295,7 +295,7 @@ class Applier:
             raise _TermOver
 
     def _held(self, contributions: Sequence[Contribution]) -> list[Gradient]:
-        """Those of the gradients that are here and complete. Under the lock."""
+        """The contributions that this shard holds completely. The caller has the lock."""
         found = [self._gradients.find(contribution.id) for contribution in contributions]
         return [gradient for gradient in found if gradient is not None and gradient.complete]
 

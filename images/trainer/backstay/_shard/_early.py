@@ -39,7 +39,7 @@ class Early:
         return identity(gradient) in self._names
 
     def names(self, contributions: Iterable[Contribution]) -> None:
-        """These contributions are part of the sums from now on."""
+        """Record that the sums contain these contributions from now on."""
         self._names |= {identity(contribution.id) for contribution in contributions}
 
     def add(self, gather: Gather, gradients: Sequence[Sequence[Any]]) -> None:

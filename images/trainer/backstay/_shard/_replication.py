@@ -142,7 +142,7 @@ class Replica:
 
 
 class Replication:
-    """All that a shard sends to its standbys, to one at a time; see `Standbys`. Thread-safe."""
+    """Sends a shard's state and updates to its standbys, one at a time; see `Standbys`. Thread-safe."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PER_RANK", "Gradient", "GradientKey", "Gradients", "check_address", "describe", "key_of"]
 
 MAX_PER_RANK: Final = 2
-"""One that is decided on, and one of the pod that replaces its sender."""
+"""The most undecided gradients of a rank: one that is being decided, and one of the pod that replaces its sender."""
 
 GradientKey: TypeAlias = tuple[int, int, int, int]
 """(term, rank, incarnation, attempt)."""

@@ -47,7 +47,7 @@ class Standbys(Protocol):
         """A standby to be filled now. Returned once."""
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
-        """From now on `replica` gets all items, beginning with the present state."""
+        """Send `replica` the present state, and all later items."""
 
     def end(self) -> None:
         """The state that the standbys hold is void: they connect again."""

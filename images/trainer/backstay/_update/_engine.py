@@ -564,12 +564,12 @@ def _kind(value: Any) -> str:
 
 
 def _device(value: Any) -> Any:
-    """On the device, where it lies if it is aligned: an array, or `Encoded`."""
+    """An array or `Encoded` on the device. Aligned memory is used without a copy."""
     return jax.device_put(value, may_alias=True)
 
 
 def _own(value: Array) -> jax.Array:
-    """On the device, in memory that is JAX's own and may be donated."""
+    """A copy on the device, in memory that JAX owns and may donate."""
     return jax.numpy.array(value, copy=True)
 
 

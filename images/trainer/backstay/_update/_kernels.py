@@ -151,7 +151,7 @@ class Partial:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the block."""
+        """The shape of the block."""
         shape: tuple[int, ...] = (self.first if self.total is None else self.total).shape
         return shape
 

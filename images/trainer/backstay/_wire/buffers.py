@@ -149,7 +149,7 @@ class Arrangement:
                 leaves[piece.leaf][piece.start : piece.stop] = areas[self._area_of[dtype]][start : start + piece.size]
 
     def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All leaves of the tree, out of flat direct `leaves` and `areas`: views, except of the few small leaves that
+        """All leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves that
         are cut over blocks, which are copied."""
         result: list[np.ndarray] = []
         for leaf, spec in enumerate(self.partition.tree.leaves):

@@ -114,7 +114,7 @@ def decode(header: bytes) -> Frame:
 
 
 def kind_of(frame: Frame) -> str:
-    """Which of the kinds of frame it is, as the field's name: ``push_begin``, ``chunk`` ..."""
+    """The kind of a frame, as the name of its field: ``push_begin``, ``chunk`` ..."""
     return frame.WhichOneof("kind") or "empty"
 
 

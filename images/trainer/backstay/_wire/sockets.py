@@ -28,19 +28,19 @@ _HEAD: Final = struct.Struct("<II")
 """The first bytes of a frame: the lengths of its header and of its body."""
 
 _TCP_INFO: Final = struct.Struct("@128xQ")
-"""Of `struct tcp_info` in linux/tcp.h: `tcpi_bytes_received`."""
+"""The position of `tcpi_bytes_received` in `struct tcp_info` (linux/tcp.h)."""
 
 KEEPALIVE_SECONDS: Final = 30
 
 LINK_BYTES: Final = 4 << 20
-"""So much may wait to be sent on a link; the system allows less (``net.core.wmem_max``)."""
+"""The most bytes that may wait to be sent on a link; the system may allow fewer (``net.core.wmem_max``)."""
 
 AHEAD_BYTES: Final = _HEAD.size + (64 << 10)
-"""At most so many bytes are received before the frame that they belong to is known. Longer headers are received
+"""The most bytes that are received before the frame that they belong to is known. Longer headers are received
 exactly."""
 
 MAX_PIECES: Final = 512
-"""So many pieces of memory are sent in one call of the system; Linux allows 1024."""
+"""The most pieces of memory that are sent in one system call; Linux allows 1024."""
 
 
 class Frames:

@@ -99,7 +99,7 @@ class ClientStream:
             opened.pop_all()  # the stream is open: `close` closes the socket
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None]:
-        """As `FrameStream.read`, but never None: the end of a stream that the client did not end is `PeerLost`."""
+        """Like `FrameStream.read`, but never None: the end of a stream that the client did not end is `PeerLost`."""
         try:
             item = self._frames.read(place)
         except Refusal as refusal:

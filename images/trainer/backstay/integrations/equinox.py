@@ -161,7 +161,7 @@ class _Model:
         return made, None
 
     def _examine(self, pair: tuple[Any, Any]) -> tuple[list[int], list[bool]]:
-        """Of each array of the model: the first that is the same, and whether it is trained."""
+        """The index of the first equal array for each array of the model, and whether each array is trained."""
         model, _ = pair
         chosen, _ = eqx.partition(model, self._trained)
         marks = jax.tree.leaves(
@@ -174,7 +174,7 @@ class _Model:
 
 
 def _items(state: Any) -> list[tuple[Any, Any]]:
-    """Of an ``eqx.nn.State``: its markers and values, in the order of its leaves."""
+    """The markers and values of an ``eqx.nn.State``, in the order of its leaves."""
     values, markers = state.tree_flatten()
     return list(zip(markers, values, strict=True))
 

@@ -41,7 +41,7 @@ class PodProcess:
         return self._process.exited.result() if self._process.exited.done() else None
 
     def poll(self) -> int | None:
-        """As `returncode`."""
+        """See `returncode`."""
         return self.returncode
 
     def wait(self, seconds: float | None = None) -> int:

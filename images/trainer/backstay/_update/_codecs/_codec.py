@@ -70,7 +70,12 @@ class Codec(Hashable, Protocol):
         ...
 
     def sections(self, body: int, dtype: np.dtype[Any]) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """Of `body` elements (a multiple of `GROUP`): the elements and the dtype of each section, without the tail."""
+        """The number of elements and the dtype of each section, without the tail.
+
+        Args:
+            body: number of elements, a multiple of `GROUP`.
+            dtype: the dtype of the block.
+        """
         ...
 
     def encode(self, values: Any, numbers: Any, seed: Any) -> tuple[Any, ...]:
@@ -110,7 +115,7 @@ class Encoded:
 
     @property
     def shape(self) -> tuple[int]:
-        """Of the decoded block."""
+        """The shape of the decoded block."""
         return (self.size,)
 
     def decode(self) -> Any:

@@ -66,7 +66,7 @@ class Integers:
         return (1 << (self.bits - 1)) - 1
 
     def covers(self, dtype: np.dtype[Any]) -> bool:
-        """All real floating-point dtypes."""
+        """Whether `dtype` is a real floating-point dtype."""
         return bool(jnp.issubdtype(dtype, jnp.floating))
 
     def bound(self, dtype: np.dtype[Any]) -> Bound:
@@ -102,7 +102,7 @@ class Integers:
         lanes = iota(jnp.uint32, elements.shape, 1) * self.share + iota(jnp.uint32, elements.shape, 2)
 
         def codes(part: slice) -> Any:
-            """Of these elements of each share."""
+            """The integers of these elements of each share."""
             words = key[:, None, None] + lanes[:, :, part] * jnp.uint32(0x9E3779B9)
             shifted = elements[:, :, part] / divisor + _uniform(words, real)
             return _nearest(jnp.clip(shifted, -self.top, self.top))

@@ -25,7 +25,7 @@ CODECS: Final[Mapping[CodecName, Codec]] = {
     "Int8": Integers("Int8", bits=8, share=128),
     "Int4": Integers("Int4", bits=4, share=64),
 }
-"""All codecs by name but `Exact`, which encodes nothing."""
+"""All codecs by name, except `Exact`, which encodes nothing."""
 
 _PARAMETERS: Final = ("Exact", "BFloat16")
 
@@ -163,7 +163,7 @@ class BlockWire:
 
     @cached_property
     def nbytes(self) -> int:
-        """On the wire."""
+        """The number of bytes on the wire."""
         return sum(self.sections)
 
     def views(self, memory: Array) -> Any:
@@ -379,7 +379,7 @@ class Rounding:
         self._round = jax.jit(self._leaves, static_argnums=0)
 
     def parameters(self, leaves: Sequence[Any]) -> list[Any]:
-        """These leaves of the tree, as workers receive them."""
+        """The given leaves of the tree, as workers receive them."""
         return self._rounded(self._wire.parameters, leaves, _NO_SEED)
 
     def gradients(

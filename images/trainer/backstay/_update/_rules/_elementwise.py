@@ -78,7 +78,7 @@ class Node:
 
 
 class NotElementwiseError(Exception):
-    """This leaf must stay whole; says why."""
+    """A leaf must stay whole; the message has the reason."""
 
 
 class Expressions:
@@ -196,7 +196,7 @@ class Expressions:
         return Value(number, kind, atom.shape)
 
     def _conditional(self, equation: Equation, args: Sequence[Value]) -> list[Value]:
-        """All branches, and a choice: cheaper for elementwise work than breaking up the fused loop."""
+        """Compute all branches and select one. For elementwise work, this costs less than dividing the fused loop."""
         index, operands = args[0], args[1:]
         if index.kind is not Kind.UNIFORM:
             raise NotElementwiseError("a condition depends on it")
