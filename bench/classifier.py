@@ -57,7 +57,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """So many updates that none applies more than `EXAMPLES`."""
+        """The number of updates. Together they apply at most `EXAMPLES`."""
         mode = "Alone" if self.update is None else self.update["mode"]
         return EXAMPLES // (self.batch * (WORKERS if mode == "Sync" else 1))
 

@@ -95,7 +95,7 @@ def outer_of(row: Row) -> tuple[optax.GradientTransformation, bool]:
 
 
 def bits_of(row: Row, module: Any, steps: int, seed: int) -> float:
-    """Held-out bits per byte after so many steps of each worker."""
+    """Held-out bits per byte after this number of steps of each worker."""
     batches = backstay.from_dataset(module.Windows(), batch_size=module.BATCH)
     if row.mode == "Async":
         params = asynchronous(row, module, batches, steps, seed)

@@ -79,7 +79,7 @@ def refills(option: str, kills: int) -> Iterator[float]:
 
 
 def wait(run: Run, filled: int) -> None:
-    """Until the servers have reported so many filled standbys."""
+    """Wait until the servers have reported this number of standbys in sync."""
     run.wait(lambda logs: len(HOLDS.findall(logs)) >= filled)
 
 

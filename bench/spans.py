@@ -84,7 +84,7 @@ def switch(state: str, of_module: dict[str, Callable[..., Any]]) -> None:
 
 
 def packing(spans: int) -> float:
-    """Processor seconds for one message with so many spans."""
+    """Processor seconds for one message with this number of spans."""
     from backstay import _instrument
     from backstay._control import Outbox
     from backstay_rpc.control_pb2 import Peer

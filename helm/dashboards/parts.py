@@ -314,7 +314,7 @@ class Board:
         self._x = self._y = self._height = 0
 
     def add(self, *panels: Json) -> None:
-        """From left to right; a panel that does not fit begins the next line."""
+        """Add panels from left to right; a panel that does not fit begins the next line."""
         for one in panels:
             at = one["gridPos"]
             if one["type"] == "row" or self._x + at["w"] > 24:
@@ -330,7 +330,7 @@ class Board:
                 inner.add(*one["panels"])
 
     def column(self, width: int, *panels: Json) -> None:
-        """One below the other, as one column of the line."""
+        """Add panels one below the other, as one column of the line."""
         if self._x + width > 24:
             self._break()
         y = self._y

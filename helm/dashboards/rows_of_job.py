@@ -92,7 +92,7 @@ def _model() -> Json:
 
 
 def hidden_rows(board: Board) -> None:
-    """Add them."""
+    """Add the rows that are collapsed at first."""
     joined = f"* on (namespace, pod) group_left (role, index) max by (namespace, pod, role, index) (backstay_step{{{JOB}}} * 0 + 1)"
     pod = 'namespace=~"$namespace"'
     asynchronous = _needs("Only a job with update.mode: Async has staleness.")

@@ -107,7 +107,7 @@ def _answers(kubeconfig: Path) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_cluster(where: Where) -> AsyncIterator[Cluster]:
-    """Connect.
+    """Connect to the cluster that `where` selects.
 
     Raises:
         BadInput: there is no kubeconfig, or it cannot be used.

@@ -28,7 +28,7 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, i
 
 
 def thin(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` of the points: every second one is dropped, the newest stays."""
+    """Reduce the points to at most `most`: every second one is dropped, the newest stays."""
     return points if len(points) <= most else [*points[:-1:2], points[-1]]
 
 

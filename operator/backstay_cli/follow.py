@@ -132,7 +132,7 @@ class JobView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last update, at the rate of the newest ones; None where that is not known."""
+        """Seconds until the last update, at the rate of the newest ones; None: not known."""
         if self.ended or not self.updates_per_second or self.goal_steps is None or self.step is None:
             return None
         return max(0, self.goal_steps - self.step) / self.updates_per_second
@@ -343,7 +343,7 @@ def ready_of(view: JobView, role: RoleView) -> str:
 
 
 def spent(view: JobView) -> str:
-    """Such as ``goodput 81 % of 90 worker seconds: wait 12 %, starting 5 %, other 2 %``; empty without seconds."""
+    """The goodput in words, such as ``goodput 81 % of 90 worker seconds: wait 12 %``; empty without seconds."""
     total = sum(view.worker_seconds.values())
     if view.goodput is None or total <= 0:
         return ""

@@ -210,7 +210,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 
 def _counts(view: JobView) -> Iterator[str | tuple[str, str]]:
-    """Such as ``2/2 parameter servers, 3/4 workers ready; replaced: 1 crash, 2 disruptions``."""
+    """The pods in words, such as ``2/2 parameter servers, 3/4 workers ready; replaced: 1 crash, 2 disruptions``."""
     parts = []
     for role, values in view.roles.items():
         if values.desired:
@@ -228,7 +228,7 @@ _WINDOW = 300.0  # seconds that the job's status adds up
 
 
 def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
-    """Such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
+    """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
     rank, shard, part = entry.get("rank"), entry.get("shard"), str(entry.get("part", ""))
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
     node = next((row.node for row in rows(view) if row.slot == who and row.node), "")

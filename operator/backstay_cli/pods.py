@@ -143,7 +143,7 @@ def _server_does(view: JobView, state: str, *, standby: bool) -> str:
 
 
 def doing_words(doing: Doing) -> str:
-    """Such as ``computes step 12, for 3 s``."""
+    """The current activity in words, such as ``computes step 12, for 3 s``."""
     if doing.heartbeat >= _SILENT_SECONDS:
         return f"no heartbeat for {duration(doing.heartbeat)}"
     text = _POINTS.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
@@ -153,7 +153,7 @@ def doing_words(doing: Doing) -> str:
 
 
 def how_it_ended(pod: dict[str, Any]) -> str:
-    """Such as ``exit code 137 (OOMKilled)``; empty: it has not ended."""
+    """How a container ended, such as ``exit code 137 (OOMKilled)``; empty: it has not ended."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")

@@ -58,7 +58,7 @@ class Clock:
     error: float | None
 
     def after(self, other: Clock) -> Clock:
-        """This clock, where `other` relates the timeline's clock to that of another timeline."""
+        """The clock relative to another timeline; `other` relates the two timelines."""
         known = self.error is not None and other.error is not None
         return Clock(self.offset + other.offset, (self.error or 0.0) + (other.error or 0.0) if known else None)
 
@@ -446,7 +446,7 @@ def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]
 
 
 def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
-    """When each of these workers that began after this time first had the answer to a contribution.
+    """The time at which each worker that began after `after` had its first answer to a contribution.
 
     The operator observes it a few seconds later.
     """

@@ -60,7 +60,7 @@ class LiveDisplay:
         self._live.__exit__(kind, value, trace)
 
     def show(self, view: JobView) -> None:
-        """Redraw."""
+        """Redraw the view."""
         self._live.update(self.render(view))
 
     def print(self, lines: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ def shortened(place: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Such as ``1 server``, ``2 servers``."""
+    """A number with its unit, such as ``1 server`` or ``2 servers``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -76,5 +76,5 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """Such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
+    """The metrics in words, such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))

@@ -82,7 +82,7 @@ class _Slots(Generic[K]):
         self._admit()
 
     def close(self) -> None:
-        """No timer fires after this."""
+        """Cancel all timers."""
         if self._look is not None:
             self._look.cancel()
 

@@ -55,25 +55,25 @@ class Answered(KubeError):  # noqa: N818
 
 
 class Unauthorized(Answered):
-    """401."""
+    """The API server answered with status 401."""
 
     kind = "unauthorized"
 
 
 class Forbidden(Answered):
-    """403."""
+    """The API server answered with status 403."""
 
     kind = "forbidden"
 
 
 class NotFound(Answered):
-    """404."""
+    """The API server answered with status 404."""
 
     kind = "not_found"
 
 
 class Conflict(Answered):
-    """409."""
+    """The API server answered with status 409."""
 
     kind = "conflict"
 
@@ -85,7 +85,7 @@ class AlreadyExists(Conflict):
 
 
 class Gone(Answered):
-    """410."""
+    """The API server answered with status 410."""
 
     kind = "gone"
 
@@ -97,7 +97,7 @@ class Invalid(Answered):
 
 
 class Busy(Answered):
-    """429 or 5xx."""
+    """The API server answered with status 429 or 5xx."""
 
     kind = "busy"
 

@@ -160,7 +160,7 @@ class JobSeries:
     since: float = 0.0
 
     def set(self, name: str, value: float | None) -> None:
-        """`None`: no series."""
+        """Set a value of the job. `None` removes its series."""
         if value is None:
             self.values.pop(name, None)
         else:

@@ -46,8 +46,7 @@ class Kube:
     Args:
         kubeconfig: the path of a kubeconfig, or None inside a cluster.
         timeout: seconds that one request may take.
-        observe: called after each request: verb as in RBAC, resource (with /subresource), status code (0: no
-        answer),
+        observe: called after each request: verb as in RBAC, resource (with /subresource), status code (0: no answer),
             seconds.
         headers: sent with each request.
     """

@@ -60,7 +60,7 @@ class Reconciler:
         now: the time of day, aware.
         leads: whether this operator may act.
         mark: reconciles a job soon.
-        mark_after: reconciles a job after so many seconds.
+        mark_after: reconciles a job after a number of seconds.
         follow: begins to call the servers of a job.
         poll_now: calls them without a pause.
     """

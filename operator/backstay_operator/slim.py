@@ -29,7 +29,7 @@ def _metadata(body: Mapping[str, Any], *, annotations: bool) -> Json:
 
 
 def pod(body: Mapping[str, Any]) -> Json:
-    """Its identity, owner, node and state."""
+    """The identity, owner, node and state of a pod."""
     status: Mapping[str, Any] = body.get("status") or {}
     kept: Json = {field: status[field] for field in _STATUS if field in status}
     for field in ("containerStatuses", "initContainerStatuses"):
@@ -52,13 +52,13 @@ def pod(body: Mapping[str, Any]) -> Json:
 
 
 def service(body: Mapping[str, Any]) -> Json:
-    """Its owner and its selector."""
+    """The owner and the selector of a Service."""
     spec: Mapping[str, Any] = body.get("spec") or {}
     return {"metadata": _metadata(body, annotations=False), "spec": dict(spec)}
 
 
 def policy(body: Mapping[str, Any]) -> Json:
-    """Its owner."""
+    """The owner of a NetworkPolicy."""
     return {"metadata": _metadata(body, annotations=False)}
 
 

@@ -67,7 +67,7 @@ class Raised:
 
     @property
     def summary(self) -> str:
-        """Such as ``KeyError: 'x' (train.py:12)``."""
+        """The exception in one line, such as ``KeyError: 'x' (train.py:12)``."""
         message = f"{self.type}: {self.text}" if self.text and self.text != self.type else self.type
         return f"{message} ({self.at})" if self.at else message
 

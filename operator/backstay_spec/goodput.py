@@ -78,7 +78,7 @@ class Report(NamedTuple):
 
 
 def _discarded(report: Report, seconds: float) -> Report:
-    """The report, after so many applied seconds were discarded."""
+    """The report, after `seconds` applied seconds were discarded."""
     lost = max(0.0, min(seconds, report.seconds[_APPLIED]))
     moved = tuple(value + lost * ((i == _REDONE) - (i == _APPLIED)) for i, value in enumerate(report.seconds))
     return report._replace(seconds=moved, unsaved=0.0)
@@ -213,7 +213,7 @@ class Account:
                 self._reports[key] = report
 
     def progressed(self, term: int, began: int, redone: int, checkpoint: int) -> None:
-        """Where the history is.
+        """Record the position of the history.
 
         Args:
             term, began: the coordinator's term, and the version that it began with.

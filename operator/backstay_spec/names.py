@@ -53,7 +53,7 @@ class Slot:
 
     @property
     def key(self) -> str:
-        """Its key in `status.incarnations`."""
+        """The key of the slot in `status.incarnations`."""
         return slot_key(self.role, self.index)
 
     @property

@@ -153,7 +153,7 @@ def test_a_negative_loss_of_the_active_server_is_shown_beside_a_standby(shows: A
 
 
 def spent(part: str, each: str) -> dict[str, str]:
-    """The job's worker pods spend so many seconds of every scrape's 15 on a part."""
+    """The job's worker pods spend this number of seconds of every 15 s between scrapes on a part."""
     return {of_job("worker_seconds", part=part): each}
 
 

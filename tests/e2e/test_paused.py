@@ -39,7 +39,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quota(pids: list[int], share: float) -> Iterator[bool]:
-    """The processes share so much of one processor, by a cgroup; False where this user may not make one."""
+    """Limit the processes to a share of one processor, by a cgroup; False where this user may not make one."""
     name = f"backstay-test-{os.getpid()}"
     v1, v2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     root = v1 if v1.is_dir() else v2

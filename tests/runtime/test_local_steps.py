@@ -39,7 +39,7 @@ def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_t
 
 
 def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) -> None:
-    """However long a contribution travels, so many steps are made before the answer is mixed in. No batch is requested
+    """However long a contribution travels, the same steps are made before the answer is mixed in. No batch is requested
     twice."""
     tiny = job(1, 2)
     local = json.dumps({"count": 3, "overlap": 2})

@@ -165,7 +165,7 @@ def test_t8_a_later_attempt_does_not_wait_for_the_memory_of_an_earlier_one(
 
 
 class FakeStream:
-    """The end of a push of which so many bytes have arrived at each check."""
+    """The end of a push. `arrived` has the number of bytes that have arrived at each check."""
 
     def __init__(self, *received: int | None) -> None:
         self._received = iter(received)

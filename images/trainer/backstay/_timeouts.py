@@ -18,7 +18,7 @@ class Timeouts:
         leave: the deadline of the call with which a pod leaves.
         join: how long a pod tries to join. Servers may wait for nodes, and the operator ends what takes too long.
         join_pauses: the pauses between two attempts to join a server; the last one repeats.
-        join_stale: an answer to a join that is so much older than a failed join is requested again.
+        join_stale: an answer to a join that is older than a failed join by more than this is requested again.
         link_answer: how long the coordinator may take to accept a link; then the shard connects again.
         link_pauses: the pauses between two attempts to link; the last one repeats.
         message: how long a server waits for the message of a call whose token is valid.

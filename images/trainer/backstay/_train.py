@@ -323,7 +323,7 @@ def _wire_of(environment: Environment) -> Wire:
 
 
 def _share_compilations() -> None:
-    """Where the environment names a cache of compilations, keep the short ones too: a replacement starts with them.
+    """Keep short compilations in the cache too, if the environment names one. A replacement starts with them.
 
     https://docs.jax.dev/en/latest/persistent_compilation_cache.html
     """

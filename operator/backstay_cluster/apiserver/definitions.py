@@ -197,7 +197,7 @@ class Definitions:
             self.api.registry.add(resource)
 
     def forget(self, obj: Obj) -> None:
-        """Stop serving it."""
+        """Stop serving the definition."""
         spec = obj["spec"]
         group, plural = spec["group"], spec["names"]["plural"]
         for key in [k for k in self.types if k[0] == group and k[2] == plural]:

@@ -19,7 +19,7 @@ class Cause:
     message: str
 
     def json(self) -> Obj:
-        """Its form in `details.causes`."""
+        """The form of the cause in `details.causes`."""
         return {"reason": self.reason, "message": self.message, "field": self.field}
 
 
@@ -124,12 +124,12 @@ def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> ApiError:
 
 
 def bad_request(message: str) -> ApiError:
-    """400."""
+    """The error with status 400."""
     return ApiError(400, "BadRequest", message)
 
 
 def forbidden(group: str, plural: str, name: str, why: str, causes: list[Cause] | None = None) -> ApiError:
-    """403."""
+    """The error with status 403."""
     text = f'{qualified(group, plural)} "{name}" is forbidden: {why}'
     details = _details(group, plural, name, causes=[c.json() for c in causes or []])
     return ApiError(403, "Forbidden", text, details=details)
@@ -141,14 +141,14 @@ def unauthorized() -> ApiError:
 
 
 def method_not_allowed() -> ApiError:
-    """405."""
+    """The error with status 405."""
     return ApiError(
         405, "MethodNotAllowed", "the server does not allow this method on the requested resource", details={}
     )
 
 
 def unsupported_media_type(message: str, *, details: Obj | None = None) -> ApiError:
-    """415."""
+    """The error with status 415."""
     return ApiError(415, "UnsupportedMediaType", message, details=details)
 
 

@@ -123,7 +123,7 @@ class OpenApi:
         return self._made
 
     def index(self) -> Obj:
-        """`/openapi/v3`."""
+        """The document `/openapi/v3`."""
         names = dict.fromkeys(r.base_path.lstrip("/") for r in self._registry.all())
         paths = {}
         for name in names:

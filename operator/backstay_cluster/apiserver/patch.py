@@ -18,7 +18,7 @@ COPY_LIMIT: Final = 3 * 1024 * 1024  # bytes of JSON; a real server has a limit 
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """RFC 7386."""
+    """Apply a JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -44,12 +44,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 def json_patch(target: Any, operations: Any) -> Any:
-    """RFC 6902.
+    """Apply a JSON patch (RFC 6902).
 
     Raises:
-            ApiError: 422 when an operation is malformed, its path is missing, or a test fails; 413 when there are too
-            many
-                operations or they copy too much. Nothing is changed in these cases.
+        ApiError: 422 when an operation is malformed, its path is missing, or a test fails; 413 when there are too many
+            operations or they copy too much. Nothing is changed in these cases.
     """
     if not isinstance(operations, list):
         raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")

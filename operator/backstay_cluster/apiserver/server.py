@@ -124,7 +124,7 @@ class ApiServer:
         return json.dumps(config, indent=1)
 
     async def start(self) -> None:
-        """Listen.
+        """Listen on the address.
 
         Raises:
             OSError: the port is in use, or the address does not belong to this machine.

@@ -25,7 +25,7 @@ _LOG_OPTIONS = ("follow", "tailLines", "limitBytes", "sinceSeconds", "sinceTime"
 
 
 class Subresources:
-    """Serves them. `token` is the bearer token for the kubelet."""
+    """Serves the subresources. `token` is the bearer token for the kubelet."""
 
     def __init__(self, api: Api, handlers: Handlers, token: str) -> None:
         self._api = api

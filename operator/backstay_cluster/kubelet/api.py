@@ -131,8 +131,7 @@ class ApiClient:
         """The events of one watch until the server ends it.
 
         Raises:
-            ApiError: the watch was refused, broke, sent nothing for too long, or sent an ERROR event (410: too
-            old).
+            ApiError: the watch was refused, broke, sent nothing for too long, or sent an ERROR event (410: too old).
         """
         what = f"watch {path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_WATCH_SECONDS)

@@ -46,7 +46,7 @@ class PathMap:
 
     Args:
         paths: path in the container -> path on the host, both absolute; if one contains another, the longer one
-        applies.
+            applies.
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:

@@ -32,8 +32,8 @@ class FakeKubelet:
     Args:
         client: the API server; closed by its owner.
         name: the node's name.
-        pod_cidr: the block of the pods' addresses, on loopback, so that no call leaves this machine. Nothing
-        listens there.
+        pod_cidr: the block of the pods' addresses, on loopback, so that no call leaves this machine. Nothing listens
+            there.
         pod_ip: one address for all pods, on which a program of the caller answers; None: each pod has its own.
         max_pods: the most pods that the node accepts.
         parallel: the number of requests that are in progress at the same time.

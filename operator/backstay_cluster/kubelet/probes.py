@@ -128,8 +128,7 @@ async def watch_probe(
     Args:
         spec: the probe.
         attempt: makes one attempt; raises `ProbeFailure`.
-        verdict: called with the result, the failure's message, and the number of failures in a row (`spec.failure`
-        of
+        verdict: called with the result, the failure's message, and the number of failures in a row (`spec.failure` of
             them make the probe fail).
         eager: make attempts more often than the period before the first success, so that readiness is detected
             early. Only for probes whose failure has no consequence.

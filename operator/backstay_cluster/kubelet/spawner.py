@@ -43,7 +43,7 @@ IMPORT_SECONDS = 20.0
 """How long a container waits for the forkserver's imports; an executed one would have to import the same modules."""
 ANSWER_SECONDS = 5.0
 FAILURES = 3
-"""A forkserver that was lost so often, without a container in between, is not started again."""
+"""The number of losses of a forkserver, without a container in between, after which it is not started again."""
 MAX_REQUESTS = 200
 """Containers that wait for the forkserver. Each needs four descriptors here, and space in the forkserver's socket."""
 PR_SET_PDEATHSIG = 1

@@ -26,7 +26,7 @@ _QUOTA: Final = "exceeded quota"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The verdict.
+    """What the order of creation allows now.
 
     Attributes:
         hold: whether only servers are created, because the API server refuses a server.

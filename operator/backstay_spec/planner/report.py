@@ -59,7 +59,7 @@ class NewStatus:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The verdict.
+    """The status to write, and when to plan again.
 
     Attributes:
         status: the status to write; None: no write.

@@ -124,7 +124,7 @@ class FolderLease:
         Args:
             lost: called once, from any thread, when another process has the lease. Its argument is `Superseded` when
                 that process is a newer incarnation of this one, `CheckpointInUse` otherwise.
-            wait: waits so many seconds; returns whether a signal to stop the process arrived.
+            wait: waits for a number of seconds; returns whether a signal to stop the process arrived.
         """
         self._store, self._folder, self._holder = store, store.folder, holder
         self._lost, self._wait, self._clock = lost, wait, clock

@@ -63,7 +63,7 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _who(folder: Folder) -> str:
-    """This process, and the owner of the folder, for a person who repairs it."""
+    """A description of this process, and of the owner of the folder, for the person who repairs it."""
     me = f"this process has uid {os.getuid()} and gid {os.getgid()}"
     if not isinstance(folder, PosixFolder):
         return me

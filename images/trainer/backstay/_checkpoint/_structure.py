@@ -71,7 +71,7 @@ def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
 def check_structure(structure: Any, leaves: int) -> None:
     """
     Raises:
-        ValueError: `structure` is not what `describe_structure` writes for a tree of so many leaves.
+        ValueError: `structure` is not what `describe_structure` writes for a tree of `leaves` leaves.
     """
     numbers: list[int] = []
 

@@ -23,7 +23,8 @@ _SHOWN: Final = 6
 
 @dataclass(frozen=True)
 class Agreement:
-    """
+    """The settings that must be the same in every pod.
+
     Attributes:
         leaves: the parameters' leaves.
         settings: name -> value, both text. These are the arguments of `train` under their own names, and digests in hex

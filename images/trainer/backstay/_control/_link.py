@@ -106,7 +106,7 @@ class Link:
         threading.Thread(target=self._run, args=(sink,), name="backstay-link", daemon=True).start()
 
     def inherit(self, term: int, version: int, last: Commit | None, prepared: Sequence[Contribution]) -> None:
-        """Before `start`: set the position of this server, which was its shard's standby."""
+        """Set the position of this server, which was its shard's standby. Call before `start`."""
         self._term, self._version, self._last, self._prepared = term, version, last, tuple(prepared)
 
     def expect(self, coordinator: int) -> None:

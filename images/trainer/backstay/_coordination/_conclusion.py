@@ -161,7 +161,7 @@ class Conclusion:
         return self._ending is not None and not self._ending.stored
 
     def tick(self, now: float) -> list[Decision]:
-        """Deadlines (T8)."""
+        """Check the deadlines (T8)."""
         out: list[Decision] = []
         limit = self._rules.timeouts.storing
         for version in self.schedule.overdue(now, limit):

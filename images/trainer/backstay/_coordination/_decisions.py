@@ -122,7 +122,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """Workers had so many more updates than this history, which begins at a checkpoint: they are made again."""
+    """Updates that workers had, and that this history lacks because it begins at a checkpoint. They are made again."""
 
     updates: int
 

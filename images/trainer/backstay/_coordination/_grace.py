@@ -22,12 +22,13 @@ _LEAST_SAMPLES: Final = 3
 _CANDIDATES: Final = 16
 _VERSIONS: Final = 256
 _UPDATES: Final = 8
-"""Auto chooses the wait again after so many updates."""
+"""Auto chooses the wait again after this number of updates."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """
+    """A wait that `Auto` chose.
+
     Attributes:
         wait: the wait in seconds.
         per_second: the estimate of applied contributions per second with this wait; None: there is no estimate.

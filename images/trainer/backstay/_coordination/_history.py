@@ -135,7 +135,7 @@ class History:
 
     @property
     def pending(self) -> Sequence[Pending]:
-        """Oldest first."""
+        """The decisions that are not certain yet, oldest first."""
         return self._pending
 
     @property

@@ -213,7 +213,9 @@ class Intake:
         return _ACCEPTED
 
     def _replaces(self, complete: GradientId, gradient: GradientId) -> bool:
-        """With standbys, a worker may detect a server's death before the coordinator does. Then it sends again a
+        """Whether `gradient` replaces the complete gradient of the same rank.
+
+        In a job with standbys, a worker may detect a server's death before the coordinator does. Then it sends again a
         gradient that is no longer complete."""
         return self._rules.replicates and sent(complete) < sent(gradient)
 

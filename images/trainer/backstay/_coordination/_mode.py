@@ -48,7 +48,7 @@ class UpdateMode(Protocol):
             desired_world: the number of ranks that the operator requests. If it is below the world in force, only the
                 ranks that stay contribute.
             more: whether all that are complete contribute, and not only the first that are enough.
-            gathered: so many of the first ones are gathered. They contribute, with the weights that they have there.
+            gathered: how many of the first ones are gathered. They contribute, with the weights that they have there.
         """
 
     def gathers(

@@ -39,7 +39,7 @@ class Rules:
         replicates: shards have standbys: a commit goes out once each shard's standby holds the mean that it names.
         batches: how many batches each contribution is computed from.
         held: how many contributions a shard holds at the same time, besides `UpdateMode.spare`; with backups at least
-            4, because so many are added up together.
+            4, because four are added up together.
         timeouts: the coordinator's deadlines.
     """
 

@@ -63,5 +63,8 @@ class ShardSink(Protocol):
     """A shard, as an interface for the coordinator."""
 
     def deliver(self, message: Message) -> None:
-        """Only queues: neither blocks nor raises. Called for one message at a time, in the order of the coordinator's
-        decisions. Commits arrive in order of version, without gaps; the order of `Commit` and `Save` has a meaning."""
+        """Queue a message; neither blocks nor raises.
+
+        Called for one message at a time, in the order of the coordinator's decisions. Commits arrive in order of
+        version, without gaps; the order of `Commit` and `Save` has a meaning.
+        """

@@ -62,7 +62,7 @@ class _End:
         self._errors = _Tail(sys.stderr)
 
     def raised(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """`sys.excepthook`."""
+        """Handle an exception that ends the script, as `sys.excepthook`."""
         if os.getpid() == self._owner:  # a process that the script has forked is not the pod's
             self._raised = True
             said = {**self._fields, **describe(error).fields()}  # a failure of the script leaves the result where it is

@@ -65,7 +65,7 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Such as ``worker-3``."""
+        """The name of the pod's slot, such as ``worker-3``."""
         return f"{self.role}-{self.index}"
 
     @property

@@ -88,7 +88,7 @@ class Stop:
                     self.request()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Only prevents that the process ends; `_listen` does the rest."""
+        """Prevent that the signal ends the process; `_listen` does the rest."""
         self._came = True
 
 

@@ -33,13 +33,13 @@ __all__ = ["ConnectionGuard", "Warnings"]
 _LOG = logging.getLogger(__name__)
 
 SCAN_SECONDS: Final = 0.1
-"""Between two scans of the sockets. gRPC keeps the bytes that unauthenticated callers send in this time."""
+"""The time between two scans of the sockets. gRPC keeps the bytes that unauthenticated callers send in this time."""
 
 LATE_SECONDS: Final = 3 * SCAN_SECONDS
 """A longer time between two scans shows that this process got no processor: it may not have handled a call yet."""
 
 MAX_LATE_LOOKS: Final = 3
-"""So many late scans excuse a connection that has sent too much."""
+"""The number of late scans that excuse a connection that has sent too much."""
 
 MAX_UNPROVEN: Final = 64
 """Connections of one host without a valid call. Above that, the guard closes each one older than `CROWDED_SECONDS`."""
@@ -47,7 +47,7 @@ MAX_UNPROVEN: Final = 64
 CROWDED_SECONDS: Final = 3.0
 
 MAX_UNPROVEN_BYTES: Final = 256 << 10
-"""A connection may send so many bytes before its first call with the token, which comes within the first kB."""
+"""The most bytes that a connection may send before its first call with the token, which comes within the first kB."""
 
 MAX_REFUSED: Final = 16
 """Calls without the token on one connection, which is then closed."""

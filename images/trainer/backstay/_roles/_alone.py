@@ -99,7 +99,8 @@ def train_alone(
         script: the arguments of `train`.
         max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
         devices: the devices to use; default: all local devices.
-        model_every: `Report.model` is there after each so many updates, for which the host waits; 0: never.
+        model_every: number of updates between two reports with a `Report.model`, for which the host waits; 0: no report
+            has one.
         on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
             True for a report with a model.
 

@@ -1,4 +1,4 @@
-"""Until when the next contribution was computed beside the exchange of the last one: for the account of goodput."""
+"""Measures how long the next contribution was computed during the exchange of the last one, for goodput."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Beside:
         self._ended: Future[float] | None = None
 
     def begin(self, wait: Callable[[], object]) -> None:
-        """A computation runs.
+        """Record that a computation has begun.
 
         Args:
             wait: returns when it has ended; another thread calls it. An error of it is also an end.

@@ -49,7 +49,7 @@ HANGS: Final = 5.0
 
 
 class BlackBox:
-    """Thread-safe.
+    """Stores the reports about dead pods, and the history of the job. Thread-safe.
 
     Args:
         environment: the environment of shard 0's server.

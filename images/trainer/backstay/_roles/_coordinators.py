@@ -49,11 +49,11 @@ class CoordinatorAccess(Protocol):
 
     @property
     def driving(self) -> Driving | None:
-        """The coordinator; None: another server has it."""
+        """The coordinator; None: another server has the coordinator."""
 
     @property
     def leader(self) -> Leader | None:
-        """Its observer; None: another server has it."""
+        """The coordinator's observer; None: another server has the coordinator."""
 
     @property
     def already_complete(self) -> bool:
@@ -72,7 +72,7 @@ class CoordinatorAccess(Protocol):
         """Pass no more messages in either direction."""
 
     def release(self) -> None:
-        """After `close`, and after this server's last checkpoint: release the checkpoint folder."""
+        """Release the checkpoint folder. Call after `close`, and after this server's last checkpoint."""
 
     # ---- The shard ----
 

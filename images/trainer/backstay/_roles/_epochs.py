@@ -1,4 +1,4 @@
-"""Where the account of epochs begins: what is known about the data from the function `batches`."""
+"""The start of the account of epochs: what is known about the data from the function `batches`."""
 
 from __future__ import annotations
 

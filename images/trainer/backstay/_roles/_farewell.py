@@ -76,7 +76,7 @@ class Farewell:
 
 
 def wait_applied(runtime: ShardRuntime, version: int, seconds: float) -> None:
-    """Wait until the shard has applied the last update, for so many seconds at most."""
+    """Wait until the shard has applied the last update, for at most this number of seconds."""
     deadline = time.monotonic() + seconds
     while runtime.version < version and time.monotonic() < deadline and runtime.failed is None:
         time.sleep(0.01)

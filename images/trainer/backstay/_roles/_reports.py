@@ -24,7 +24,7 @@ OnUpdate = Callable[[int, float, Mapping[str, float]], object]
 StopWhen = Callable[[Mapping[str, float]], bool]
 
 SECONDS: Final = 1.0
-"""Between two reports of updates."""
+"""Seconds between two reports of updates."""
 
 FLUSH_SECONDS: Final = 5.0
 FLUSH_REMOTE_SECONDS: Final = 30.0

@@ -141,7 +141,7 @@ class Script:
         Raises:
             ConfigurationError: the script requests other codecs than the job.
             TreeError: `init` returned something that cannot be trained.
-            OptimizerError: the optimizer cannot be computed by so many shards.
+            OptimizerError: the optimizer cannot be computed by this number of shards.
         """
         import jax
 

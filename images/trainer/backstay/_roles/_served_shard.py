@@ -102,7 +102,7 @@ class ServedShard:
     # ---- Life ----
 
     def inherit(self, held: Held) -> None:
-        """Before `start`: continue at the state of the previous active server, in the same term."""
+        """Continue at the state of the previous active server, in the same term. Call before `start`."""
         self._begin(held.term, held.engine, held.world, held.offset, held.history)
         self.runtime.inherit(held.prepared, held.last)
         self.ready = True

@@ -83,7 +83,7 @@ class ServerHost:
     # ---- Workers and evaluators ----
 
     def joined(self, peer: Peer) -> JoinReply:
-        """A pod joins."""
+        """Answer a pod that joins."""
         if peer.role != contract.ROLE_SERVER:
             with self._lock:
                 new = self._liveness.joined(time.monotonic(), peer)

@@ -72,7 +72,7 @@ class StatusPage:
             )
 
     def left(self, peer: Peer) -> None:
-        """A pod left."""
+        """Remove a pod that left."""
         with self._lock:
             known = self._beats.get((peer.role, peer.index))
             if known is not None and known.peer.incarnation == peer.incarnation:

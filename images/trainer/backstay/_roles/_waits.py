@@ -42,7 +42,7 @@ _DOES: Final = {
 
 
 class Waits:
-    """Thread-safe.
+    """Records what updates wait for, and reports it in the log, on the status page and to the operator. Thread-safe.
 
     Args:
         shards: how many servers a contribution goes to.

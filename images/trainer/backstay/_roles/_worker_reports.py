@@ -13,7 +13,7 @@ _KEPT = 2
 
 
 class WorkerReports:
-    """Thread-safe."""
+    """The newest reports of each rank. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -86,7 +86,7 @@ class WorkerSeconds:
             self._doing = "data"
 
     def abandoned(self) -> None:
-        """No update will contain the computation in hand, or that is not known. The next one is in hand now."""
+        """Count the current computation as dropped: no update will contain it, or that is not known."""
         with self._lock:
             self._resolve("dropped")
 

@@ -42,7 +42,7 @@ class Credits:
     """
 
     def __init__(self, mode: UpdateMode, rules: Rules, lock: threading.Lock) -> None:
-        """`lock`: the shard's."""
+        """`lock` is the shard's lock."""
         self._mode, self._rules, self._lock = mode, rules, lock
         self._waiting: list[Turn] = []
         self._taken = self._most = 0

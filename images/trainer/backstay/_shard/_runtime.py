@@ -143,7 +143,7 @@ class ShardRuntime:
             self._changed.notify_all()
 
     def inherit(self, prepared: Operand | None, last: Commit | None) -> None:
-        """After `reset`: take over what this shard held as a standby besides its state."""
+        """Take over what this shard held as a standby besides its state. Call after `reset`."""
         with self._changed:
             assert self._current is not None
             self._current.prepared, self._current.last = prepared, last

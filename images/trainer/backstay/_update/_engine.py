@@ -276,7 +276,7 @@ class ShardEngine:
         return sent
 
     def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: float) -> list[Any]:
-        """Their mean, block by block and not waited for; its inputs must not change before it is computed.
+        """Dispatch the mean of the gradients, block by block; its inputs must not change before it is computed.
 
         `apply` of it alone is an update that another engine can repeat bit for bit.
         """

@@ -130,7 +130,7 @@ def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalar
 
 
 FUSED: Final = BRANCHES
-"""An update of at most so many contributions is one program for each number of them. `Kernels.folded` adds up more."""
+"""The most contributions of an update that is one program for each number of them. `Kernels.folded` adds up more."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +370,6 @@ def kernels_of(rule: Rule) -> Kernels:
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    """Within this context, this thread computes float64 in float64, regardless of `jax_enable_x64`."""
+    """A context in which this thread computes float64 in float64, regardless of `jax_enable_x64`."""
     context: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
     return cast("AbstractContextManager[Any]", context(True))

@@ -161,7 +161,7 @@ def partition(
     Raises:
         ConfigurationError: `shards` or `block_bytes` is too small, or the optimizer updates leaves of two fragments
             together.
-        OptimizerError: the rule cannot be computed by so many shards.
+        OptimizerError: the rule cannot be computed by this number of shards.
     """
     if shards < 1:
         raise ConfigurationError(f"shards is {shards}: must be at least 1")
@@ -302,7 +302,7 @@ def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int], coded: froz
 
 
 def _step(spec: LeafSpec, coded: bool) -> int:
-    """A leaf is cut at multiples of so many elements: of a cache line, or of a group."""
+    """The number of elements at whose multiples a leaf is cut: of a cache line, or of a group."""
     return GROUP if coded else max(1, LINE_BYTES // spec.dtype.itemsize)
 
 

@@ -10,7 +10,7 @@ __all__ = ["BRANCHES", "Tree"]
 T = TypeVar("T")
 
 BRANCHES: Final = 4
-"""So many neighbours become one node of the next level. Levels of more values read memory less often."""
+"""The number of neighbours that become one node of the next level. Larger numbers read memory less often."""
 
 
 class Tree(Generic[T]):

@@ -58,7 +58,7 @@ class LeafSpec:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property

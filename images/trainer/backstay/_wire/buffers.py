@@ -1,4 +1,4 @@
-"""Between JAX's arrays and the wire: which leaves are sent from their own memory, and which are packed.
+"""Arranges JAX's arrays for the wire: large leaves are sent from their own memory, and small ones are packed.
 
 A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases. So no copy besides the
 socket's is made. Small leaves would cost more in calls than in bytes. So the jitted gradient packs them into one array

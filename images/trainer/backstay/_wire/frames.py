@@ -59,14 +59,14 @@ HEADER_BYTES: Final = 4 << 20
 with its metrics: about 0.1 kB for each of them."""
 
 BARE_BYTES: Final = 64 << 10
-"""A frame without a body counts as so many bytes where the frames that a peer may still send are limited."""
+"""The bytes that a frame without a body counts for, where the frames that a peer may still send are limited."""
 
 WHOLE_BYTES: Final = 1 << 20
 """A shard of at most this many bytes travels in one frame, which is header, chunks and end mark in one. A frame costs
 both ends several changes of threads; copying the blocks into one body costs less (decision 0048)."""
 
 WINDOW_BYTES: Final = 4 << 20
-"""After each so many bytes of a push, the server acknowledges them or refuses the rest.
+"""The bytes of a push after which the server acknowledges them or refuses the rest.
 
 The client is never more than two windows ahead of the last acknowledgement. So a late push stops soon. The two ends
 never write much at the same time, because a server writes its answer after the client has written everything.

@@ -30,7 +30,7 @@ def aligned_empty(nbytes: int) -> Bytes:
 
 
 def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts of `sizes` bytes lie, one after another, each aligned: their offsets, and the total length."""
+    """The offsets of parts of `sizes` bytes, one after another and each aligned, and the total length."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)

@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 QUIET_CHECKS: Final = 3
-"""A push without a new byte between so many checks and the next one is quiet."""
+"""A push without a new byte during this number of checks is quiet."""
 
 
 @dataclass(eq=False)

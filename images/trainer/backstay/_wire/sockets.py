@@ -198,7 +198,7 @@ class Frames:
         cut(self._socket)
 
     def close(self) -> None:
-        """After `cut`. Another thread never reads from the next socket with the same number."""
+        """Close the socket; call after `cut`. Another thread never reads from the next socket with the same number."""
         with self._reading, self._writing:
             self._socket.close()
 

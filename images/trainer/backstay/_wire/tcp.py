@@ -48,10 +48,10 @@ MAX_UNPROVEN: Final = 1024
 MAX_UNPROVEN_OF_HOST: Final = 256
 
 MAX_LATE: Final = 8
-"""So often a caller's first bytes are received after their time: this process may have been paused meanwhile."""
+"""How often the first bytes of a caller are received after their deadline: this process may have been paused."""
 
 LINGER_BYTES: Final = 256 << 10
-"""So much of what a refused caller still sends is received, so that the caller can read the refusal."""
+"""The most bytes that are received from a refused caller that still sends, so that it can read the refusal."""
 
 
 class PortTaken(OSError):  # noqa: N818  # it is what happened

@@ -21,7 +21,7 @@ from ._processes import Forker, PodProcess
 __all__ = ["SECONDS", "Job", "Pod", "Ports"]
 
 SECONDS: Final = 90.0
-"""No wait takes longer; it is a limit, not an expectation."""
+"""The limit of every wait, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Pod:
         return self.log.read_text(errors="replace")
 
     def final_message(self) -> dict[str, Any]:
-        """Its termination message; empty where it wrote none."""
+        """The pod's termination message; empty if it wrote none."""
         try:
             found: dict[str, Any] = json.loads(self.termination.read_text())
         except (OSError, ValueError):
@@ -199,7 +199,10 @@ class Job:
             self.worker(rank)
 
     def wait_for(self, pod: Pod, text: str, after: int = 0) -> None:
-        """Wait until the pod has printed a text, after so many characters.
+        """Wait until the pod has printed a text.
+
+        Args:
+            after: number of characters at the start of the output that do not count.
 
         Raises:
             AssertionError: the pod ended, or did not print the text; the message has its output.

@@ -37,7 +37,7 @@ class PodProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
         return self._process.exited.result() if self._process.exited.done() else None
 
     def poll(self) -> int | None:
@@ -60,7 +60,7 @@ class PodProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process."""
         self.send_signal(9)
 
 

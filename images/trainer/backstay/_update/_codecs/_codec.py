@@ -46,7 +46,7 @@ class Bound:
 
 
 def exact_bound() -> Bound:
-    """No error at all."""
+    """The bound of an exact codec: no error."""
     return Bound(0.0, "element", 1, 0.0)
 
 

@@ -179,7 +179,7 @@ class BlockWire:
         return Encoded(tuple(parts[:-1]), parts[-1], self.codec, self.size, self.dtype)
 
     def zero(self) -> Any:
-        """Such a block of zeros."""
+        """A block of zeros, encoded."""
         return self.views(np.zeros(self.nbytes, np.uint8))
 
     def refuse(self, block: Any) -> str | None:

@@ -222,7 +222,7 @@ class Expressions:
         return self._plain(equation.primitive, equation.params, args, shapes)
 
     def _pure(self, primitive: Any, params: Mapping[str, Any], args: Sequence[Value], shape: tuple[int, ...]) -> Value:
-        """An elementwise primitive."""
+        """Apply an elementwise primitive."""
         kinds = {arg.kind for arg in args}
         if Kind.SHARED in kinds:
             if Kind.ALIGNED in kinds:

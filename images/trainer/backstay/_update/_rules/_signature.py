@@ -1,4 +1,4 @@
-"""When two programs are the same: so that leaves with the same update share one executable and may share a block.
+"""Compares programs, so that leaves with the same update share one executable and may share a block.
 
 A mistake here would update a leaf with another leaf's rule. So only what is known to be comparable is compared by
 value; anything else is equal only to itself.
