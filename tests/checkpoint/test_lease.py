@@ -223,7 +223,7 @@ def test_t7_a_challenger_does_not_count_its_own_pause_as_silence(start: Start) -
 def test_t6_a_holder_checks_for_a_newer_lease_first_after_a_pause(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next regular check is due only after `confirm`, which is longer than its pause."""
+    """The next regular check of the paused holder is due only after `confirm`, which is longer than the pause."""
     holder, successor = start(incarnation=1), start(incarnation=2)
     holder.lease.acquire()
     successor.lease.acquire()

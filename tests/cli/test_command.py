@@ -154,7 +154,7 @@ def script(tmp_path: Path) -> str:
     ],
 )
 def test_what_follows_a_script_are_its_own_arguments(script: str, arguments: list[str], passed: list[str]) -> None:
-    """As with python and torchrun; the options of backstay before the script are still its own."""
+    """Options after the script belong to the script, as with python. Options before the script belong to backstay."""
     for options in (["--workers", "3"], ["--workers=3"], ["--workers", "3", "--"]):
         job = printed(*options, script, *arguments)
         assert job["spec"]["command"] == ["python", "net.py", *passed]

@@ -120,7 +120,7 @@ def test_weights_of_a_sum_are_the_numbers_of_examples() -> None:
 
 
 def test_t3_a_contribution_that_is_added_up_stays_when_a_link_breaks() -> None:
-    """Its worker is replaced meanwhile, and sends again."""
+    """The worker of the contribution is replaced meanwhile, and sends again."""
     coordinator = coordinator_of(5)
     (gather,) = [message for rank in range(4) for message in hand_in(coordinator, rank)]
     again = coordinator.hello(0.0, 1, 1, 0)
@@ -148,7 +148,7 @@ def test_a_smaller_world_takes_back_what_is_added_up() -> None:
 
 
 def test_t3_with_standbys_a_lost_server_takes_back_what_is_added_up() -> None:
-    """Its standby does not have the sums."""
+    """The standby of the lost server does not have the sums."""
     coordinator = coordinator_of(5, replicates=True)
     for shard in (0, 1):
         coordinator.hello(0.0, shard, 1, 0, incarnation=1)
@@ -162,7 +162,7 @@ def test_t3_with_standbys_a_lost_server_takes_back_what_is_added_up() -> None:
 
 
 def test_t8_with_standbys_a_newer_attempt_takes_back_what_is_added_up() -> None:
-    """Its worker may have detected the death of a server before the coordinator."""
+    """The worker may have detected the death of a server before the coordinator."""
     coordinator = coordinator_of(5, replicates=True)
     for rank in range(4):
         hand_in(coordinator, rank)

@@ -136,7 +136,7 @@ def test_t9_the_account_counts_dropped_and_repeated_samples() -> None:
 
 
 def test_t9_with_local_steps_only_ranks_that_leave_drop_samples() -> None:
-    """Of the last contribution of rank 2, the batches that lie between those of the ranks that stay."""
+    """Rank 2 leaves. The dropped batches of its last contribution lie between those of the ranks that stay."""
     run = Run(seed=0, size=1000, batch=1, world=3, backups=0, batches=4)
     run.update()
     run.update(desired=2)

@@ -377,7 +377,7 @@ def test_a_stale_standby_begins_a_new_term() -> None:
 
 
 def test_t8_a_standby_receives_nothing_of_an_abandoned_history() -> None:
-    """Its shard is still at the end of the old term, while the coordinator has begun the next."""
+    """The standby's shard is still at the end of the old term, while the coordinator has begun the next."""
     rules = Rules(mode="Sync", shards=2, steps=STEPS, replicates=True)
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
     known = coordinator.state_at(1, 0)

@@ -135,7 +135,7 @@ class Dashboard:
                 yield Query(self.name, panel["title"], target["refId"], target["expr"], instant, hidden)
 
     def other_expressions(self) -> Iterator[str]:
-        """Of annotations and variables."""
+        """The expressions of annotations and variables."""
         for annotation in self.json["annotations"]["list"]:
             if "expr" in annotation:
                 yield annotation["expr"]

@@ -141,7 +141,7 @@ def test_a_state_is_shown_by_its_name(dashboards: Any) -> None:
 
 
 def test_a_number_of_now_is_not_an_older_one(dashboards: Any) -> None:
-    """Of a series, Grafana's stat shows the last value, even if the query has none any more at the end of the range."""
+    """Grafana's stat shows the last value of a series, even if the query has none any more at the end of the range."""
     kept = {
         ("job", "Progress"): "of a job that is gone, too",
         ("job", "Checkpoint age"): "of a job that is gone, too",

@@ -222,7 +222,7 @@ def test_progress_time_left_and_the_fleets_row(shows: Any) -> None:
 
 
 def test_without_an_operator_there_is_no_leader(shows: Any) -> None:
-    """Its series end with it, and a stat would show the last value."""
+    """The operator's series end with the operator, and a stat would show the last value."""
     for panel in ("Leader", "Operators up"):
         shows(panel, "A", {}, 0, 0, at=10, dashboard="operator")
 

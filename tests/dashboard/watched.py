@@ -149,7 +149,7 @@ class Cluster:
         self.request("POST", f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}", job)
 
     def status(self) -> dict[str, Any]:
-        """Of the job."""
+        """The status of the job."""
         job = self.request("GET", f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}/{JOB}")
         found: dict[str, Any] = job.get("status") or {}
         return found
@@ -168,7 +168,7 @@ class Cluster:
                         os.kill(int(entry.name), signal.SIGKILL)
 
     def log(self) -> str:
-        """Of all pods."""
+        """The logs of all pods."""
         return "".join(file.read_text(errors="replace") for file in (self.folder / "pods").rglob("*.log"))
 
     def delete_worker(self, rank: int) -> None:

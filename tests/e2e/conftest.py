@@ -111,7 +111,7 @@ class Cluster:
         self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
 
     def delete_pod(self, pod: str) -> None:
-        """As `kubectl delete pod` does."""
+        """Delete a pod as `kubectl delete pod` does."""
 
         async def send() -> None:
             await self.api.request("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}")

@@ -148,7 +148,7 @@ def test_a_corrupt_frame_is_one_that_the_rules_of_the_stream_refuse() -> None:
 
 
 def test_nan_makes_the_parameters_of_one_contribution_not_finite() -> None:
-    """Of each dtype that has NaN; integers stay. The next contribution is computed from the parameters as they are."""
+    """Arrays of dtypes with NaN change, and integers stay. The next contribution is computed from valid parameters."""
     injector = Injector(parse("nan worker/1 @3"), contract.ROLE_WORKER, 1, 1)
     params = [jnp.ones(2), jnp.ones(2, jnp.bfloat16), np.ones(2, np.float32), jnp.int32(4)]
     injector.reach("compute", 2)

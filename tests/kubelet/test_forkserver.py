@@ -358,7 +358,7 @@ async def first_lines(read: int, count: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 async def test_the_death_of_the_forkserver_touches_no_container(bench, number):
-    """Its containers run on and report their ends; new ones start, whether it is dead or only stopped."""
+    """The containers run on and report their ends; new ones start, whether the forkserver is dead or only stopped."""
     bench.write("sleeps.py", SLEEPS)
     bench.write("script.py", WAS_PRELOADED)
     async with bench.runtime() as runtime:

@@ -113,7 +113,7 @@ def test_an_operator_that_acts_again_counts_no_second_twice(kube: Any, operator_
 def test_a_new_operator_keeps_the_account_of_a_job_that_has_ended(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:
-    """Its worker's pod still exists, without a termination message, and no server reports any more."""
+    """The pod of the job's worker still exists, without a termination message, and no server reports any more."""
     kube.put(JOBS, "team", make_job(workers={"replicas": 1}))
     operator_on(kube).settle()
     run_all(kube)

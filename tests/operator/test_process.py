@@ -265,7 +265,7 @@ def test_of_two_operators_one_acts_and_the_other_takes_over(api: Api, start: Cal
 
 
 def test_an_uninstalled_operator_leaves_no_lease_that_is_held(api: Api, start: Callable[..., Process]) -> None:
-    """Its rights are deleted first, so it cannot give the Lease back: it goes with the operator's pod (O2)."""
+    """The operator's rights are deleted first, so it cannot release the Lease, which is deleted with the pod (O2)."""
     spec = {"containers": [{"name": "operator", "image": "example/operator:1"}], "terminationGracePeriodSeconds": 0}
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "operator-0"}, "spec": spec}
     pod = api.call(lambda kube: kube.create(PODS, "default", manifest))["metadata"]

@@ -276,7 +276,9 @@ def test_o5_a_healthy_pod_is_never_replaced(
     at=st.integers(5, 40),
 )
 def test_t8_a_dead_server_is_replaced_within_a_bound(make_world, shape, operator, follows, which, at):
-    """Its process is stopped permanently. 20 s after the operator's last interruption it is replaced, and charged."""
+    """The server's process is stopped permanently. Its pod is replaced 20 s after the operator's last interruption, and
+    the death is charged.
+    """
     world = make_world(*shape, follows=follows)
     name = names_of(world)[which % len(world.uids)]
     quiet = max([at, *(end for _, end in (*operator, *follows))])

@@ -31,10 +31,12 @@ class Paragraph:
     Attributes:
         line: line of the source file where the paragraph begins, from 1.
         text: the paragraph as Markdown, on one line.
+        part: ``summary`` for the first paragraph of a docstring, ``entry`` for an entry of `Args`, else empty.
     """
 
     line: int
     text: str
+    part: str = ""
 
 
 def paragraphs(path: Path) -> list[Paragraph]:
@@ -64,10 +66,10 @@ def _is_prose(text: str) -> bool:
     return len(_WORDS.findall(text)) >= 2
 
 
-def _joined(lines: list[str], line: int) -> Iterator[Paragraph]:
+def _joined(lines: list[str], line: int, part: str = "") -> Iterator[Paragraph]:
     text = " ".join(one.strip() for one in lines if one.strip())
     if _is_prose(text):
-        yield Paragraph(line, text)
+        yield Paragraph(line, text, part)
 
 
 def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
@@ -81,7 +83,7 @@ def _docstring(text: str, first: int) -> Iterator[Paragraph]:
     """Paragraphs of one docstring: an entry of `Args` and an item of a list are paragraphs; examples are left out."""
     head, _, tail = text.partition("\n")
     lines = [head, *textwrap.dedent(tail).splitlines()]
-    begin, collected, literal = first, [], False
+    begin, collected, literal, part = first, [], False, "summary"
     for number, line in enumerate(lines, first):
         stripped = line.strip()
         indented = line.startswith("    ")
@@ -89,16 +91,16 @@ def _docstring(text: str, first: int) -> Iterator[Paragraph]:
             continue
         literal = stripped.endswith("::") or stripped.startswith((">>>", "```"))
         starts = not stripped or bool(_SECTION.match(stripped)) or stripped.startswith(("* ", "- "))
-        starts = starts or (bool(_ENTRY.match(stripped)) and indented)
-        if starts:
-            yield from _joined(collected, begin)
-            begin, collected = number, []
+        entry = bool(_ENTRY.match(stripped)) and indented
+        if starts or entry:
+            yield from _joined(collected, begin, part)
+            begin, collected, part = number, [], "entry" if entry else ""
         if stripped and not _SECTION.match(stripped) and not stripped.startswith(">>>"):
             if not collected:
                 begin = number
             text_of_line = stripped.removeprefix("* ").removeprefix("- ")
-            collected.append(_ENTRY.sub("", text_of_line) if indented and starts else text_of_line)
-    yield from _joined(collected, begin)
+            collected.append(_ENTRY.sub("", text_of_line) if indented and (starts or entry) else text_of_line)
+    yield from _joined(collected, begin, part)
 
 
 def _python_comments(text: str) -> Iterator[Paragraph]:

@@ -70,11 +70,13 @@ class Prose:
         line: line of the file on which it begins, from 1.
         text: its words; inline code is one symbol.
         is_heading: whether it is a heading.
+        part: see `Paragraph.part`.
     """
 
     line: int
     text: str
     is_heading: bool = False
+    part: str = ""
 
 
 def tracked() -> list[str]:
@@ -107,7 +109,10 @@ def check(files: Iterable[str], root: Path = ROOT) -> list[Finding]:
             prose = list(_of_markdown(text))
             found.update(Finding(name, line, "line_length", message) for line, message in _long_lines(text))
         else:
-            prose = [Prose(one.line, _words(_inline(one.text.replace("``", "`")))) for one in paragraphs(source)]
+            prose = [
+                Prose(one.line, _words(_inline(one.text.replace("``", "`"))), part=one.part)
+                for one in paragraphs(source)
+            ]
         for one in prose:
             found.update(Finding(name, one.line, rule, message) for rule, message in judge(one))
     return sorted(found)
@@ -124,6 +129,8 @@ def judge(prose: Prose) -> Iterator[tuple[str, str]]:
         yield "metaphors", f"{match.group()!r}: a process sends, receives, requests, reports, observes or stores"
     if prose.is_heading:
         return
+    if prose.part and (match := rules["fragments"][prose.part].match(prose.text)):
+        yield "fragments", f"begin with the noun, and not with {match.group()!r}: {prose.text[:60]!r}"
     for sentence in _SENTENCE_END.split(prose.text):
         if rules["nameless_actor"].match(sentence) and not sentence.rstrip().endswith("?"):
             yield "nameless_actor", f"begin with the actor, and not with {sentence.split()[0]!r}: {sentence[:60]!r}"
@@ -142,6 +149,7 @@ def _rules() -> dict[str, Any]:
         **words,
         "metaphors": re.compile(phrase, re.IGNORECASE),
         "nameless_actor": re.compile(rf"(?:\S+: )?(?:{raw['nameless_actor']['begins']})\b"),
+        "fragments": {part: re.compile(rf"(?:{begins})(?![\w-])") for part, begins in raw["fragments"].items()},
         "sentence_length": raw["sentence_length"]["words"],
         "line_length": raw["line_length"],
     }

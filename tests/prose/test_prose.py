@@ -110,6 +110,25 @@ def test_names_and_long_lines_are_found(tmp_path: Path) -> None:
     assert found == {("names.py", "dialect"), ("long.md", "line_length"), ("code.md", "line_length")}
 
 
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("Of the newest update.", True),
+        ("Such as ``worker-3``.", True),
+        ("The step of the newest update.", False),
+        ("Read a file.\n\n    Args:\n        path: of the file.\n", True),
+        ("Read a file.\n\n    Args:\n        token: the job's; not empty.\n", True),
+        ("Read a file.\n\n    Args:\n        path: the file's path.\n        text: see `write`.\n", False),
+        ("Read a file.\n\n    Raises:\n        ValueError: it is empty.\n", True),
+        ("Read a file.\n\n    Of two files, the newer one is read.\n", False),
+    ],
+)
+def test_a_docstring_that_begins_without_its_noun_is_found(docstring: str, found: bool, tmp_path: Path) -> None:
+    files = written(tmp_path, {"a.py": f'def f(x):\n    """{docstring}"""\n'})
+    rules = [finding.rule for finding in lint.check(files, tmp_path)]
+    assert rules == ["fragments"] * found
+
+
 def test_an_exempt_file_may_not_get_worse_and_its_number_only_falls() -> None:
     found = [lint.Finding("a.py", line, "dialect", "") for line in (1, 2)] + [lint.Finding("b.py", 1, "dialect", "")]
     assert lint.new_findings(found, {"a.py": 2, "b.py": 1}) == []

@@ -14,7 +14,7 @@ __all__ = ["flush", "server_environment"]
 
 
 def server_environment(**changes: Any) -> Environment:
-    """That of shard 0's server in a job without checkpoints; `changes` are other values of its fields."""
+    """The environment of shard 0's server in a job without checkpoints; `changes` are other values of its fields."""
     usual = Environment(
         job="j",
         role="parameter-server",

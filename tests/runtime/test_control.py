@@ -303,7 +303,7 @@ def test_another_incarnation_of_the_server_means_joining_again(server: ControlSe
 
 
 def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) -> None:
-    """Its machine is busy: the first byte of its answer comes later than any back-off between two attempts."""
+    """The server's machine is busy: the first byte of its answer comes later than any back-off between two attempts."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(30)
     ends: list[socket.socket] = []

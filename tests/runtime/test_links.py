@@ -43,7 +43,7 @@ def serve(links: Links, stream: MemoryStream) -> threading.Thread:
 
 
 def test_a_link_whose_thread_is_late_does_not_end_a_later_link(driving: Driving) -> None:
-    """Its position and reports are out of date: the coordinator would count the shard's later state as lost."""
+    """The link's position and reports are out of date: the coordinator would count the shard's later state as lost."""
     links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
     earlier, later, newest = MemoryStream(), MemoryStream(), MemoryStream()
     for number, stream in enumerate((earlier, later, newest), start=1):
@@ -69,7 +69,7 @@ def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(drivi
     """The thread that carries out decisions may send on the same link, and must not wait behind a send."""
 
     class Full(MemoryStream):
-        """Its peer does not read: after the first frame, sending with a wait would not return."""
+        """A stream whose peer does not read: after the first frame, sending with a wait would not return."""
 
         def write(self, frame: Frame, *body: object) -> None:
             assert not self.received

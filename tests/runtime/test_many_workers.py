@@ -12,7 +12,7 @@ HELD = Rules(mode="Sync", shards=1, steps=1).held
 
 
 def test_a_worker_dies_after_its_contribution_was_added_up(job) -> None:
-    """Its replacement's contribution is a duplicate. The result is that of one process."""
+    """The contribution of the worker's replacement is a duplicate. The result is that of one process."""
     world = HELD + 1
     tiny = job(1, world)
     tiny.environment = {"WIDTH": "30000", "STEPS": "4", "LEARNING_RATE": "1e-5"}  # more than one frame

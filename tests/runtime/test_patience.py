@@ -9,7 +9,7 @@ from backstay.errors import CheckpointError, StorageError
 
 
 class Storage:
-    """Its first reads fail. The waits between them are recorded, and are the only time that passes."""
+    """A storage whose first reads fail. The waits between them are recorded, and are the only time that passes."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures

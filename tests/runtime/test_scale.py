@@ -119,7 +119,7 @@ def test_64_shards_train() -> None:
 
 
 def test_256_shards_get_every_update_in_order_and_once() -> None:
-    """As many as a job may have, against a transport in memory."""
+    """256 is the most that a job may have. The transport is in memory."""
     shards, steps = 256, 5
     rules = Rules(mode="Sync", shards=shards, steps=steps)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())

@@ -84,7 +84,7 @@ def driving() -> Iterator[Driving]:
 
 
 def environment_at(control: Coordinating) -> Environment:
-    """Of shard 1's server, in a job whose coordinator runs."""
+    """The environment of shard 1's server, in a job whose coordinator runs."""
     environment = Environment.read(
         {
             "BACKSTAY_JOB": "job",
@@ -174,7 +174,7 @@ def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
 
 
 def storage_of(store: Any) -> ManifestStorage:
-    """Of a job of one shard."""
+    """The manifest storage of a job with one shard."""
     plan = SCRIPT.plan(1)
     job = Job(namespace="default", name="job", uid="1")
     lease = FolderLease(store, Holder(job, 2), lost=lambda error: None, wait=lambda seconds: False)

@@ -286,7 +286,7 @@ def test_what_linux_cannot_pass_to_a_program_is_refused_naming_field_and_limit(
 
 
 def test_the_longest_value_that_linux_passes_is_valid() -> None:
-    """As execve(2) counts it: name, "=", value and the end, 128 KiB."""
+    """execve(2) counts name, "=", value and the end, and allows 128 KiB."""
     for length, right in ((131_069, True), (131_070, False)):
         value = "x" * length
         done = subprocess.run(["/bin/true"], env={"A": value}, check=False) if right else None

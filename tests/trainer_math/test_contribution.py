@@ -43,7 +43,7 @@ def computation_of(params: Any, keys: list[BatchKey], value: float = 0.5) -> tup
 
 
 def test_a_gradient_is_a_contribution(params: dict[str, Any]) -> None:
-    """Its blocks are those of every shard, and it has the summary that travels with the end mark."""
+    """The contribution has the blocks of every shard, and the summary that travels with the end mark."""
     keys: list[BatchKey] = []
     computation, arrangement = computation_of(params, keys)
     assert computation.batches == 1

@@ -125,7 +125,7 @@ def test_another_number_of_contributions_compiles_nothing() -> None:
 
 
 def test_the_state_of_many_is_that_of_few() -> None:
-    """As `state_mean`: equal values stay, infinities too, integers are those of the first."""
+    """The sums keep the rules of `state_mean`: equal values stay, infinities too, integers are those of the first."""
     rng = np.random.default_rng(3)
     rule, _ = engine_of(params_of(np.float32))
     for count in (FUSED + 1, 2 * FUSED):

@@ -1,4 +1,4 @@
-"""Between JAX's arrays and the wire: no element is lost, and no memory is copied or overwritten without need."""
+"""Arrays between JAX and the wire: no element is lost, and no memory is copied or overwritten without need."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_t1_a_push_is_answered_with_a_version_that_decided_about_it(gradient: An
 
 @pytest.mark.parametrize("mode", ["Sync", "Async"])
 def test_after_the_end_every_stream_gets_the_last_version(mode: str) -> None:
-    """Its update may still be computed: a worker would return the parameters before it."""
+    """The last update may still be in computation. A worker would return the parameters before it."""
     publisher = Publisher(MODES[mode])
     late = push(3, outcome=RejectReason.LATE if mode == "Async" else RejectReason.NOT_IN_WORLD)
     with publisher.waiting(late, 0) as woken, publisher.waiting(None, 0) as pulls:

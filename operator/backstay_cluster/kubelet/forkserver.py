@@ -79,7 +79,7 @@ class ForkServer:
         """Import the modules.
 
         Raises:
-            UnfitError: a module failed, or left a thread, a child or an open file; the message has its name. behind.
+            UnfitError: a module failed, or left a thread, a child or an open file; the message has its name.
         """
         read: set[str] = set()
         before = dict(os.environ)

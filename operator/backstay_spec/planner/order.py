@@ -26,7 +26,7 @@ _QUOTA: Final = "exceeded quota"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the order of creation allows now.
+    """The pods that may be created now, and the deletions that make room for others.
 
     Attributes:
         hold: whether only servers are created, because the API server refuses a server.
