@@ -121,12 +121,12 @@ def test_t8_each_status_of_a_link_is_retried_or_final(
     link.start(lambda _: None)  # type: ignore[arg-type]
     try:
         if marked and code.name in FINAL:
-            until(lambda: link.refused is not None)
-            assert link.refused is not None
-            assert link.refused.code == code.name
+            until(lambda: link.error is not None)
+            assert isinstance(link.error, Refused)
+            assert link.error.code == code.name
         else:
             until(lambda: handler.calls >= before + 3)
-            assert link.refused is None
+            assert link.error is None
     finally:
         link.close()
 

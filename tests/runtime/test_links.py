@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,36 @@ import pytest
 
 from backstay._control import Driving, Link, Links, Peers, _link
 from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._timeouts import Timeouts
 from backstay._wire import ClientStream
-from backstay_rpc.control_pb2 import Frame, Hello, Peer, Position, Pull
+from backstay.errors import PeerLost
+from backstay_rpc.control_pb2 import (
+    Applied,
+    Commit,
+    CoordinatorMessage,
+    Frame,
+    GradientId,
+    Hello,
+    Peer,
+    Position,
+    Pull,
+    Refused,
+    Rollback,
+    ShardMessage,
+    Spans,
+    Staged,
+)
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
 SECONDS = 60.0
 HELLO = Hello(peer=Peer(role="parameter-server", index=1), expected_incarnation=1)
+
+
+class Nothing:
+    """A `ShardSink` that ignores its messages."""
+
+    def deliver(self, _: Any) -> None: ...
 
 
 def until(true: Callable[[], object]) -> None:
@@ -102,9 +126,6 @@ def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
         def superseded(self, by: int) -> None:
             superseded.append(by)
 
-    class Sink:
-        def deliver(self, _: Any) -> None: ...
-
     server = Coordinating(Host(driving), TOKEN)
     link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
 
@@ -113,11 +134,242 @@ def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
         return ClientStream(address, hello, token)
 
     monkeypatch.setattr(_link, "ClientStream", connect)
-    link.start(Sink())
+    link.start(Nothing())
     try:
         until(lambda: superseded)
         assert superseded[0] == 2
         assert not link.up
+    finally:
+        link.close()
+        server.close()
+
+
+@pytest.mark.parametrize("index", [0, 2, 1 << 31])
+def test_a_shard_that_the_job_does_not_have_cannot_link(driving: Driving, index: int) -> None:
+    """The answers would count as those of another shard, and a strange position begins a new term."""
+    links, stream = Links(FakeHost(driving), Peers()), MemoryStream()  # type: ignore[arg-type]
+    stream.say(position=Position(term=7, version=9))
+    refused: list[str] = []
+    stream.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
+    links.serve(Hello(peer=Peer(role="parameter-server", index=index), expected_incarnation=1), stream)
+    assert refused == ["INVALID_ARGUMENT"]
+    assert driving.state().term == 1
+    server = Coordinating(FakeHost(driving), TOKEN)
+    peer = Peer(role="parameter-server", index=index)
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
+    link.start(Nothing())
+    try:
+        until(lambda: link.error)
+        assert "is not another shard: the job has 2 shards" in str(link.error)
+    finally:
+        link.close()
+        server.close()
+
+
+def test_a_link_that_sends_nothing_ends(driving: Driving) -> None:
+    """It would keep a thread of shard 0's server."""
+    links = Links(FakeHost(driving), Peers(), Timeouts(link_answer=0.01))  # type: ignore[arg-type]
+    serving = serve(links, MemoryStream())
+    serving.join(SECONDS)
+    assert not serving.is_alive()
+    assert not links
+
+
+def test_a_link_to_a_coordinator_that_does_not_run_is_opened_again(driving: Driving) -> None:
+    """A stopped process keeps its connections, and its successor waits for this shard."""
+    runs = threading.Event()
+    runs.set()
+    pings: list[float] = []
+
+    class Host(FakeHost):
+        def add_spans(self, *_: object) -> None:
+            pings.append(time.monotonic())
+            assert runs.wait(SECONDS)
+
+    server = Coordinating(Host(driving), TOKEN)
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+    link.start(Nothing())
+    try:
+        until(lambda: link.up)
+        first = link._number
+        for second in range(100):
+            link.tick(float(second))
+            until(lambda: link._unanswered == 0)  # each ping is answered
+        assert link._number == first
+        runs.clear()
+        link.send_spans(lambda _: Spans(lost=1))
+        until(lambda: pings)
+        link.tick(100.0)
+        for _ in range(20):
+            link.tick(101.9)  # early: it does not count
+        assert link.up
+        for second in range(102, 112, 2):
+            link.tick(float(second))
+        until(lambda: link.up and link._number > first)
+        assert link._unanswered == 0
+    finally:
+        runs.set()
+        link.close()
+        server.close()
+
+
+class FakeEnd:
+    """The shard's end of a link, instead of a `ClientStream`."""
+
+    def __init__(self, *_: object) -> None:
+        self.incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self.sent: list[ShardMessage] = []
+        self.room = threading.Event()
+        self.room.set()
+        self.writes = threading.Event()
+
+    def keep_alive(self) -> None: ...
+
+    def write(self, frame: Frame) -> None:
+        self.writes.set()
+        assert self.room.wait(SECONDS)
+        self.post(frame)
+
+    def post(self, frame: Frame) -> None:
+        self.sent.append(frame.to_coordinator)
+
+    def read(self) -> tuple[Frame, None]:
+        frame = self.incoming.get()
+        if frame is None:
+            raise PeerLost("cut")
+        return frame, None
+
+    def say(self, **kind: Any) -> None:
+        self.incoming.put(Frame(to_shard=CoordinatorMessage(**kind)))
+
+    def cancel(self, why: str) -> None:
+        del why
+        self.incoming.put(None)
+
+    def close(self) -> None: ...
+
+
+class Ends:
+    """A link that gets prepared ends, one after another."""
+
+    def __init__(self, driving: Driving, monkeypatch: pytest.MonkeyPatch, *ends: FakeEnd) -> None:
+        remaining = list(ends)
+
+        def connect(*_: object) -> FakeEnd:
+            if not remaining:
+                raise PeerLost("no other end")
+            return remaining.pop(0)
+
+        monkeypatch.setattr(_link, "ClientStream", connect)
+        self._server = Coordinating(FakeHost(driving), TOKEN)
+        self.link = Link(f"127.0.0.1:{self._server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+
+    def __enter__(self) -> Link:
+        return self.link
+
+    def __exit__(self, *_: object) -> None:
+        self.link.close()
+        self._server.close()
+
+
+def staged(version: int, term: int = 1) -> Staged:
+    return Staged(id=GradientId(term=term, version=version, key_step=version, attempt=version + 1))
+
+
+def test_nothing_waits_for_a_link_that_is_being_opened(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped coordinator does not read what is sent first. Streams, calls and updates of the shard continue."""
+    end = FakeEnd()
+    end.room.clear()
+    with Ends(driving, monkeypatch, end) as link:
+        link.inherit(1, 0, None, ())
+        link.report(staged(0))
+        link.start(Nothing())
+        assert end.writes.wait(SECONDS)
+        link.report(staged(1))
+        link.report(Applied(version=1))
+        link.expect(0)
+        assert end.sent == []
+        end.say()
+        end.room.set()
+        until(lambda: link.up)
+        link.report(Applied(version=2))
+        kinds = [(message.WhichOneof("kind"), message.staged.id.version) for message in end.sent]
+        assert kinds == [("position", 0), ("staged", 0), ("applied", 0), ("staged", 1), ("applied", 0), ("applied", 0)]
+        assert [message.applied.version for message in end.sent if message.HasField("applied")] == [0, 1, 2]
+
+
+def test_t8_a_term_that_is_announced_twice_loses_no_report(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first link broke before the shard's report. A contribution that came meanwhile is not reported twice."""
+    first, second = FakeEnd(), FakeEnd()
+    with Ends(driving, monkeypatch, first, second) as link:
+        link.start(Nothing())
+        first.say()
+        first.say(rollback=Rollback(term=3, version=5))
+        until(lambda: link._begun == 3)
+        link.started(3, 5)
+        link.report(staged(5, term=3))
+        first.say(rollback=Rollback(term=3, version=5))
+        first.say(commit=Commit(term=3, version=4))  # when this is received, so is the other
+        until(lambda: link._last is not None)
+        first.cancel("")
+        second.say()
+        until(lambda: link.up and second.sent)
+        position, held, *_ = second.sent
+        assert (position.position.term, position.position.version) == (3, 5)
+        assert held.staged.id.version == 5
+
+
+def test_t8_a_server_whose_link_has_a_defect_ends(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def deliver(self, _: Any) -> None:
+            raise ZeroDivisionError
+
+    end = FakeEnd()
+    with Ends(driving, monkeypatch, end) as link:
+        link.start(Broken())
+        end.say()
+        end.say(rollback=Rollback(term=3, version=5))
+        until(lambda: isinstance(link.error, ZeroDivisionError))
+
+
+@pytest.mark.parametrize(("code", "final"), [("INVALID_ARGUMENT", True), ("FAILED_PRECONDITION", False)])
+def test_t8_a_refusal_of_an_open_link_counts(
+    driving: Driving, monkeypatch: pytest.MonkeyPatch, code: str, final: bool
+) -> None:
+    """Otherwise a shard whose message is too long would link again forever."""
+    end, second = FakeEnd(), FakeEnd()
+    with Ends(driving, monkeypatch, end, second) as link:
+        link.start(Nothing())
+        end.say()
+        end.incoming.put(Frame(refused=Refused(code=code, message="too long")))
+        second.say()
+        until(lambda: link.error if final else second.sent)
+        assert (link.error is not None) is final
+
+
+def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Driving) -> None:
+    """Without standbys, and later: it may store its last checkpoint. But its node may not end it at all."""
+    superseded: list[int] = []
+
+    class Host(FakeHost):
+        def superseded(self, by: int) -> None:
+            superseded.append(by)
+
+    server = Coordinating(Host(driving), TOKEN)
+    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+    link.start(Nothing())
+    try:
+        until(lambda: link.up)
+        link.expect(1, after=60.0)  # the one that it has
+        link.expect(2, after=60.0)
+        for second in range(0, 58, 2):
+            link.tick(float(second))
+            until(lambda: link._unanswered == 0)
+        assert link.up
+        assert not superseded
+        link.tick(58.0)
+        until(lambda: superseded)
+        assert superseded[0] == 2
     finally:
         link.close()
         server.close()

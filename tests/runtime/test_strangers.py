@@ -386,8 +386,8 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
     link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, "Sync")
     link.start(sink)  # type: ignore[arg-type]
     try:
-        until(lambda: job.link.refused is not None)
-        assert "replaced by incarnation 1" in str(job.link.refused)
+        until(lambda: job.link.error is not None)
+        assert "replaced by incarnation 1" in str(job.link.error)
         until(lambda: len(job.server.links) == 1)
     finally:
         link.close()

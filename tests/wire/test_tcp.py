@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay._wire import sockets
 from backstay._wire.frames import MAX_CHUNK_BYTES
 from backstay._wire.seam import PLACED, Bytes, Refusal
 from backstay._wire.sockets import Frames
@@ -204,3 +205,37 @@ def test_a_link_ends_if_a_frame_cannot_be_sent() -> None:
         with pytest.raises(ConnectionError):
             stream.post(Frame())
         assert stream.read() is None
+
+
+def test_a_link_carries_a_frame_that_is_larger_than_the_systems_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit of 8,000 ranks is: without waiting for room, the link would break on it again and again (T8)."""
+    monkeypatch.setattr(sockets, "POST_SECONDS", 60.0)
+    sent = Frame(refused=Refused(code="ABORTED", message="x" * 1_000_000))
+    with ends() as (sender, frames):
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        received: list[object] = []
+        thread = threading.Thread(target=lambda: received.extend([frames.read(), frames.read()]))
+        thread.start()
+        stream = Frames(sender)
+        stream.post(sent)
+        stream.post(sent)
+        thread.join()
+    assert received == [(sent, None), (sent, None)]
+
+
+def test_a_link_whose_peer_does_not_read_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "POST_SECONDS", 0.01)
+    with ends() as (sender, _):
+        stream = Frames(sender)
+        with pytest.raises(ConnectionError, match="does not read"):  # the buffers of both ends have less room
+            stream.post(Frame(refused=Refused(code="ABORTED", message="x" * (64 << 20))))
+        assert stream.read() is None
+
+
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", "[::1]:-1", "a\0b:1", "é" * 99 + ":1"]
+)
+def test_an_address_that_is_none_is_an_error_of_the_connection(address: str) -> None:
+    """T8: the thread that connects must survive it."""
+    with pytest.raises(PeerLost):
+        ClientStream(address, Hello(), "token")

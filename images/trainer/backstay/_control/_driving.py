@@ -94,6 +94,11 @@ class Driving:
             threading.Thread(target=self._tick, name="backstay-deadlines", daemon=True),
         ]
 
+    @property
+    def shards(self) -> int:
+        """The number of shards of the job."""
+        return self._coordinator.rules.shards
+
     # ---- Life ----
 
     def start(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -39,7 +40,7 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 from .._coordination import MODES, Mode, Report, ShardSink
 from .._timeouts import Timeouts
 from .._wire import ClientStream, kind_of
-from ..errors import PeerLost, Refused
+from ..errors import PeerLost
 from ._agreement import Agreement
 from ._auth import final_error, refusal_of
 from ._envelopes import message_in, wrap_report
@@ -83,6 +84,7 @@ class Link:
         self._agreement = agreement
         self._lock = threading.Lock()
         self._stream: ClientStream | None = None  # once it carries what the coordinator must know first
+        self._unsent: list[ShardMessage] | None = None  # what it must know first, and the reports made meanwhile
         self._held: dict[_Key, Staged] = {}
         self._written: deque[Written] = deque(maxlen=_WRITTEN_KEPT)
         self._term = 0
@@ -91,13 +93,16 @@ class Link:
         self._last: Commit | None = None
         self._requests: dict[int, NormRequest] = {}  # by round, not answered yet
         self._prepared: tuple[Contribution, ...] = ()
-        self._coordinator = 0
+        self._coordinator = 0  # the newest incarnation that is active, or accepted a link
+        self._successor, self._patience = 0, 0.0  # an incarnation that replaces it when `tick` has counted so long
         self._opened = 0  # how often the link was opened
         self._number = 0  # of this link, from the coordinator
         self._begun = 0  # the newest term that it received
         self._cancel: Callable[[], object] = lambda: None  # ends the attempt to link, or the link
         self._closed = threading.Event()
-        self.refused: Refused | None = None
+        self._unanswered, self._ping_at = 0, 0.0
+        self.error: Exception | None = None
+        """Why no further link is opened: a refusal that each would get, or a defect. None: links are opened."""
         self.up = False
         """Whether the coordinator has accepted the link, and the link has not broken since."""
 
@@ -109,10 +114,17 @@ class Link:
         """Set the position of this server, which was its shard's standby. Call before `start`."""
         self._term, self._version, self._last, self._prepared = term, version, last, tuple(prepared)
 
-    def expect(self, coordinator: int) -> None:
-        """Another incarnation of the coordinator's server is active: the link to the previous one ends."""
+    def expect(self, coordinator: int, after: float = 0.0) -> None:
+        """Another incarnation of the coordinator's server is active: the link to the previous one ends.
+
+        Args:
+            after: only so many seconds later, as `tick` counts them. The previous one may store a checkpoint.
+        """
         with self._lock:
             if coordinator <= self._coordinator:
+                return
+            if after > 0:
+                self._successor, self._patience = coordinator, after
                 return
             self._coordinator = coordinator
             cancel = self._cancel
@@ -146,6 +158,34 @@ class Link:
                     pass
             self._put(wrap_report(report))
 
+    def tick(self, now: float) -> None:
+        """Call it about once a second: ends a link whose coordinator does not run any more, or was replaced (T8).
+
+        The thread of the link answers each ping there. Pings are counted instead of seconds, because this process may
+        have been paused.
+
+        Args:
+            now: in seconds of any monotonic clock.
+        """
+        interval = self._timeouts.heartbeat
+        lost, cancel, successor = False, self._cancel, 0
+        with self._lock:
+            if now < self._ping_at:
+                return
+            self._ping_at = now + interval
+            if self._successor > self._coordinator:
+                self._patience -= interval
+                successor = self._successor if self._patience <= 0 else 0
+            if self._stream is not None and self.up:
+                self._unanswered += 1
+                cancel, lost = self._cancel, self._unanswered * interval > self._timeouts.silent
+                if not lost:
+                    self._put(ShardMessage())
+        self.expect(successor)
+        if lost:
+            _LOG.warning("the coordinator does not answer: its link is opened again")
+            cancel()
+
     def send_spans(self, take: Callable[[int], Spans | None]) -> None:
         """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
         with self._lock:
@@ -162,7 +202,9 @@ class Link:
 
     def _put(self, message: ShardMessage) -> None:
         """Send a message if there is a link. The next link begins with what the coordinator did not get."""
-        if self._stream is not None:
+        if self._unsent is not None:
+            self._unsent.append(message)
+        elif self._stream is not None:
             try:
                 self._stream.post(Frame(to_coordinator=message))
             except PeerLost as lost:
@@ -170,30 +212,35 @@ class Link:
                 self._stream = None
 
     def _run(self, sink: ShardSink) -> None:
-        attempt = 0
+        attempt, ended = 0, time.monotonic()
+        warned = ended
         while not self._closed.is_set():
-            received = False
+            accepted = False
             stream: ClientStream | None = None
             try:
                 stream = self._dial()
                 self._open(stream)
-                received = True
+                accepted = True
                 while True:
-                    frame, _ = stream.read()
-                    self._receive(frame, sink)
+                    self._receive(self._read(stream), sink)
             except PeerLost as lost:
                 _LOG.debug("the link to the coordinator broke: %s", lost)
-            except Refused as refusal:
-                self.refused = refusal
+                now = time.monotonic()
+                ended = now if accepted else ended
+                if now - max(ended, warned) >= self._timeouts.silent:
+                    warned, shard = now, self._peer.index
+                    _LOG.warning("shard %d has no link to the coordinator for %.0f s: %s", shard, now - ended, lost)
+            except Exception as error:  # noqa: BLE001  # `check` raises it: no other thread opens a link (T8)
+                self.error = error
                 return
             finally:
                 self.up = False
                 with self._lock:
-                    self._stream, self._cancel = None, lambda: None
+                    self._stream, self._unsent, self._cancel = None, None, lambda: None
                 if stream is not None:
                     stream.close()
             pauses = self._timeouts.link_pauses
-            attempt = 0 if received else min(attempt + 1, len(pauses) - 1)
+            attempt = 0 if accepted else min(attempt + 1, len(pauses) - 1)
             self._closed.wait(pauses[attempt])
 
     def _dial(self) -> ClientStream:
@@ -219,10 +266,13 @@ class Link:
             except grpc.FutureCancelledError:
                 raise PeerLost("the call was cancelled") from None
             except grpc.RpcError as error:
-                raise refusal_of(error) or PeerLost(f"shard 0's server does not coordinate: {error}") from None
+                why = getattr(error, "details", lambda: "")()
+                raise refusal_of(error) or PeerLost(f"shard 0's server does not coordinate: {why}") from None
+        with self._lock:
+            self._coordinator = max(self._coordinator, reply.incarnation)
         hello = Hello(peer=self._peer, expected_incarnation=reply.incarnation)
         stream = ClientStream(reply.data_address, hello, self._token)
-        self._cancels(lambda: stream.cancel("the link is not used any more"), request.coordinator)
+        self._cancels(lambda: stream.cancel("the link is not used any more"), reply.incarnation)
         self._number = reply.link
         return stream
 
@@ -243,6 +293,7 @@ class Link:
         try:
             with self._lock:
                 self._opened += 1
+                self._unanswered = 0
                 position = Position(
                     term=self._term,
                     version=self._version,
@@ -251,18 +302,33 @@ class Link:
                     begun=self._begun,
                     link=self._number,
                 )
-                stream.write(Frame(to_coordinator=ShardMessage(position=position)))
                 held: list[Report] = [*self._held.values(), Applied(version=self._version), *self._written]
-                for report in held:
-                    stream.write(Frame(to_coordinator=wrap_report(report)))
-                self._stream = stream
-            frame, _ = stream.read()
+                self._unsent = [ShardMessage(position=position), *map(wrap_report, held)]
+            self._send_unsent(stream)
+            self._read(stream)
         finally:
             watchdog.cancel()
+        self.up = True
+
+    def _send_unsent(self, stream: ClientStream) -> None:
+        """Send what must arrive first, and then each report directly. Writing may wait, so it holds no lock."""
+        while True:
+            with self._lock:
+                messages, self._unsent = self._unsent or [], []
+                if not messages:
+                    self._stream, self._unsent = stream, None
+                    return
+            for message in messages:
+                stream.write(Frame(to_coordinator=message))
+
+    def _read(self, stream: ClientStream) -> Frame:
+        """The next frame. Raises as `_dial`."""
+        frame, _ = stream.read()
         if kind_of(frame) == "refused":
             code, why = frame.refused.code, frame.refused.message
             raise final_error(code, why) or PeerLost(f"the coordinator refuses the link: {why}")
-        self.up = True
+        self._unanswered = 0
+        return frame
 
     def _receive(self, frame: Frame, sink: ShardSink) -> None:
         message = message_in(frame.to_shard)
@@ -287,7 +353,7 @@ class Link:
                             del self._held[key]
                 case Reject():
                     self._held.pop(_key(message.id), None)
-                case Rollback():
+                case Rollback() if message.term > self._term:  # else the shard reports again that it has `started`
                     self._begun = max(self._begun, message.term)
                     self._held.clear()
                     self._written.clear()

@@ -12,21 +12,21 @@ import threading
 from typing import Final, Protocol
 
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
-from backstay_spec import contract
 
 from .._coordination import Message
+from .._timeouts import Timeouts
 from .._wire import Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._driving import Driving
 from ._envelopes import report_in, wrap_message
-from ._peers import Peers, replaced
+from ._peers import Peers, cannot_link, replaced
 
 __all__ = ["LinkHost", "Links"]
 
 _LOG = logging.getLogger(__name__)
 
 ACCEPTED: Final = Frame(to_shard=CoordinatorMessage())
-"""The coordinator's first message."""
+"""The coordinator's first message, and its answer to a ping: a message without content."""
 
 
 class LinkHost(Protocol):
@@ -63,13 +63,15 @@ class _RemoteSink:
 class Links:
     """Serves the links, each in the thread of its data stream."""
 
-    def __init__(self, host: LinkHost, peers: Peers) -> None:
+    def __init__(self, host: LinkHost, peers: Peers, timeouts: Timeouts | None = None) -> None:
         """
         Args:
             host: the server of shard 0.
             peers: the incarnations known here.
+            timeouts: None for the usual ones.
         """
         self._host, self._peers = host, peers
+        self._times = timeouts or Timeouts()
         self._lock = threading.Lock()
         self._open: set[_RemoteSink] = set()
         self._attaching = threading.Lock()
@@ -91,7 +93,14 @@ class Links:
 
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         driving = self._driving(hello)
-        item = stream.read()
+        # Otherwise a caller that sends nothing would keep this thread.
+        watchdog = threading.Timer(self._times.link_answer, stream.cut)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            item = stream.read()
+        finally:
+            watchdog.cancel()
         if item is None:
             return
         first = item[0].to_coordinator
@@ -124,6 +133,8 @@ class Links:
                     self._host.add_spans(peer, message.spans.SerializeToString())
                 elif (report := report_in(message)) is not None:
                     driving.receive(peer.index, sink, report)
+                elif message.WhichOneof("kind") is None:
+                    stream.post(ACCEPTED)  # a ping: the shard checks whether this process runs
         finally:
             with self._lock:
                 self._open.discard(sink)
@@ -145,8 +156,8 @@ class Links:
         driving = host.driving
         if driving is None or hello.shard != host.shard:
             raise Refusal("FAILED_PRECONDITION", "the coordinator is on shard 0")
-        if peer.role != contract.ROLE_SERVER or peer.index == host.shard:
-            raise Refusal("INVALID_ARGUMENT", f"{peer.role} {peer.index} is not another shard")
+        if why := cannot_link(peer, driving.shards):
+            raise Refusal("INVALID_ARGUMENT", why)
         if hello.expected_incarnation != host.incarnation:
             raise Refusal(
                 "FAILED_PRECONDITION",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 from backstay_rpc.control_pb2 import Peer
+from backstay_spec import contract
 
-__all__ = ["Peers", "replaced"]
+__all__ = ["Peers", "cannot_link", "replaced"]
 
 
 class Peers:
@@ -37,3 +38,16 @@ def replaced(peer: Peer, newest: int) -> str:
         return ""
     name = f"{peer.role}-{peer.index}"
     return f"{name} of incarnation {peer.incarnation} was replaced by incarnation {newest}: it must stop"
+
+
+def cannot_link(peer: Peer, shards: int) -> str:
+    """Why a pod cannot have a link to the coordinator; empty: it is the server of a shard other than 0.
+
+    Args:
+        shards: the number of shards of the job.
+    """
+    if peer.role == contract.ROLE_SERVER and 0 < peer.index < shards:
+        return ""
+    return (
+        f"{peer.role} {peer.index} is not another shard: the job has {shards} shards, and the coordinator is on shard 0"
+    )

@@ -36,13 +36,12 @@ from backstay_rpc.control_pb2 import (
     ProgressRequest,
 )
 from backstay_rpc.loop import call, rpc_loop
-from backstay_spec import contract
 
 from .._process import ConnectionGuard, peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
 from ._driving import Driving
-from ._peers import Peers, replaced
+from ._peers import Peers, cannot_link, replaced
 
 __all__ = ["ControlServer", "Host"]
 
@@ -268,8 +267,8 @@ class ControlService(grpc.GenericRpcHandler):
         host, peer = self.host, request.peer
         if host.driving is None:
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
-        if peer.role != contract.ROLE_SERVER or peer.index == host.shard:
-            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{peer.role} {peer.index} is not another shard")
+        if why := cannot_link(peer, host.driving.shards):
+            raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, why)
         self._agree(request, f"{peer.role} {host.shard}")
         self._see(peer)
         if request.coordinator > host.incarnation:

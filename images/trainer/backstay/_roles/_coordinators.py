@@ -63,9 +63,11 @@ class CoordinatorAccess(Protocol):
         """Call once: `sink` gets the coordinator's messages from now on."""
 
     def check(self) -> None:
-        """
+        """Call it about once a second.
+
         Raises:
             Refused: the coordinator refuses this server permanently.
+            Exception: this server cannot reach the coordinator any more because of a defect.
         """
 
     def close(self) -> None:
@@ -301,8 +303,9 @@ class RemoteCoordinator:
         self._link.start(sink)
 
     def check(self) -> None:
-        if self._link.refused is not None:
-            raise self._link.refused
+        self._link.tick(time.monotonic())
+        if self._link.error is not None:
+            raise self._link.error
 
     def close(self) -> None:
         self._link.close()
@@ -325,7 +328,9 @@ class RemoteCoordinator:
         return True
 
     def expect(self, incarnation: int) -> None:
-        self._link.expect(incarnation)
+        # Without standbys, the previous server may still run, and need this shard for its last checkpoint.
+        times = self._env.timeouts
+        self._link.expect(incarnation, 0.0 if self._env.config.standbys else times.last_save + times.silent)
 
     def save_and_wait(self) -> None:
         if self._env.checkpoint_uri is None:

@@ -95,7 +95,7 @@ class Server:
                 held=held,
                 tracing=self._tracing,
             )
-            self._links = Links(local, peers)
+            self._links = Links(local, peers, times)
         else:
             self._coordinator = RemoteCoordinator(link, environment, peer, held)
         self.served = ServedShard(

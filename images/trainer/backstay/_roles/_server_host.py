@@ -186,6 +186,6 @@ class ServerHost:
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """See `Host`."""
         leader = incarnations.get(f"{self._env.role}-0", 0)
-        if self._env.config.standbys and self.shard != 0 and leader:
+        if self.shard != 0 and leader:
             self._coordinator.expect(leader)
         self._data.fence(incarnations)

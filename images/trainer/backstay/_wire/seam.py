@@ -158,7 +158,7 @@ class FrameStream(Protocol):
 
 
 class ServerStream(FrameStream, Protocol):
-    """The server's end of a data stream. Any thread may call these methods. They never wait."""
+    """The server's end of a data stream. Any thread may call these methods. Only `post` waits, for a bounded time."""
 
     def received(self) -> int | None:
         """The bytes that have arrived since the stream began; None: the system does not report them."""
@@ -169,15 +169,15 @@ class ServerStream(FrameStream, Protocol):
         ...
 
     def post(self, frame: Frame) -> None:
-        """Sends a small frame without a body.
+        """Sends a frame without a body. Waits at most 1 s until the system has room for all of it.
 
         Raises:
-            PeerLost: the stream is broken, or the other end reads so slowly that nothing more can be sent.
+            PeerLost: the stream is broken, or the other end does not read.
         """
         ...
 
     def keep_alive(self) -> None:
-        """The stream ends when the other end's node has not answered for about 10 s."""
+        """The stream ends when the other end's node has not answered for about 10 s. Raises as `post`."""
         ...
 
 

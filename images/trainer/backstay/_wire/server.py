@@ -368,7 +368,7 @@ class DataServer:
             try:
                 workers(hello, stream)
             finally:
-                if ended is not None:
+                if ended is not None and hello.peer.role == contract.ROLE_WORKER:
                     ended(hello)
 
         self._listener: Listener = Listener(host, port, token, serve, timeouts)

@@ -7,9 +7,11 @@ the caller's memory, and it is received into the memory where it belongs (docs/d
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from itertools import islice
 from typing import Final
@@ -34,6 +36,9 @@ KEEPALIVE_SECONDS: Final = 30
 
 LINK_BYTES: Final = 4 << 20
 """The most bytes that may wait to be sent on a link; the system may allow fewer (``net.core.wmem_max``)."""
+
+POST_SECONDS: Final = 1.0
+"""So long `Frames.post` waits for room. A commit of 8,000 ranks is larger than the usual ``net.core.wmem_max``."""
 
 AHEAD_BYTES: Final = _HEAD.size + (64 << 10)
 """The most bytes that are received before the frame that they belong to is known. Longer headers are received
@@ -73,18 +78,29 @@ class Frames:
                     unsent[0] = unsent[0][sent:]
 
     def post(self, frame: Frame) -> None:
-        """Send a frame without a body, and without waiting.
+        """Send a frame without a body. Waits at most `POST_SECONDS`: a frame may be larger than the system's buffer.
 
         Raises:
-            OSError: the connection broke, or its peer reads too slowly. Then nothing more can be sent on it.
+            OSError: the connection broke, or its peer does not read. Then nothing more can be sent on it.
         """
         header = frame.SerializeToString()
-        data = _HEAD.pack(len(header), 0) + header
-        with self._writing, contextlib.suppress(OSError):  # even if its buffer is full
-            if self._socket.send(data, socket.MSG_DONTWAIT) == len(data):
-                return
+        unsent = memoryview(_HEAD.pack(len(header), 0) + header)
+        with self._writing, contextlib.suppress(OSError):
+            until: float | None = None
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
+                if not unsent:
+                    return
+                now = time.monotonic()
+                until = now + POST_SECONDS if until is None else until
+                if now >= until:
+                    break
+                writable = select.poll()
+                writable.register(self._socket, select.POLLOUT)
+                writable.poll(1e3 * (until - now))
         self.cut()  # the reader must not wait for an answer to a frame that was not sent
-        raise ConnectionError("the connection broke, or the other end reads too slowly")
+        raise ConnectionError("the connection broke, or the other end does not read")
 
     def keep_alive(self) -> None:
         """Notice within about 10 s that the peer's node is gone, and let many small frames wait for a slow peer."""

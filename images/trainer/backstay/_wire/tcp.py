@@ -63,8 +63,8 @@ def _host_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _why(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 # ---- Client ----
@@ -94,7 +94,7 @@ class ClientStream:
                 sock.settimeout(None)
                 self._frames = Frames(sock)
                 sock.sendall(_OPENING.pack(_MAGIC, len(secret), len(who)) + secret + who)
-            except OSError as error:
+            except (OSError, ValueError, OverflowError) as error:  # the latter: it is not an address
                 raise self._lost(error) from error
             opened.pop_all()  # the stream is open: `close` closes the socket
 
@@ -108,6 +108,9 @@ class ClientStream:
             raise self._lost(error) from error
         if item is None:
             raise self._lost(None)
+        if (frame := item[0]).HasField("refused") and frame.refused.code == "UNAUTHENTICATED":
+            # The server that gave the address has accepted the token: another job has the address since.
+            raise PeerLost(f"{self._address} belongs to another job: {frame.refused.message}")
         return item
 
     def write(self, frame: Frame, *body: np.ndarray) -> None:
@@ -126,7 +129,10 @@ class ClientStream:
 
     def keep_alive(self) -> None:
         """See `ServerStream`."""
-        self._frames.keep_alive()
+        try:
+            self._frames.keep_alive()
+        except OSError as error:
+            raise self._lost(error) from error
 
     def alive(self) -> bool:
         return self._why is None
@@ -142,7 +148,7 @@ class ClientStream:
         self.cancel("the stream was closed")
         self._frames.close()
 
-    def _lost(self, error: OSError | None) -> PeerLost:
+    def _lost(self, error: Exception | None) -> PeerLost:
         if self._why is not None:
             return PeerLost(f"{self._address}: {self._why}")
         if error is None:
@@ -180,7 +186,10 @@ class _ServerStream:
             raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
 
     def keep_alive(self) -> None:
-        self._frames.keep_alive()
+        try:
+            self._frames.keep_alive()
+        except OSError as error:
+            raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
 
     def alive(self) -> bool:
         return not self._frames.ended()
