@@ -35,12 +35,19 @@ def allocator_environment() -> dict[str, str]:
 
 
 class Process:
-    """A role of a benchmark in its own process. Both sides send one JSON object on each line."""
+    """A role of a benchmark in its own process. Both sides send one JSON object on each line.
 
-    def __init__(self, script: str, role: str, *args: str) -> None:
+    Args:
+        script: its file name in `bench/`.
+        role: one of the script's roles.
+        args: more arguments of the script.
+        python: the interpreter; default: the one of this program.
+    """
+
+    def __init__(self, script: str, role: str, *args: str, python: str = sys.executable) -> None:
         environment = {**os.environ, **allocator_environment(), "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
-            [sys.executable, str(REPO / "bench" / script), "--role", role, *args],
+            [python, str(REPO / "bench" / script), "--role", role, *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

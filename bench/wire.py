@@ -1,24 +1,30 @@
 """Push + update + pull of 64 MiB float32 as a share of the one-way rate of a raw TCP socket, in the same run.
 
-    python bench/wire.py [--rounds 15] [--gigabits 1]
+    python bench/wire.py [--rounds 15] [--gigabits 1] [--tensorflow PYTHON]
 
 The rate is the bytes of both directions, divided by the time. The table shows the median of rounds that are measured
 in turns, because the machine may do other work. With codecs, the bytes are those on the wire. `of exact` is the time as
 a share of the time with exact codecs and as many workers. `jax.distributed` is what a JAX user would use instead: data
 parallelism of 2 processes, whose gradients XLA adds with Gloo. `of gloo` is the time as a share of its time.
 
+With `--tensorflow`, the table also has a parameter server of TensorFlow with one worker, and with two workers and
+`SyncReplicasOptimizer` (bench/_tensorflow.py). The value is the interpreter of an environment that has TensorFlow.
+
 With `--gigabits`, the kernel limits the link of the servers in each direction (bench/_link.py, needs root). `of exact`
-should then be the ratio of the bytes. Gloo and the raw socket are left out.
+should then be the ratio of the bytes. Gloo, TensorFlow and the raw socket are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
 import time
+from collections import defaultdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import _link
@@ -39,6 +45,7 @@ from _common import (
 
 CASES = ("sgd", "adam", "bfloat16", "int8", "int4", "sgd2", "bfloat16x2")
 TWO_WORKERS = ("sgd2", "bfloat16x2")
+TENSORFLOW = {"sgd": "tensorflow", "sgd2": "tensorflow2"}
 NAMES = {
     "sgd": "SGD, 1 worker",
     "adam": "Adam, 1 worker",
@@ -130,10 +137,15 @@ def gloo(rank: int, coordinator: str) -> None:
         reply(seconds=seconds)
 
 
+def free_address() -> str:
+    """A free port of the loopback interface, with its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 def started_gloo(running: list[Process]) -> list[Process]:
     """The two processes of `gloo`, started."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = free_address()
     both = [Process("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]
     running.extend(both)
     for process in both:
@@ -141,10 +153,34 @@ def started_gloo(running: list[Process]) -> list[Process]:
     return both
 
 
-def measure(rounds: int, steps: int, limited: bool) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds of one step by case, of the raw socket and of Gloo, and the bytes of a step of one worker."""
-    others = () if limited else ("raw", "gloo")
-    times: dict[str, list[float]] = {name: [] for name in (*others, *CASES)}
+def started_tensorflow(running: list[Process], python: str, workers: int) -> list[Process]:
+    """The workers of a parameter server of TensorFlow, which runs beside them."""
+    cluster = {"ps": [free_address()], "worker": [free_address() for _ in range(workers)]}
+    size = ("--cluster", json.dumps(cluster), "--arrays", str(ARRAYS), "--elements", str(ELEMENTS))
+    running.append(Process("_tensorflow.py", "ps", *size, python=python))
+    started = [
+        Process("_tensorflow.py", "worker", "--rank", str(rank), *size, python=python) for rank in range(workers)
+    ]
+    running.extend(started)
+    for process in started:
+        process.receive()
+    return started
+
+
+def measure(rounds: int, steps: int, limited: bool, tensorflow: str | None) -> tuple[dict[str, float], dict[str, int]]:
+    """Median seconds of one step, and the bytes of a step of one worker.
+
+    Args:
+        rounds: how often each case is measured.
+        steps: how many steps of a case follow each other in a round.
+        limited: whether the link of the servers is slow: our own cases only.
+        tensorflow: the interpreter of an environment that has TensorFlow.
+
+    Returns:
+        The seconds by case, and of what is measured beside them: ``raw``, ``gloo``, and the names in `TENSORFLOW`; the
+        bytes by case.
+    """
+    times: dict[str, list[float]] = defaultdict(list)
     with processes() as running:
         running.append(server_process := Process("wire.py", "server"))
         workers = [Process("wire.py", "worker", "--rank", str(rank)) for rank in range(2)]
@@ -153,17 +189,22 @@ def measure(rounds: int, steps: int, limited: bool) -> tuple[dict[str, float], d
         for process in workers:
             process.send(do="connect", **ports)
         nbytes = [process.receive()["nbytes"] for process in workers]
-        both = [] if limited else started_gloo(running)
+        asked = {case: workers if case in TWO_WORKERS else workers[:1] for case in CASES}
+        beside: dict[str, list[str]] = {case: [] for case in CASES}
+        if not limited:
+            asked |= {"raw": workers[:1], "gloo": started_gloo(running)}
+            beside = {case: ["gloo" if case in TWO_WORKERS else "raw"] for case in CASES}
+        if tensorflow and not limited:
+            for count, (case, name) in enumerate(TENSORFLOW.items(), 1):
+                asked[name] = started_tensorflow(running, tensorflow, count)
+                beside[case].append(name)
         for turn in range(rounds + 1):
-            for case in CASES:
-                beside = ("gloo",) if case in TWO_WORKERS else ("raw",)
-                for name in (case,) if limited else (*beside, case):
-                    asked = both if name == "gloo" else workers if name in TWO_WORKERS else workers[:1]
-                    for process in asked:
-                        process.send(do=name, steps=steps)
-                    answers = [process.receive()["seconds"] for process in asked]
-                    if turn:  # the first turn warms up
-                        times[name].append(max(sum(answer) / len(answer) for answer in answers))
+            for name in chain.from_iterable((*beside[case], case) for case in CASES):
+                for process in asked[name]:
+                    process.send(do=name, steps=steps)
+                answers = [process.receive()["seconds"] for process in asked[name]]
+                if turn:  # the first turn warms up
+                    times[name].append(max(sum(answer) / len(answer) for answer in answers))
     return {name: median(values) for name, values in times.items()}, nbytes[0]
 
 
@@ -172,6 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="steps of a case in each round")
     parser.add_argument("--gigabits", type=float, help="a second on the link of the servers; default: no limit")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="of an environment that has TensorFlow")
     parser.add_argument("--role", choices=("server", "worker", "gloo"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
@@ -184,12 +226,28 @@ def main() -> None:
         return gloo(arguments.rank, arguments.coordinator)
     if arguments.gigabits is not None:
         _link.enter(arguments.gigabits)
-    seconds, nbytes = measure(arguments.rounds, arguments.steps, arguments.gigabits is not None)
-    rows = [("64 MiB float32", "ms", "MB", "GB/s", "of raw", "goal", "of exact", "goal", "of bytes", "of gloo", "goal")]
+    seconds, nbytes = measure(arguments.rounds, arguments.steps, arguments.gigabits is not None, arguments.tensorflow)
+    columns = [
+        "64 MiB float32",
+        "ms",
+        "MB",
+        "GB/s",
+        "of raw",
+        "goal",
+        "of exact",
+        "goal",
+        "of bytes",
+        "of gloo",
+        "goal",
+    ]
+    rows = [(*columns, "of tensorflow") if arguments.tensorflow else tuple(columns)]
     size, raw = RAW_BYTES / 1e6, seconds.get("raw", 0.0)
     if raw:
         rows.append(("raw TCP socket, one way", f"{raw * 1e3:.1f}", f"{size:.1f}", f"{size / raw / 1e3:.2f}", "1.00"))
         rows.append(("jax.distributed, 2 processes", f"{seconds['gloo'] * 1e3:.1f}"))
+    for case, name in TENSORFLOW.items():
+        if name in seconds:
+            rows.append((f"TensorFlow's parameter server, {NAMES[case]}", f"{seconds[name] * 1e3:.1f}"))
     for case in CASES:
         workers, exact = (2, "sgd2") if case in TWO_WORKERS else (1, "sgd")
         sent = workers * nbytes[case] / 1e6
@@ -211,6 +269,7 @@ def main() -> None:
                 f"{of_exact / of_bytes:.2f}" if case in WIRES else "",
                 f"{seconds[case] / seconds['gloo']:.2f}" if raw and workers == 2 else "",
                 OF_GLOO.get(case, "") if raw else "",
+                *([f"{seconds[case] / seconds[name]:.2f}"] if (name := TENSORFLOW.get(case)) in seconds else []),
             )
         )
     print(table([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]))
