@@ -43,7 +43,7 @@ __all__ = ["forker_for", "run"]
 
 _PROGRAM: Final = Path(__file__).with_name("_pod.py")
 _POLL: Final = 0.01
-_LEFT: Final = 5.0
+_LEFT: Final = 15.0
 """Seconds that pods have to end after the worker of rank 0 has; others hang, and are killed."""
 _SHORT: Final = {
     contract.ROLE_SERVER: "server",
