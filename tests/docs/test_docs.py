@@ -417,7 +417,7 @@ def kubeconfig(workshop: Path) -> Iterator[Path]:
 
 
 @pytest.mark.tool("kubectl")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, tool: Callable[[str], str]) -> None:
     """Each page has its own namespace, with the job of examples/digits in it."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(workshop), "KUBECONFIG": str(kubeconfig)}

@@ -118,7 +118,7 @@ class Cluster:
 
         self.run(send())
 
-    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 90, job: str | None = None) -> Any:
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 180, job: str | None = None) -> Any:
         """Wait until `holds` gives something true; how long that takes is not judged, only that it ends.
 
         When it does not, the error says how `job` is.
@@ -138,7 +138,7 @@ class Cluster:
             state = "" if job is None else f"\n{self.describe(job)}"
             raise AssertionError(f"waited {seconds} s in vain until {what}{state}") from None
 
-    def wait_for_end(self, name: str, seconds: float = 120) -> dict[str, Any]:
+    def wait_for_end(self, name: str, seconds: float = 240) -> dict[str, Any]:
         def ended() -> dict[str, Any] | None:
             status = self.job(name).get("status", {})
             return status if status.get("phase") in {"Succeeded", "Failed"} else None

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from trace_format import check
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 SAYS_NAN = """

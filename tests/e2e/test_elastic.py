@@ -18,7 +18,7 @@ from backstay import BatchKey
 from backstay._checkpoint import CheckpointStore
 from backstay._coordination import CoordinatorState
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Submit = Callable[..., str]
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
@@ -54,7 +54,7 @@ def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_allows_to_repeat
     """T1, T4, O4: 2 -> 4 -> 1 workers: no pod restarted, nothing charged, the result that of the recorded worlds."""
     # Slow until the last change has been seen, so that the job cannot end before; then fast.
     gate = tmp_path / "gate"
-    environment = {"BEHAVE": "numbers", "PAUSE": "0.4", "STEPS": "300", "GATE": str(gate)}
+    environment = {"BEHAVE": "numbers", "PAUSE": "1", "STEPS": "300", "GATE": str(gate)}
     spec = {
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 2},

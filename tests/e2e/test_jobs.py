@@ -20,7 +20,7 @@ from backstay.testing import train_local
 from backstay_cli.trace import trace_of_file
 from backstay_spec.goodput import PARTS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Submit = Callable[..., str]
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"

@@ -13,7 +13,7 @@ import pytest
 
 import backstay
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 Submit = Callable[..., str]
 
@@ -32,7 +32,8 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
         "update": {"mode": "Sync", "backups": 1},
         "checkpoint": {"uri": str(folder), "everySteps": 5},
     }
-    name = submit(spec, env={"PAUSE": "0.2", "STEPS": "600", "GATE": str(gate)})
+    # Slow until the last change has been seen: the job cannot end before, also on a slow machine.
+    name = submit(spec, env={"PAUSE": "0.5", "STEPS": "600", "GATE": str(gate)})
 
     def pods_at(place: str) -> list[Any]:
         """The pod of the newest incarnation; none while the incarnation is on record and its pod is not created yet."""

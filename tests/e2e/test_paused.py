@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.environ.get("BACKSTAY_E2E") == "cluster", reason="it stops the embedded cluster itself"),
 ]
 

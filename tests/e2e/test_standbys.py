@@ -26,8 +26,11 @@ def test_killed_servers_cost_no_update(cluster: Any, submit: Callable[..., str],
             "checkpoint": {"uri": str(folder), "everySteps": 1000, "everySeconds": 0},
         }
 
+    # Slow until both were killed, and held before the end: a new standby may take longer than all of the steps.
+    gate = tmp_path / "gate"
+    slow = {"PAUSE": "0.3", "HOLD_AT": "50", "GATE": str(gate)}
     quiet = submit(spec(tmp_path / "quiet"), env={"STEPS": "60"})
-    name = submit(spec(tmp_path / "killed"), env={"STEPS": "60", "PAUSE": "0.3"})
+    name = submit(spec(tmp_path / "killed"), env={"STEPS": "60", **slow})
 
     def status() -> dict[str, Any]:
         return cluster.job(name).get("status", {})
@@ -47,6 +50,7 @@ def test_killed_servers_cost_no_update(cluster: Any, submit: Callable[..., str],
         )
         cluster.kill(pod)
         cluster.wait(f"the standby of shard {shard} serves", lambda: status()["active"][key] > active)  # noqa: B023
+    gate.touch()
     ended = cluster.wait_for_end(name)
     assert ended["phase"] == "Succeeded", cluster.describe(name)
     assert ended["step"] == 60

@@ -20,7 +20,7 @@ from ._processes import Forker, PodProcess
 
 __all__ = ["SECONDS", "Job", "Pod", "Ports"]
 
-SECONDS: Final = 90.0
+SECONDS: Final = 180.0
 """The limit of every wait, in seconds."""
 
 
