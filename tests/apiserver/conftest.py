@@ -8,6 +8,7 @@ import asyncio
 import base64
 import concurrent.futures
 import http.client
+import itertools
 import json
 import os
 import shutil
@@ -84,8 +85,8 @@ class Client:
     def delete(self, path, body=None, **options):
         return self.call("DELETE", path, body, **options)
 
-    def watch(self, path, *, accept="", opened=None):
-        """All events until the server ends the watch; `opened` is called when it has begun."""
+    def watch(self, path, *, accept="", opened=None, most=None):
+        """At most `most` events, until the server ends the watch; `opened` is called when it has begun."""
         connection = self._open(60)
         try:
             response = self._send(connection, "GET", path, None, "", accept)
@@ -93,7 +94,7 @@ class Client:
                 opened()
             if response.status != 200:
                 return Answer(response.status, response.headers, response.read())
-            return [json.loads(line) for line in response]
+            return [json.loads(line) for line in itertools.islice(response, most)]
         finally:
             connection.close()
 

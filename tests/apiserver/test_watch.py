@@ -107,12 +107,17 @@ def config_map(name, **labels):
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}}
 
 
-def test_a_watch_over_http_is_live_and_ends_with_its_timeout(api):
+def test_a_watch_over_http_ends_with_its_timeout(api):
+    version = api.get(MAPS).json["metadata"]["resourceVersion"]
+    assert api.watch(f"{MAPS}?watch=1&timeoutSeconds=1&resourceVersion={version}&labelSelector=none") == []
+
+
+def test_a_watch_over_http_is_live(api):
     version = api.get(MAPS).json["metadata"]["resourceVersion"]
     opened = threading.Event()
     found = []
-    path = f"{MAPS}?watch=1&timeoutSeconds=2&resourceVersion={version}&labelSelector=live"
-    reader = threading.Thread(target=lambda: found.extend(api.watch(path, opened=opened.set)))
+    path = f"{MAPS}?watch=1&timeoutSeconds=60&resourceVersion={version}&labelSelector=live"
+    reader = threading.Thread(target=lambda: found.extend(api.watch(path, opened=opened.set, most=2)))
     reader.start()
     assert opened.wait(30)
     assert api.post(MAPS, config_map("live", live="1")).status == 201

@@ -82,7 +82,7 @@ def test_a_process_ends_at_its_step(script: str, status: int) -> None:
 
 def test_a_stopped_process_is_stopped_completely_and_continued_by_its_helper() -> None:
     """The kernel reports that the process stopped, and only its own helper continues it."""
-    process = child("stop worker/1 @2 0.2s", 4)
+    process = child("stop worker/1 @2 1s", 4)  # long enough for this process to get a processor meanwhile
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)

@@ -122,6 +122,15 @@ class Driver:
         )
         return {item["reason"]: item["message"] for item in found["items"]}
 
+    async def noted(self, name: str, *reasons: str) -> dict[str, str]:
+        """Wait until the pod has events with these reasons; the kubelet writes events in the background."""
+        async with asyncio.timeout(DEADLINE):
+            while True:
+                found = await self.events(name)
+                if set(reasons) <= found.keys():
+                    return found
+                await asyncio.sleep(0.02)
+
     async def printed(self, name: str, pattern: str) -> re.Match[str]:
         """Wait until the container's log file matches."""
         file = self.logs_dir / "default" / name / "main.log"

