@@ -14,7 +14,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -28,6 +27,7 @@ import yaml
 
 from backstay_cli.kube import JOBS
 from backstay_cli.session import Session, start_session
+from backstay_cluster.net import claim_block
 from backstay_spec import contract
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def spec_of(folder: Path, faults: str) -> dict[str, Any]:
     }
 
 
-def until(what: str, ask: Callable[[], T], seconds: float = 90.0) -> T:
+def until(what: str, ask: Callable[[], T], seconds: float = 240.0) -> T:
     """Ask until the answer is true; how long that takes is not judged, only that it ends."""
     end = time.monotonic() + seconds
     while True:
@@ -278,9 +278,8 @@ class Prometheus:
         self._folder.mkdir()
         file = self._folder / "prometheus.yml"
         file.write_text(yaml.safe_dump(self._config))
-        with contextlib.closing(socket.socket()) as one:
-            one.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{one.getsockname()[1]}"
+        self._block = claim_block()  # its own address, where no other process takes the port
+        self.url = f"http://{self._block.node_ip}:9090"
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
@@ -294,7 +293,7 @@ class Prometheus:
                 env={"PATH": os.environ["PATH"], "HOME": str(self._folder)},
             )
         try:
-            until("Prometheus is ready", self._ready, 60)
+            until("Prometheus is ready", self._ready)
         except BaseException:
             self.__exit__()
             raise
@@ -317,6 +316,7 @@ class Prometheus:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._block.close()
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
         """The samples of an instant query at a Unix time, those that are numbers; None: now."""
