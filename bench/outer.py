@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--worker-steps", type=int, default=3840, help="steps of all workers of a row together")
     parser.add_argument("--rows", type=int, nargs="*", help="numbers of rows, from 0; default: all")
-    parser.add_argument("--count", type=int, help="local steps between two updates; default: as the row's name")
+    parser.add_argument("--count", type=int, help="local steps between two updates; default: that of the row's name")
     arguments = parser.parse_args()
     module = example(arguments.size)
     width, layers, context, batch = SIZES[arguments.size]

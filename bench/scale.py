@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--mib", type=int, default=64, help="of the shard")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of the shard")
     parser.add_argument("--backups", type=int, default=0)
     parser.add_argument("--held", type=int, default=0, help="as in `Rules`; 0: the default")
     parser.add_argument("--role", choices=("server", "worker"), help=argparse.SUPPRESS)

@@ -158,7 +158,7 @@ def fleet() -> Json:
         ),
         stat(
             "Jobs that stopped",
-            "Jobs that are to train and apply no updates, after they did.",
+            "Jobs that have trained, should train, and apply no updates now.",
             query(
                 f"count((backstay_job_training{{{NS}}} == 0) and on (namespace, training_job) (backstay_job_step{{{NS}}} > 0)) or vector(0)",
                 "jobs",

@@ -133,7 +133,7 @@ def first_row(board: Board) -> None:
         ),
         stat(
             "Last death",
-            "When a pod of this job died last, and of what.",
+            "The time and the cause of the newest death of a pod.",
             now(
                 "topk(1, max by (role, cause) (max_over_time("
                 f"backstay_job_last_death_timestamp_seconds{{{JOB}}}[$__range]))) * 1000",
@@ -253,7 +253,7 @@ def throughput(board: Board) -> None:
         ),
         graph(
             "Contributions by outcome",
-            "A second, stacked, as the workers were answered. late: the update had its quorum already, as backups"
+            "Contributions a second, stacked, by the answer to the worker. late: the update had its quorum already, as backups"
             " intend; skipped: another contribution of the update was not finite; stale, duplicate, out_of_order,"
             " old_term, old_incarnation, not_in_world: refused; lost: a server was lost before it answered.",
             query(rate("backstay_worker_contributions_total", WORKERS, "by (outcome)"), "{{outcome}}"),
@@ -329,7 +329,7 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Waited for",
-            "The share of time in which updates waited for a rank alone, after all others that they needed, by the part"
+            "The share of time in which an update lacked only this rank's contribution, by the part"
             " of its step. The largest five.",
             query(f"topk(5, {rate(WAITED, COORDINATOR, 'by (rank, part)')} > 0)", "rank {{rank}}: {{part}}"),
             query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no wait"),
@@ -339,8 +339,7 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Waited for, by node",
-            "The same by the node of the rank's pod: the largest five. A node that is slow is above the others with all"
-            " of its ranks.",
+            "The same by the node of the rank's pod: the largest five. If a node is slow, all its ranks are slow.",
             query(f"topk(5, sum by (node) ({by_index} * on (index) group_left (node) {nodes}) > 0)", "{{node}}"),
             query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no wait"),
             unit="percentunit",

@@ -68,7 +68,7 @@ def operator() -> Json:
         ),
         stat(
             "Watch overdue",
-            "For how long a watch has not brought a write of the operator itself. A busy API server is seconds late.",
+            "Seconds for which a watch has not shown a write of the operator. A busy API server is seconds late.",
             now(f"max(backstay_operator_watch_overdue_seconds{{{OP}}})", "overdue"),
             unit="s",
             thresholds=steps((None, GREEN), (15, ORANGE), (60, RED)),
@@ -82,7 +82,7 @@ def operator() -> Json:
         ),
         stat(
             "Replacement",
-            "Mean seconds from a pod's end being seen to its replacement being created, in the time range.",
+            "Mean seconds between the observed end of a pod and the creation of its replacement, in the time range.",
             now(
                 f"sum(increase(backstay_operator_replacement_duration_seconds_sum{{{OP}}}[$__range]))"
                 f" / (sum(increase(backstay_operator_replacement_duration_seconds_count{{{OP}}}[$__range])) > 0)",
@@ -94,7 +94,7 @@ def operator() -> Json:
         ),
         stat(
             "Recovery of workers",
-            "Mean seconds from a worker's death being seen to a contribution of its replacement, in the time range.",
+            "Mean seconds between the observed death of a worker and a contribution of its replacement, in the time range.",
             now(
                 f'sum(increase(backstay_operator_recovery_duration_seconds_sum{{{OP}, role="Worker"}}[$__range]))'
                 f' / (sum(increase(backstay_operator_recovery_duration_seconds_count{{{OP}, role="Worker"}}[$__range])) > 0)',
@@ -115,7 +115,7 @@ def operator() -> Json:
         ),
         graph(
             "Pods created",
-            "A minute, by role.",
+            "Pods created a minute, by role.",
             query(f"60 * {rate('pods_created_total', 'by (role)')}", "{{role}}"),
             query(f"0 * sum(up{{{OP}}})", "none"),
             stacked=True,
@@ -130,12 +130,12 @@ def operator() -> Json:
         ),
         timed(
             "Dead pod to replacement",
-            "From a pod's end being seen to its replacement being created, where nothing had to be waited for.",
+            "Seconds between the observed end of a pod and the creation of its replacement, if nothing delayed the creation.",
             "replacement_duration_seconds",
         ),
         graph(
             "Dead pod to working again",
-            "From a pod's death being seen to its replacement at work: a worker has contributed, another pod is ready."
+            "Seconds between the observed death of a pod and its recovery: a worker has contributed, another pod is ready."
             " Mean by role.",
             query(mean("recovery_duration_seconds", "by (role)"), "{{role}}"),
             unit="s",
@@ -143,7 +143,7 @@ def operator() -> Json:
         ),
         graph(
             "Calls to the jobs' servers",
-            "A second, by gRPC status code; every server is called every 2 s.",
+            "Calls a second, by gRPC status code; the operator calls every server every 2 s.",
             query(f"{rate('progress_calls_total', 'by (code)')}", "{{code}}"),
             unit="ops",
             stacked=True,
@@ -161,7 +161,7 @@ def operator() -> Json:
         ),
         graph(
             "Requests to the API server",
-            "A second, by verb and status code; 0: no answer, 409: it existed already, or was changed meanwhile.",
+            "Requests a second, by verb and status code; 0: no answer, 409: the object existed already, or was changed meanwhile.",
             query(f"{rate('api_requests_total', 'by (verb, code)')}", "{{verb}} {{code}}"),
             unit="reqps",
             stacked=True,
@@ -183,7 +183,7 @@ def operator() -> Json:
         ),
         graph(
             "Watches, late and missed",
-            "For how long a watch has not brought a write of the operator itself, and deletions that no watch reported.",
+            "Seconds for which a watch has not shown a write of the operator, and deletions that no watch reported.",
             query(f"max(backstay_operator_watch_overdue_seconds{{{OP}}})", "overdue"),
             query(f"{rate('missed_deletions_total', 'by (resource)')} > 0", "missed: {{resource}}"),
             unit="s",

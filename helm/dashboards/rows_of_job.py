@@ -43,7 +43,7 @@ def _model() -> Json:
             ),
             graph(
                 "Learning rate",
-                "Of the newest update.",
+                "Learning rate of the newest update.",
                 query(f"max(backstay_learning_rate{{{COORDINATOR}}})", "learning rate"),
                 calcs=("min", "max", "lastNotNull"),
                 width=6,
@@ -170,7 +170,7 @@ def hidden_rows(board: Board) -> None:
                     ("GPU busy", "Share of time in which a kernel ran.", "DCGM_FI_DEV_GPU_UTIL", "percent"),
                     ("GPU memory", "Frame buffer in use, in MiB.", "DCGM_FI_DEV_FB_USED", "mbytes"),
                     ("GPU power", "Power draw.", "DCGM_FI_DEV_POWER_USAGE", "watt"),
-                    ("GPU temperature", "Of the chip.", "DCGM_FI_DEV_GPU_TEMP", "celsius"),
+                    ("GPU temperature", "Temperature of the chip.", "DCGM_FI_DEV_GPU_TEMP", "celsius"),
                 )
             ],
         ),

@@ -58,7 +58,7 @@ JOBS: Final = [
         "",
         "critical",
         f"{_JOB} has failed",
-        f"{_JOB} has failed within the last 24 hours. Its condition Failed says why.",
+        f"{_JOB} has failed within the last 24 hours. Its condition Failed has the reason.",
     ),
     _alert(
         "BackstayRestartBudgetLow",
@@ -90,7 +90,7 @@ JOBS: Final = [
         "warning",
         f"{_JOB} cannot store checkpoints",
         f"{_JOB} failed to store {{{{ $value | humanize }}}} checkpoints in ten minutes. Training continues. The condition"
-        " Checkpointing says why.",
+        " Checkpointing has the reason.",
     ),
     _alert(
         "BackstayStandbyOutOfSync",
@@ -123,7 +123,7 @@ JOBS: Final = [
         f" and {_ON} (time() - backstay_job_start_timestamp_seconds > 1800)",
         "15m",
         "warning",
-        f"{_JOB} wastes its workers",
+        f"{_JOB} has a low goodput",
         f"{{{{ $value | humanizePercentage }}}} of the worker seconds of {_JOB} in the last 30 minutes were useful.",
     ),
 ]
@@ -142,8 +142,8 @@ OPERATOR: Final = [
         "max by (pod) (backstay_operator_watch_overdue_seconds) > 60",
         "2m",
         "critical",
-        "The operator {{ $labels.pod }} does not see what changes",
-        "A watch has not brought one of the operator's own writes for {{ $value | humanizeDuration }}. Dead pods may go"
+        "The operator {{ $labels.pod }} has an outdated watch",
+        "A watch has not shown one of the operator's own writes for {{ $value | humanizeDuration }}. Dead pods may go"
         " unnoticed.",
     ),
     _alert(
@@ -153,7 +153,7 @@ OPERATOR: Final = [
         "5m",
         "warning",
         "{{ $labels.pod }} cannot be scraped",
-        "Prometheus gets no metrics from the pod {{ $labels.pod }}. The other alerts may be blind to it.",
+        "Prometheus gets no metrics from the pod {{ $labels.pod }}. Alerts that need these metrics cannot fire.",
     ),
 ]
 

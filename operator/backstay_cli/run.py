@@ -256,7 +256,7 @@ async def _follow(session: Session, following: Following) -> JobView:
             if not view.seen and time.monotonic() > deadline:
                 log = session.folder / "operator.log"
                 ended = f" ({session.operator.last_end})" if session.operator.last_end else ""
-                text = f"the operator has not looked at the job for {_UNSEEN_SECONDS:.0f} s{ended}, see {log}"
+                text = f"the operator has not reconciled the job within {_UNSEEN_SECONDS:.0f} s{ended}, see {log}"
                 raise SessionError(text)
         if session.died.done():
             raise session.death()

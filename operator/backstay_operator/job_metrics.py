@@ -49,7 +49,7 @@ FAMILIES: Final = (
     _Family(
         _G,
         "training",
-        "1 while updates are applied, 0 while a job that is to train applies none (the condition Training).",
+        "1 while updates are applied, 0 while a job that should train applies none (the condition Training).",
     ),
     _Family(_G, "step", "Updates applied."),
     _Family(_G, "goal_steps", "Updates that training ends with."),
@@ -62,7 +62,7 @@ FAMILIES: Final = (
     ),
     _Family(_G, "loss", "The newest loss."),
     _Family(_C, "steps_redone", "Updates that were lost with a server and applied again, in the job's whole history."),
-    _Family(_G, "standbys", "Standbys that the job desires; only of jobs with standbys."),
+    _Family(_G, "standbys", "Desired standbys; only of jobs with standbys."),
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
     ),
@@ -188,7 +188,7 @@ class JobMetrics(Collector):
         Args:
             clock: a monotonic clock in seconds.
             wall: returns the Unix time.
-            recovered: receives a role and the seconds from a pod's death being seen to its replacement at work.
+            recovered: receives a role, and the seconds between the observed death of a pod and its recovery.
         """
         self._clock, self._wall, self._recovered = clock, wall, recovered
         self._jobs: dict[JobKey, JobSeries] = {}

@@ -126,7 +126,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
         "Training",
         "Updates are applied.",
         {
-            "Updating": "Updates are applied. The message has a step that was seen.",
+            "Updating": "Updates are applied. The message has the newest step that the operator observed.",
             "NotStarted": "No update has been applied yet.",
             "ServersNotReady": "A server is not ready.",
             "WorkersNotReady": "No worker is ready.",
@@ -220,7 +220,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc("Scaled", "Normal", "`workers.replicas` changed.", "None."),
     EventDoc("Suspended", "Normal", "The operator deletes the pods of a suspended job.", "None."),
     EventDoc("Resumed", "Normal", "The operator creates the pods of a resumed job.", "None."),
-    EventDoc("Superseded", "Normal", "A newer pod fills the slot of a pod, which is deleted.", "None."),
+    EventDoc("Superseded", "Normal", "The operator deletes a pod, because a newer pod fills its slot.", "None."),
     EventDoc("Trained", "Normal", "The last update is stored. The script of worker 0 may still run.", "None."),
     EventDoc("Succeeded", "Normal", "The job has succeeded.", "None."),
     EventDoc(
@@ -318,7 +318,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Check the nodes and the network.",
     ),
     EventDoc("Evicted", "Warning", f"Kubernetes evicted a pod. {_FREE}", "None."),
-    EventDoc("Preempted", "Warning", f"A pod of higher priority took the place of a pod. {_FREE}", "None."),
+    EventDoc("Preempted", "Warning", f"Kubernetes preempted a pod for a pod of higher priority. {_FREE}", "None."),
     EventDoc("NodeLost", "Warning", f"The node of a pod is lost. {_FREE}", "None."),
     EventDoc("NodeShutdown", "Warning", f"The node of a pod stopped. {_FREE}", "None."),
     EventDoc(

@@ -326,7 +326,7 @@ RULES: Final[tuple[Rule, ...]] = (
         reads=("gradients", "errorFeedback"),
         cel="!(has(self.errorFeedback) && self.errorFeedback) || self.gradients == 'Int8' || self.gradients == 'Int4'",
         holds=lambda wire: not wire.get("errorFeedback") or wire["gradients"] in ("Int8", "Int4"),
-        message="must be false unless spec.wire.gradients is Int8 or Int4, whose rounding it makes good",
+        message="must be false unless spec.wire.gradients is Int8 or Int4, whose rounding errors it feeds back",
     ),
     Rule(
         at="spec.checkpoint",

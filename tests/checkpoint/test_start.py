@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_listed_in_full(tmp_path: Path) -> None:
     assert str(caught.value).splitlines()[1:5] == [
         "  missing (1): dense.bias",
         "  unexpected (1): head.weight",
-        "  of another shape or kind (2): dense.kernel is [3, 2] there and [2, 3] in init, "
-        "out.0 is int32 there and float32 in init",
+        "  of another shape or kind (2): dense.kernel is [3, 2] in the file and [2, 3] in init, "
+        "out.0 is int32 in the file and float32 in init",
         "  converted (1): out.1.0 from float64 to float32",
     ]
     assert "StartFrom(uri, mapping=...)" in str(caught.value)

@@ -85,7 +85,7 @@ def test_t7_a_file_that_was_truncated_on_its_way_never_gets_a_manifest(
 ) -> None:
     make(store, 1)
     flaky.tears = True
-    with pytest.raises(CheckpointError, match=r"has \d+ bytes, \d+ bytes were written: no checkpoint made"):
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes, \d+ bytes were written: the checkpoint is not stored"):
         make(store, 2)
     newest = store.newest()
     assert newest.manifest is not None

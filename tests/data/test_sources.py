@@ -238,7 +238,7 @@ def test_a_token_outside_int32_is_refused_with_its_place(tmp_path: Path, dtype: 
     )
     tokens[2] = outside
     tokens.tofile(path)
-    with pytest.raises(ConfigurationError, match=r"tokens.bin has a token outside int32 at one of the places 0 to 3"):
+    with pytest.raises(ConfigurationError, match=r"token outside int32 at one of the positions 0 to 3"):
         from_dataset(TokenFile(path, 4, dtype=dtype), batch_size=1)(BatchKey(0, 0, 1))
 
 

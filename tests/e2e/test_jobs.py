@@ -168,7 +168,7 @@ def test_other_shapes_are_refused_at_joining_and_name_the_leaf(cluster: Any, sub
     name = submit(spec, env={"BEHAVE": "shapes"})
     ended(cluster, name, "Failed")
     message = cluster.condition(name, "Failed")["message"]
-    assert "w is float32[5,3] here and float32[6,3] at the caller" in message, cluster.describe(name)
+    assert "w is float32[5,3] on the server and float32[6,3] in the caller" in message, cluster.describe(name)
 
 
 def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: Any, submit: Submit) -> None:

@@ -219,15 +219,18 @@ def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
     for leaves, said in (
         (
             [Leaf(path="a.w", shape=[3, 2], dtype="float32"), LEAVES[1]],
-            r"a\.w is float32\[2,3\] here and float32\[3,2\]",
+            r"a\.w is float32\[2,3\] on the server and float32\[3,2\]",
         ),
         (
             [LEAVES[0], Leaf(path="b", shape=[], dtype="float32")],
-            r"b is bfloat16\[\] here and float32\[\] at the caller",
+            r"b is bfloat16\[\] on the server and float32\[\] in the caller",
         ),
-        ([LEAVES[0]], "b exists only here"),
-        ([*LEAVES, Leaf(path="c", shape=[1], dtype="int8")], "c exists only at the caller"),
-        ([Leaf(path="z", shape=[2, 3], dtype="float32"), LEAVES[1]], r"a\.w stands where the caller has z"),
+        ([LEAVES[0]], "b exists only on the server"),
+        ([*LEAVES, Leaf(path="c", shape=[1], dtype="int8")], "c exists only in the caller"),
+        (
+            [Leaf(path="z", shape=[2, 3], dtype="float32"), LEAVES[1]],
+            r"the leaf a\.w where the caller has z",
+        ),
     ):
         with pytest.raises(Refused, match=said) as refused:
             join(client, Agreement(tuple(leaves), AGREEMENT.settings))

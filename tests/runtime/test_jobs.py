@@ -185,7 +185,7 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     forged = tiny.worker(1, BACKSTAY_TOKEN="fedcba9876543210")
     assert other.wait() == 1
     said = str(other.final_message()["message"])
-    assert "dense.bias is float32[16] here and float32[17] at the caller" in said
+    assert "dense.bias is float32[16] on the server and float32[17] in the caller" in said
     assert other.final_message()["result"] == "Refused"  # a replacement would be, too
     assert forged.wait() == 1
     assert "UNAUTHENTICATED" in str(forged.final_message()["message"])

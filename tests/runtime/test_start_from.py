@@ -54,4 +54,4 @@ def test_t8_a_start_that_does_not_fit_fails_the_job_with_the_list(job, tmp_path:
     assert (said["result"], said["reason"]) == ("Failed", "CheckpointError")
     assert "missing (2): dense.kernel, out.0" in str(said["message"])
     assert "unexpected (1): head" in str(said["message"])
-    assert "of another shape or kind (1): dense.bias is [5] there and [16] in init" in str(said["message"])
+    assert "of another shape or kind (1): dense.bias is [5] in the file and [16] in init" in str(said["message"])

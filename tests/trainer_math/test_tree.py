@@ -87,8 +87,8 @@ def test_the_first_difference_is_named():
     one = describe({"a": jnp.ones(3), "b": jnp.ones(2)})
     assert one.difference(one) is None
     assert one.difference(describe({"a": jnp.ones(4), "b": jnp.ones(2)})) == (
-        "leaf a is a float32[3] here and a float32[4] there"
+        "leaf a is a float32[3] here and a float32[4] in the other tree"
     )
-    assert one.difference(describe({"a": jnp.ones(3)})) == "leaf b float32[2] is missing there"
+    assert one.difference(describe({"a": jnp.ones(3)})) == "the other tree has no leaf b float32[2]"
     with pytest.raises(TreeError, match="leaf c float32"):
         arrays({"a": jnp.ones(3), "b": jnp.ones(2), "c": 0.0}, one)

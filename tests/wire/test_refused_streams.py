@@ -174,7 +174,7 @@ GARBAGE: dict[str, tuple[list[tuple[Frame, np.ndarray | None]], str]] = {
     "a block too many": ([BEGIN, chunk(4, block=7)], "of block 7: this shard has 1 blocks"),
     "beyond the end": ([BEGIN, chunk(44)], "which has 40 bytes"),
     "far beyond the end": ([BEGIN, chunk(4, offset=(1 << 64) - 4)], "which has 40 bytes"),
-    "a gap": ([BEGIN, chunk(4, offset=8)], "byte 0 is next, and missing"),
+    "a gap": ([BEGIN, chunk(4, offset=8)], "byte 0 must be next"),
     "twice the same": ([BEGIN, chunk(8), chunk(8, offset=4)], "up to byte 8 arrived already"),
     "an early end": ([BEGIN, (END, None)], "40 of 40 bytes missing"),
     "a whole that is too long": ([(WHOLE, ones(44))], "has 44 bytes: must be 40"),

@@ -224,8 +224,8 @@ def test_the_same_attempt_twice_is_refused(kit: SimpleNamespace, make_shard: Mak
 @pytest.mark.parametrize(
     ("change", "code", "why"),
     [
-        ({"shard": 3}, "FAILED_PRECONDITION", "this is shard 0: shard 3 was meant"),
-        ({"expected_incarnation": 2}, "FAILED_PRECONDITION", "incarnation 1 here: incarnation 2 was meant"),
+        ({"shard": 3}, "FAILED_PRECONDITION", "this is shard 0, not shard 3"),
+        ({"expected_incarnation": 2}, "FAILED_PRECONDITION", "shard 0 has incarnation 1, not incarnation 2"),
         ({"partition_digest": b"x" * 32}, "INVALID_ARGUMENT", "the digest of worker-0 is 7878787878787878"),
         ({"partition_digest": b""}, "INVALID_ARGUMENT", "the digest of worker-0 is missing"),
         ({"term": 2}, "FAILED_PRECONDITION", "in term 1, not in term 2"),
@@ -259,8 +259,8 @@ def test_an_older_incarnation_is_refused_once_a_newer_was_seen(kit: SimpleNamesp
 @pytest.mark.parametrize(
     ("gradient", "why"),
     [
-        ({"rank": 1}, "only its own"),
-        ({"incarnation": 2}, "only its own"),
+        ({"rank": 1}, "must be its own"),
+        ({"incarnation": 2}, "must be its own"),
         ({"version": 1}, "ahead of shard 0, which is at version 0"),
         ({"term": 9}, "not in term 9"),
     ],

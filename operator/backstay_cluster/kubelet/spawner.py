@@ -379,9 +379,9 @@ class Spawner:
             try:
                 server.start()
             except OSError as error:
-                print(f"no forkserver any more: {error}", file=sys.stderr, flush=True)
+                print(f"no forkserver is started again: {error}", file=sys.stderr, flush=True)
         else:
-            print(f"no forkserver any more: {why}", file=sys.stderr, flush=True)
+            print(f"no forkserver is started again: {why}", file=sys.stderr, flush=True)
         for request in list(self.requests.values()):
             # A process that has reported no longer depends on the forkserver.
             if request.channel is not None and not request.pid and readable(request.channel):

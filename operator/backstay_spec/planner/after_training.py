@@ -144,7 +144,7 @@ def statements(end: Trained, verdict: Verdict) -> list[Statement]:
         Statement(status.AFTER_TRAINING_COMPLETE, None, "ScriptRuns", text),
         Statement(status.RUNNING, True, "AfterTraining", text),
         Statement(status.TRAINING, False, "Trained", "training has ended"),
-        Statement(status.PODS_READY, False, "Trained", "training has ended: the other pods leave"),
+        Statement(status.PODS_READY, False, "Trained", "training has ended, and the other pods are ending"),
     ]
 
 
@@ -212,7 +212,7 @@ def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None)
         alive: its pod, which tries to connect to servers that have left.
     """
     if restored_from(end, facts) is None:
-        return _failed(end, "worker 0 died before it had the result of the training, and the servers have left")
+        return _failed(end, "worker 0 died before it had the result of the training, and the servers have ended")
     if alive is None:
         return replacement.judge(facts, record, LEADER)
     return create(record, LEADER, None) if facts.can_create else Decision(record)

@@ -88,8 +88,8 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     text = (
         f"the gradient of {shown} was exactly zero in the first updates of every worker, so training does not change "
-        "them. Gradients do not train running statistics such as those of batch normalization, and Backstay cannot "
-        "update them yet: use layer or group normalization. Constants belong into `loss`, not into what `init` returns."
+        "them. Gradients do not train running statistics, such as those of batch normalization: make them model state "
+        "(has_state=True). Keep constants in `loss`, and not in what `init` returns."
     )
     return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
 

@@ -34,7 +34,7 @@ from backstay_spec.planner.record import Record
 __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
-NOT_JOINED: Final = "it runs, but has not joined the job: does the script hang before backstay.train?"
+NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
 
 def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> Decision:

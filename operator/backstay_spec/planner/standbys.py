@@ -63,7 +63,7 @@ def _judge_pod(facts: Facts, record: Record, slot: Slot, standby: PodView) -> De
         found = Obstructed(slot, obstacle, created_at(standby) or facts.now, standby=True)
         return Decision(record, checked + Effects(obstructed=(found,)))
     if (since := silent_since(standby)) is not None:
-        joined = hung.never_joined(facts, since, "it runs, but its server could not fill it")
+        joined = hung.never_joined(facts, since, "the standby runs, but its server could not send it the whole state")
         if isinstance(joined, hung.Hung):
             return _end(facts, record, slot, standby, joined.verdict)
         checked += Effects(wake=joined.check_at)

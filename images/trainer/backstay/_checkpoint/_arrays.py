@@ -232,7 +232,7 @@ def _fingerprint(uri: str) -> str:
             found = {name: info for name, info in found.items() if Path(name).is_file()}
         known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
         if not found or not known:
-            what = "there is nothing" if not found else f"found {len(found)} files, such as {min(found)}"
+            what = "there are no files" if not found else f"found {len(found)} files, such as {min(found)}"
             raise CheckpointError(
                 f"{uri} is not a checkpoint of Backstay, a safetensors file, a folder of them or an Orbax checkpoint: "
                 f"{what}"

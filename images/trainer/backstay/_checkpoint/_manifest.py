@@ -154,7 +154,10 @@ class StateRecord(_Model):
             or versions[-1] > self.version
             or self.worlds[-1].world != self.world
         ):
-            raise ValueError("worlds is not the history of the world")
+            raise ValueError(
+                f"worlds has the versions {str(versions)[:100]}: must have ascending ones up to {self.version}, and "
+                f"end with the world {self.world}"
+            )
         return self
 
 

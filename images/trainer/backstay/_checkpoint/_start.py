@@ -167,14 +167,14 @@ def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arra
 
 def _fitted(array: _Array, leaf: LeafSpec, report: _Report) -> _Array | None:
     if tuple(array.shape) != tuple(leaf.shape):
-        report.misfits.append(f"{leaf.name} is {list(array.shape)} there and {list(leaf.shape)} in init")
+        report.misfits.append(f"{leaf.name} is {list(array.shape)} in the file and {list(leaf.shape)} in init")
         return None
     if array.dtype == leaf.dtype:
         return array
     kinds = (*_INEXACT, jnp.integer, jnp.bool_)
     kind = next((kind for kind in kinds if jnp.issubdtype(leaf.dtype, kind)), None)
     if kind is None or not jnp.issubdtype(array.dtype, kind):
-        report.misfits.append(f"{leaf.name} is {array.dtype.name} there and {leaf.dtype.name} in init")
+        report.misfits.append(f"{leaf.name} is {array.dtype.name} in the file and {leaf.dtype.name} in init")
         return None
     with np.errstate(over="ignore"):
         converted = array.astype(leaf.dtype)

@@ -201,7 +201,7 @@ class CheckpointStore:
             if size != info.size:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
-                    f"{self.uri}/{info.name} {found}, {info.size} bytes were written: no checkpoint made"
+                    f"{self.uri}/{info.name} {found}, {info.size} bytes were written: the checkpoint is not stored"
                 )
         while self.folder.size(manifest.name) is not None and manifest.attempt < _MAX_ATTEMPTS - 1:
             manifest = manifest.model_copy(update={"attempt": manifest.attempt + 1})
@@ -320,7 +320,7 @@ class CheckpointStore:
                 continue
             claim = excluded(key, claims)
             if claim is not None:
-                skipped.append(f"{name}: stored by a process that had lost the folder to lease {claim.lease}")
+                skipped.append(f"{name}: its process had lost the folder to another one, with lease {claim.lease}")
                 continue
             try:
                 return Newest(self.open(name, verify=verify), tuple(skipped), tuple(unusable))

@@ -59,7 +59,7 @@ def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
                 return tuple(walk(child) for child in children)
             case {"other": str(name)}:
                 raise CheckpointError(
-                    f"the checkpoint's parameters contain a {name}, which only `like` can bring back: "
+                    f"the checkpoint's parameters contain a {name}, which can be loaded only with `like`: "
                     "call backstay.load(uri, like=init(key)) with a tree of the same structure"
                 )
             case _:

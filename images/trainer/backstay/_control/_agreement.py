@@ -65,7 +65,7 @@ class Agreement:
             found = [f"the number of shards, or the version of Backstay, is not the same ({', '.join(names)})"]
         if not found:
             return ""
-        text = f"{peer} does not agree with {here}: {'; '.join(found)}."
+        text = f"{peer} differs from {here}: {'; '.join(found)}."
         of_wire = {name for name in names if name.startswith("wire.")}
         if of_wire:
             text += f" {_WIRE}"
@@ -127,11 +127,11 @@ def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
     """A description of the first leaf in which two trees differ; empty when they are equal."""
     for own, other in zip(mine, theirs, strict=False):
         if own.path != other.path:
-            return f"the server's leaf {own.path} stands where the caller has {other.path}"
+            return f"the server has the leaf {own.path} where the caller has {other.path}"
         if tuple(own.shape) != tuple(other.shape) or own.dtype != other.dtype:
-            return f"{own.path} is {_kind(own)} here and {_kind(other)} at the caller"
+            return f"{own.path} is {_kind(own)} on the server and {_kind(other)} in the caller"
     if len(mine) != len(theirs):
-        longer, where = (mine, "here") if len(mine) > len(theirs) else (theirs, "at the caller")
+        longer, where = (mine, "on the server") if len(mine) > len(theirs) else (theirs, "in the caller")
         return f"{longer[min(len(mine), len(theirs))].path} exists only {where}"
     return ""
 

@@ -105,7 +105,7 @@ class Links:
             return
         first = item[0].to_coordinator
         if not first.HasField("position"):
-            raise Refusal("INVALID_ARGUMENT", "a link begins with a position")
+            raise Refusal("INVALID_ARGUMENT", "the first message of a link must be a position")
         position, peer = first.position, hello.peer
         sink = _RemoteSink(peer.index, stream)
         try:
@@ -155,7 +155,7 @@ class Links:
         peer, host = hello.peer, self._host
         driving = host.driving
         if driving is None or hello.shard != host.shard:
-            raise Refusal("FAILED_PRECONDITION", "the coordinator is on shard 0")
+            raise Refusal("FAILED_PRECONDITION", "shard 0's server has the coordinator")
         if why := cannot_link(peer, driving.shards):
             raise Refusal("INVALID_ARGUMENT", why)
         if hello.expected_incarnation != host.incarnation:

@@ -255,7 +255,7 @@ class ControlService(grpc.GenericRpcHandler):
         def leave() -> LeaveReply:
             self._see(request.peer)
             if not self.host.left(request.peer, trained=request.trained):
-                raise _Refused(grpc.StatusCode.UNAVAILABLE, "this server ends")
+                raise _Refused(grpc.StatusCode.UNAVAILABLE, "this server is shutting down")
             return LeaveReply()
 
         return await self._do(leave)
@@ -266,14 +266,14 @@ class ControlService(grpc.GenericRpcHandler):
     def _coordinates(self, request: CoordinateRequest) -> CoordinateReply:
         host, peer = self.host, request.peer
         if host.driving is None:
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is on shard 0")
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, "shard 0's server has the coordinator")
         if why := cannot_link(peer, host.driving.shards):
             raise _Refused(grpc.StatusCode.INVALID_ARGUMENT, why)
         self._agree(request, f"{peer.role} {host.shard}")
         self._see(peer)
         if request.coordinator > host.incarnation:
             host.superseded(request.coordinator)
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {request.coordinator} leads now")
+            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {request.coordinator} coordinates now")
         return CoordinateReply(incarnation=host.incarnation, data_address=host.data_address, link=next(self._links))
 
     async def _progress(self, request: ProgressRequest, _: Any) -> ProgressReply:

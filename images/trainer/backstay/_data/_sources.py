@@ -112,7 +112,7 @@ class _Items:
             )
         if self.size >= _ENDLESS:
             raise ConfigurationError(
-                "from_dataset: the source repeats itself without end: leave out repeat(), epochs are made here"
+                "from_dataset: the source repeats itself without end: leave out repeat(). from_dataset makes the epochs"
             )
         self._source = source
         self._many: Callable[[list[int]], Sequence[Any]] | None = getattr(source, "__getitems__", None)
@@ -212,7 +212,7 @@ class TokenFile:
             window = np.asarray(tokens, np.int32)
             if not np.can_cast(tokens.dtype, np.int32) and (window != tokens).any():
                 raise ConfigurationError(
-                    f"TokenFile: {self._paths[file]} has a token outside int32 at one of the places {start} to "
+                    f"TokenFile: {self._paths[file]} has a token outside int32 at one of the positions {start} to "
                     f"{start + self._window - 1}: is {tokens.dtype.name} the dtype of the file?"
                 )
             found.append(window)

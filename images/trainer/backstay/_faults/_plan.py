@@ -149,9 +149,9 @@ def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[st
         else:
             raise _wrong(clause, f"{word!r} is not valid here: {_allowed(action, role)}")
     if DURATIONS[action] == "must" and seconds is None:
-        raise _wrong(clause, f"for how long? {_allowed(action, role)}")
+        raise _wrong(clause, f"the duration is missing: {_allowed(action, role)}")
     if action == "exit" and code is None:
-        raise _wrong(clause, f"with which status? {_allowed(action, role)}")
+        raise _wrong(clause, f"the exit status is missing: {_allowed(action, role)}")
     return point, seconds, code
 
 

@@ -256,7 +256,7 @@ class ConnectionGuard:
         if found.scans >= self._grace_scans:
             return f"no call with this job's token arrived within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
-            return f"its host has more than {MAX_UNPROVEN} without a call with this job's token"
+            return f"its host has more than {MAX_UNPROVEN} connections without a call with this job's token"
         if received_bytes(number) > MAX_UNPROVEN_BYTES:
             found.late_looks += late
             if late and found.late_looks <= MAX_LATE_LOOKS:

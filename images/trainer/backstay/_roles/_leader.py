@@ -213,7 +213,7 @@ class Leader:
         self._examples = counts.pop() if len(counts) == 1 else None
         before, self._examples_before = self._examples_before, None
         if before is not None and self._examples not in (None, before):
-            change = f"examples of a contribution were {before} and are {self._examples}: another batch size"
+            change = f"a contribution had {before} examples and has {self._examples} now: the batch size has changed"
             _LOG.warning("changed since the checkpoint was stored: %s", change)
             self._changes.append(change)
 

@@ -72,7 +72,7 @@ def build(term: Rollback, environment: Environment, script: Script, plan: Plan, 
             uri = f"{environment.checkpoint_uri.rstrip('/')}/{uri.rpartition('/')[2]}"
         engine = restore(uri, plan.partition, shard, plan.rule)
         if engine.version != term.version:
-            raise CheckpointError(f"{uri} is of version {engine.version}, the coordinator means {term.version}")
+            raise CheckpointError(f"{uri} is of version {engine.version}: the term begins at version {term.version}")
     else:
         with one_compiles("init", plan.agreement.digest, seconds=environment.timeouts.compiling):
             parameters = script.initial(term.start_from)

@@ -85,7 +85,7 @@ class Metrics:
             of,
             Counter,
             "contributions",
-            "Contributions by their outcome. skipped: finite, in an update that was skipped because of another one.",
+            "Contributions by their outcome. skipped: finite, but another contribution of the update was not.",
             (*_WHO, "outcome"),
         )
         self.staleness = self._histogram(

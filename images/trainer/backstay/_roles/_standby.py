@@ -128,7 +128,7 @@ class Standby:
     def _follow(self) -> None:
         reply = self._join()
         if reply.incarnation == self.incarnation:
-            raise PeerLost("the Service leads here: waiting for the operator's report")
+            raise PeerLost("the shard's Service already routes to this standby: waiting for the operator to promote it")
         hello = Hello(
             peer=self._peer,
             shard=self.shard,

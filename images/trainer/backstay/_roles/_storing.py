@@ -134,8 +134,9 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
     for path in [*own, *stored]:
         if own.get(path) != stored.get(path):
             raise CheckpointError(
-                f"the checkpoint {manifest.name} does not fit init: {path} is {_shown(stored.get(path))} in it and "
-                f"{_shown(own.get(path))} here; use another checkpoint.uri, or the parameters of the checkpoint"
+                f"the checkpoint {manifest.name} does not fit init: {path} is {_shown(stored.get(path))} in the "
+                f"checkpoint and {_shown(own.get(path))} in init; use another checkpoint.uri, or the parameters "
+                "of the checkpoint"
             )
     if manifest.origin.structure != partition.structure_digest.hex():
         raise CheckpointError(

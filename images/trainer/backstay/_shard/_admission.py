@@ -34,15 +34,15 @@ class Admission:
     def check_server(self, hello: Hello) -> None:
         """
         Raises:
-            Refusal: another server was meant, or the partition differs.
+            Refusal: the stream is for another server, or the partition differs.
         """
         if hello.shard != self._shard:
-            raise Refusal("FAILED_PRECONDITION", f"this is shard {self._shard}: shard {hello.shard} was meant")
+            raise Refusal("FAILED_PRECONDITION", f"this is shard {self._shard}, not shard {hello.shard}")
         if hello.expected_incarnation not in (0, self._incarnation):
             raise Refusal(
                 "FAILED_PRECONDITION",
-                f"shard {self._shard} is served by incarnation {self._incarnation} here: "
-                f"incarnation {hello.expected_incarnation} was meant",
+                f"shard {self._shard} has incarnation {self._incarnation}, not incarnation "
+                f"{hello.expected_incarnation}",
             )
         if hello.partition_digest != self._digest:
             raise Refusal(

@@ -114,7 +114,7 @@ class Follower:
             if kind_of(frame) == "refused":
                 raise Refused(frame.refused.code, frame.refused.message)
             if kind_of(frame) != "replica" or (body is not None and not frame.replica.mean.whole):
-                raise PeerLost(f"a frame {kind_of(frame)!r} is none that an active server sends to its standby")
+                raise PeerLost(f"an active server sends no frame {kind_of(frame)!r} to its standby")
             kind = frame.replica.WhichOneof("kind")
             then: Callable[[], None] | None = None
             if kind == "state":

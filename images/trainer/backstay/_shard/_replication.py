@@ -188,7 +188,7 @@ class Replication:
     def serve(self, hello: Hello, stream: FrameStream) -> None:
         """Serve a standby's stream until it ends."""
         if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
-            stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "another incarnation, or another partition")))
+            stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "expected another incarnation or partition")))
             return
         replica = Replica(hello.peer.incarnation, self._times)
         with self._lock:

@@ -153,7 +153,7 @@ class ShardRuntime:
         with self._changed:
             self._work.notify()
 
-    def close(self, why: str = "the server is going away") -> None:
+    def close(self, why: str = "the server is shutting down") -> None:
         """Refuses all streams as `UNAVAILABLE`, finishes the update that is running, and ends the apply thread."""
         self._stop(Refusal("UNAVAILABLE", why))
         if threading.current_thread() is not self._thread:
@@ -209,7 +209,7 @@ class ShardRuntime:
             try:
                 while not turn.granted and self._wants(part):
                     if not turn.woken.wait(self._times.peer_check) and not alive():
-                        raise PeerLost(f"{describe(part.contribution)} waited for memory: its sender is gone")
+                        raise PeerLost(f"{describe(part.contribution)} waited for memory: its sender disconnected")
                 return self._begin(hello, part)
             finally:
                 self._credits.leave(turn)
@@ -229,7 +229,7 @@ class ShardRuntime:
         if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
             raise Refusal(
                 "INVALID_ARGUMENT",
-                f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: only its own",
+                f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: must be its own",
             )
         check_address(part, self._shard)
         if push.version > self.version:
@@ -354,7 +354,7 @@ class ShardRuntime:
                 work()
                 del work  # it holds the engine
         except Superseded as error:
-            self._stop(Refusal("UNAVAILABLE", f"this server is going away: {error}"))
+            self._stop(Refusal("UNAVAILABLE", f"this server is shutting down: {error}"))
         except Exception as error:  # noqa: BLE001  # after any error the job must fail instead of waiting
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
             self._stop(Refusal("INTERNAL", f"cannot continue: {error}"))

@@ -452,7 +452,7 @@ class ShardEngine:
 
     def _check(self, gradients: Sequence[Sequence[Any]], mean: Mean) -> None:
         if len(gradients) != mean.count:
-            raise ValueError(f"{len(gradients)} gradients and {mean.count} weights: must be as many")
+            raise ValueError(f"{len(gradients)} gradients and {mean.count} weights: must be the same number")
         for rank, contribution in enumerate(gradients):
             if len(contribution) != len(self._layout.blocks):
                 raise ValueError(

@@ -38,7 +38,7 @@ class Mean:
     def of(cls, weights: Sequence[float], divisor: float, clip_factor: float) -> Mean:
         """Raises `ValueError` for no weights, a divisor below 1, or a negative or non-finite factor."""
         if not weights:
-            raise ValueError("a mean of no gradients")
+            raise ValueError("weights is empty: a mean needs at least one gradient")
         if divisor < 1:
             raise ValueError(f"divisor is {divisor}: must be at least 1")
         if not (0.0 <= clip_factor < float("inf")):

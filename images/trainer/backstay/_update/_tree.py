@@ -120,12 +120,12 @@ class TreeSpec:
         theirs = {leaf.name: leaf for leaf in other.leaves}
         for name, leaf in mine.items():
             if name not in theirs:
-                return f"leaf {leaf} is missing there"
+                return f"the other tree has no leaf {leaf}"
             if theirs[name] != leaf:
-                return f"leaf {name} is {leaf} here and {theirs[name]} there"
+                return f"leaf {name} is {leaf} here and {theirs[name]} in the other tree"
         for name, leaf in theirs.items():
             if name not in mine:
-                return f"leaf {leaf} exists only there"
+                return f"only the other tree has leaf {leaf}"
         if [leaf.name for leaf in self.leaves] != [leaf.name for leaf in other.leaves]:
             return "the leaves are in another order"
         return None

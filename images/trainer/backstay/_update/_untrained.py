@@ -83,7 +83,7 @@ def warning(names: Sequence[str], leaves: int) -> str:
         f"the gradient of {shown} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} updates of "
         "every worker, so training does not change them. Running statistics, such as those of batch normalization, are "
         "not trained by gradients: make them model state (has_state=True; `init` then returns (params, state), and "
-        "`loss` returns the new state). Constants belong into `loss`, not into what `init` returns."
+        "`loss` returns the new state). Keep constants in `loss`, and not in what `init` returns."
     )
 
 

@@ -298,7 +298,7 @@ class StreamClient:
         return Superseded(code, message) if code == "PERMISSION_DENIED" else Refused(code, message)
 
     def _nonsense(self, what: str) -> PeerLost:
-        return PeerLost(f"shard {self._shard} broke the rules of the stream: {what}")
+        return PeerLost(f"shard {self._shard} violated the protocol of the stream: {what}")
 
 
 def _decode(wires: Sequence[BlockWire], into: Sequence[Bytes], body: Bytes | None) -> None:

@@ -172,7 +172,7 @@ class Cover:
             )
         if offset > filled:
             raise Refusal(
-                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: byte {filled} is next, and missing"
+                "INVALID_ARGUMENT", f"a chunk is of byte {offset} of block {block}: byte {filled} must be next"
             )
         self._filled[block] = offset + nbytes
         self._missing -= nbytes

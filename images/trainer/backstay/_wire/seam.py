@@ -345,7 +345,7 @@ class DataClient(Protocol):
         Raises:
             errors.Refused: the server refuses; the stream has ended. `Superseded`: a newer incarnation of the caller
                 lives.
-            errors.PeerLost: the stream ended, the shard is going away, or `cancel` was called.
+            errors.PeerLost: the stream ended, the shard is shutting down, or `cancel` was called.
             errors.JobFailed: the job has failed.
         """
         ...

@@ -108,7 +108,7 @@ class QuietPushes:
                 push.received = received
                 if push.quiet == QUIET_CHECKS:
                     _LOG.info(
-                        "worker %d sends nothing in the middle of a contribution, and others wait for its memory. "
+                        "worker %d stopped in the middle of a contribution, and other workers wait for its memory. "
                         "Its connection is closed, and it may send the contribution again",
                         push.rank,
                     )
@@ -263,7 +263,7 @@ class StreamServer:
                 self._shard.complete(incoming, frame.end.info)
                 return True
             elif kind == "abandon" and body is None:
-                raise Refusal("INVALID_ARGUMENT", "a push was abandoned that is still wanted")
+                raise Refusal("INVALID_ARGUMENT", "the worker ended a push that this shard still accepts")
             else:
                 raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot arrive inside a push")
 

@@ -177,13 +177,13 @@ class _ServerStream:
         try:
             self._frames.write(frame, *body)
         except OSError as error:
-            raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
+            raise PeerLost(f"the stream of {self._peer} broke: {_why(error)}") from error
 
     def post(self, frame: Frame) -> None:
         try:
             self._frames.post(frame)
         except OSError as error:
-            raise PeerLost(f"{self._peer} is gone: {_why(error)}") from error
+            raise PeerLost(f"the stream of {self._peer} broke: {_why(error)}") from error
 
     def keep_alive(self) -> None:
         try:
@@ -335,7 +335,7 @@ class Listener:
             if oldest is None:
                 return
             oldest.cut = True
-        self._warnings.add(oldest.address[0], "a connection was closed: too many came without this job's token")
+        self._warnings.add(oldest.address[0], "a connection was closed: too many connections without this job's token")
         cut(oldest.socket)
 
     # ---- In the thread of a connection ----
