@@ -130,7 +130,7 @@ def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, 
     The coordinator sends the beginning of the term again. The shard is already there when it gets this message.
     """
     until(lambda: not server.host.not_ready())
-    server.served.deliver(Rollback(term=1, version=0, world=1))
+    server.served.runtime.deliver(Rollback(term=1, version=0, world=1))
     until(lambda: not server.host.not_ready())
 
 
@@ -148,7 +148,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     held = Held(term=1, world=1, offset=0, engine=engine, last=None)
     inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
     server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
-    server.served.deliver(Done(version=0))
+    server.served.runtime.deliver(Done(version=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"127.0.0.1:{inherited.control.port}"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from backstay._coordination import MODES, Rules
-from backstay._shard._applying import Applier, Term
+from backstay._shard._applying import Applier, Term, TermOver
 from backstay._shard._credits import Credits
 from backstay._shard._published import Publisher
 from backstay._shard._staging import Gradients
 from backstay._shard._standbys import NoStandbys
-from backstay_rpc.control_pb2 import Contribution, GradientInfo, NormRequest, Part, RejectReason, Save
+from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, NormRequest, Part, RejectReason
 
 
 class Bench:
@@ -54,6 +54,9 @@ class Bench:
         held.info, held.complete = GradientInfo(finite=True), complete
         return held
 
+    def apply(self, commit: Commit) -> None:
+        self.applier.apply(self.term, commit, 0.0)
+
     def applied(self) -> list[int]:
         return self.reports.of("applied")
 
@@ -67,7 +70,7 @@ def test_t1_an_update_is_the_mean_of_the_set_and_frees_its_memory(bench: Bench, 
     used = [bench.stage(kit.gid(rank), value) for rank, value in ((0, 1.0), (2, 3.0))]
     late = bench.stage(kit.gid(1), 100.0)
     with bench.publisher.waiting(None, 1) as waiter:
-        bench.applier.carry_out(bench.term, kit.commit(0, [kit.gid(0), kit.gid(2)]))
+        bench.apply(kit.commit(0, [kit.gid(0), kit.gid(2)]))
         answer = bench.publisher.answer_to(waiter)
     assert [block.tolist() for block in bench.engine.values] == [[2.0] * 5, [2.0] * 3]
     assert answer is not None
@@ -85,7 +88,7 @@ def test_t1_a_commit_that_names_what_is_not_here_changes_nothing(bench: Bench, k
     elif held == "another version":
         bench.stage(kit.gid(1, 1, attempt=0), 1.0)
     with pytest.raises(RuntimeError, match="holds only in part" if held == "a part" else "does not hold"):
-        bench.applier.carry_out(bench.term, kit.commit(0, [kit.gid(0), kit.gid(1)]))
+        bench.apply(kit.commit(0, [kit.gid(0), kit.gid(1)]))
     assert (bench.engine.version, bench.engine.applied, bench.applied()) == (0, [], [])
     assert bench.gradients.find(kit.gid(0)) is not None
 
@@ -94,13 +97,13 @@ def test_t3_a_commit_that_names_a_gradient_twice_or_none_is_refused(bench: Bench
     bench.stage(kit.gid(0), 1.0)
     for named in ([kit.gid(0), kit.gid(0)], []):
         with pytest.raises(RuntimeError, match="names no gradient, or one of them twice"):
-            bench.applier.carry_out(bench.term, kit.commit(0, named))
+            bench.apply(kit.commit(0, named))
     assert bench.engine.applied == []
 
 
 def test_a_skipped_update_makes_a_version_with_the_same_parameters(bench: Bench, kit: SimpleNamespace) -> None:
     held = bench.stage(kit.gid(0), 1.0)
-    bench.applier.carry_out(bench.term, kit.commit(0, [kit.gid(0)], skip=True))
+    bench.apply(kit.commit(0, [kit.gid(0)], skip=True))
     assert (bench.engine.version, bench.engine.applied) == (1, [])
     assert (held.outcome, bench.applied()) == (RejectReason.SKIPPED, [1])
 
@@ -109,8 +112,9 @@ def test_t6_an_order_of_a_term_that_is_over_has_no_effect(bench: Bench, kit: Sim
     bench.stage(kit.gid(0), 1.0)
     old = bench.term
     bench.begin(2)
-    for order in (kit.commit(0, [kit.gid(0)], checkpoint=True), Save(version=0)):
-        bench.applier.carry_out(old, order)
+    with pytest.raises(TermOver):
+        bench.applier.apply(old, kit.commit(0, [kit.gid(0)], checkpoint=True), 0.0)
+    bench.applier.save(old)
     assert (bench.engine.applied, bench.applied(), bench.saved) == ([], [], [])
 
 
@@ -119,20 +123,20 @@ def test_the_norm_is_that_of_the_mean_and_the_update_uses_the_same_gradients(
 ) -> None:
     bench.stage(kit.gid(0), 2.0)
     contributions = [Contribution(id=kit.gid(0), weight=1.0)]
-    bench.applier.carry_out(bench.term, NormRequest(term=1, version=0, contributions=contributions, round=3))
+    bench.applier.prepare(bench.term, NormRequest(term=1, version=0, contributions=contributions, round=3))
     (norm,) = bench.reports.of("norm")
     assert (norm.version, norm.round, norm.sum_of_squares) == (0, 3, 4.0 * 8)
     assert bench.engine.version == 0
-    bench.applier.carry_out(bench.term, kit.commit(0, [kit.gid(0)], clip_factor=0.5))
+    bench.apply(kit.commit(0, [kit.gid(0)], clip_factor=0.5))
     assert bench.engine.values[0].tolist() == [1.0] * 5
 
 
 def test_t7_a_checkpoint_is_the_state_right_after_its_commit(bench: Bench, kit: SimpleNamespace) -> None:
     for version in range(2):
         bench.stage(kit.gid(0, version), 1.0)
-        bench.applier.carry_out(bench.term, kit.commit(version, [kit.gid(0, version)], checkpoint=version == 0))
+        bench.apply(kit.commit(version, [kit.gid(0, version)], checkpoint=version == 0))
     assert bench.saved == [(1, 1, 1)]
-    bench.applier.carry_out(bench.term, Save(version=2))
+    bench.applier.save(bench.term)
     assert bench.saved[1:] == [(1, 2, 2)]
 
 
@@ -142,7 +146,7 @@ def test_t8_streams_get_an_error_if_the_engine_fails_in_the_middle(bench: Bench,
     bench.engine.block = lambda b: whole(b) if b == 0 else (_ for _ in ()).throw(OSError("the device is lost"))
     with bench.publisher.waiting(None, 1) as waiter:
         with pytest.raises(OSError, match="the device is lost"):
-            bench.applier.carry_out(bench.term, kit.commit(0, [kit.gid(0)]))
+            bench.apply(kit.commit(0, [kit.gid(0)]))
         answer = bench.publisher.answer_to(waiter)
     assert answer is not None
     assert answer.block(0).tolist() == [1.0] * 5

@@ -51,6 +51,18 @@ def test_commits_are_applied_in_order_of_version(
     assert not shard.coordination.of("failed")
 
 
+def test_t3_a_shard_never_goes_back(kit: SimpleNamespace, make_shard: Make) -> None:
+    """Orders for an earlier version, which come again after a broken link, are not kept."""
+    shard = make_shard((4,), mode="Async")
+    shard.fill(gradient := kit.gid(0, attempt=1), 1.0)
+    commit = kit.commit(0, [gradient])
+    shard.runtime.deliver(commit)
+    shard.coordination.wait_for("applied")
+    shard.runtime.deliver(commit)
+    shard.runtime.deliver(NormRequest(term=1, version=0, contributions=commit.contributions))
+    assert shard.runtime._orders.take(SimpleNamespace(version=0)) is None
+
+
 def test_a_gap_in_the_commits_waits(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((4,), mode="Async")
     first, second = kit.gid(0, attempt=1), kit.gid(1, attempt=1)

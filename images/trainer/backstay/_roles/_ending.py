@@ -14,7 +14,7 @@ class Ending:
 
     Attributes:
         error: the exception that ends the process; None: there is none.
-        done: how the job ended; None while it has not. Call `notice` once the other parts have it too.
+        done: how the job ended; None while it has not.
     """
 
     def __init__(self) -> None:
@@ -26,6 +26,11 @@ class Ending:
         """The process must end with this exception, unless an earlier one ends it."""
         if self.error is None:
             self.error = error
+        self._changed.set()
+
+    def end(self, done: Done) -> None:
+        """The job has ended."""
+        self.done = done
         self._changed.set()
 
     def notice(self) -> None:

@@ -1,14 +1,11 @@
-"""The shard of a server's pod, between its coordinator and its data streams."""
+"""The shard of a server's pod."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from backstay_rpc.control_pb2 import Applied, Commit, Done, Norm, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import ReplicaState, Rollback
 
-from .. import _instrument
-from .._coordination import Message, Report
 from .._shard import Replication, ShardRuntime
 from ._history import rules_of
 from ._learning_rate import LearningRate
@@ -31,15 +28,12 @@ __all__ = ["ServedShard"]
 
 
 class ServedShard:
-    """A `ShardSink` for the coordinator, and the `Coordination` of the shard's parts. Thread-safe.
-
-    All that the shard and the coordinator send each other passes here. A new term is loaded here.
+    """A server's shard with its loading, its checkpoints and its standby. Thread-safe.
 
     Attributes:
-        runtime: applies updates.
+        runtime: applies updates; the coordinator's `ShardSink`.
         replication: sends the state to the standby; None: the job has no standbys.
         ready: whether the state of the term is loaded.
-        world: the world in the newest commit.
     """
 
     def __init__(
@@ -59,15 +53,13 @@ class ServedShard:
         self._env, self._script, self._plan, self._metrics = environment, script, plan, metrics
         self._coordinator, self._ending, self._desired, self._arbiter = coordinator, ending, desired, arbiter
         self.ready = False
-        self.world = config.workers
         self._history = ""
-        self._commit_arrived: dict[int, float] = {}  # by version
         self._learning_rate = LearningRate(metrics)
         self._writer: CheckpointWriter | None = None
         if store is not None:
             self._writer = CheckpointWriter(
                 store,
-                self,
+                coordinator,
                 shard=shard,
                 shards=config.shards,
                 incarnation=environment.incarnation,
@@ -87,10 +79,12 @@ class ServedShard:
         self.runtime = ShardRuntime(
             plan.partition.shards[shard],
             plan.agreement.digest,
-            self,
+            coordinator,
             incarnation=environment.incarnation,
             mode=config.mode,
             on_checkpoint=self._writer,
+            on_rollback=self._rolled_back,
+            on_done=ending.end,
             standbys=self.replication,
             timeouts=environment.timeouts,
             wire=plan.wires[shard],
@@ -98,6 +92,11 @@ class ServedShard:
         )
         self._staged_bytes = sum(block.nbytes for block in plan.wires[shard].gradients)
         self._loader = Loader(self._load, ending.fail)
+
+    @property
+    def world(self) -> int:
+        """Of the newest commit."""
+        return self.runtime.world or self._env.config.workers
 
     # ---- Life ----
 
@@ -114,7 +113,6 @@ class ServedShard:
     def tick(self) -> None:
         """Show the state in metrics. Call it about once a second."""
         memory = self.runtime.memory
-        self._metrics.step.set(self.runtime.version)
         self._metrics.staged_bytes.set(memory.most() * self._staged_bytes)
         self._metrics.staged_bytes_limit.set(memory.bound * self._staged_bytes)
         self._learning_rate.tick()
@@ -125,41 +123,11 @@ class ServedShard:
         if self._writer is not None:
             self._writer.close()
 
-    # ---- Between the shard and the coordinator ----
+    # ---- The shard's calls ----
 
-    def deliver(self, message: Message) -> None:
-        """A message of the coordinator; see `ShardSink`."""
-        match message:
-            case Commit():
-                self._commit_arrived[message.version] = time.monotonic()
-                self.world = message.world
-                _instrument.reach("commit", message.version)
-            case Rollback():
-                self.ready = False
-                self._commit_arrived.clear()
-                self._loader.put(message)
-            case Done():
-                self._ending.done = message
-        self.runtime.deliver(message)
-        if isinstance(message, Done):
-            self._ending.notice()
-
-    def report(self, report: Report) -> None:
-        """A report of the shard or of its writer; see `Coordination`."""
-        match report:
-            case Norm():
-                _instrument.reach("norm", report.version)
-            case Applied():
-                self._applied(report.version)
-        self._coordinator.report(report)
-
-    def _applied(self, version: int) -> None:
-        """An update was applied; it was computed from version - 1."""
-        _instrument.reach("applied", version)
-        self._metrics.step.set(version)
-        began = self._commit_arrived.pop(version - 1, None)
-        if began is not None:
-            _instrument.record("apply", began, time.monotonic(), version - 1)
+    def _rolled_back(self, rollback: Rollback) -> None:
+        self.ready = False
+        self._loader.put(rollback)
 
     def _describe(self, state: ReplicaState) -> bool:
         state.history = self._history
@@ -186,7 +154,8 @@ class ServedShard:
         self.ready = True
 
     def _begin(self, term: int, engine: ShardEngine, world: int, offset: int, history: str) -> None:
-        self.world, self._history = world, history
+        self._history = history
         self._metrics.term.set(term)
         self._learning_rate.watch(engine)
         self.runtime.reset(term, engine, world, offset)
+        self._metrics.step.set_function(lambda: self.runtime.version)

@@ -167,7 +167,7 @@ class Server:
         """
         _instrument.observe("apply", self._metrics.apply_seconds.observe)
         self.served.start()
-        self._coordinator.start(self.served)
+        self._coordinator.start(self.served.runtime)
         self._tracing.tick()
         self._stop.then(self._tracing.stopping)  # it examines whether this thread still ticks
         try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,13 +19,12 @@ from backstay_rpc.control_pb2 import (
     NormRequest,
     RejectReason,
     ReplicaState,
-    Save,
 )
 
+from .. import _instrument
 from .._coordination import Coordination, UpdateMode, identity
 from .._wire import CheckpointHook, Engine, Refusal, Staging
 from ._early import Early
-from ._orders import Order
 from ._prepared import Hold, Operand, Prepared
 from ._published import Published, Publisher
 from ._replication import Replica
@@ -35,7 +34,7 @@ from ._standbys import Standbys
 if TYPE_CHECKING:
     from .._update import ShardWire
 
-__all__ = ["Applier", "Term"]
+__all__ = ["Applier", "Term", "TermOver"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,13 +66,14 @@ class Term:
     fresh: bool = True
 
 
-class _TermOver(Exception):  # noqa: N818  # it is what happened
+class TermOver(Exception):  # noqa: N818  # it is what happened
     """Another term began while an order of this one was being carried out."""
 
 
 class Applier:
     """The work of a shard's apply thread; every method is called by that thread, without the lock.
 
+    An order is for `term.version`. `TermOver`: another term has begun, and the order has no effect.
     No update is ever applied in part. Before the engine is called, every gradient that a commit names is here and
     complete, or their mean is here. Otherwise the shard fails.
     """
@@ -115,19 +115,6 @@ class Applier:
             assert self._current is not None
             self._gradients.credits.begin(self._current.world)
 
-    def carry_out(self, term: Term, order: Order) -> None:
-        """Carry out an order for `term.version`; nothing happens when another term has begun."""
-        with contextlib.suppress(_TermOver):
-            match order:
-                case Save():
-                    self._save(term)
-                case Gather():
-                    self._gather(term, order)
-                case NormRequest():
-                    self._answer(term, order)
-                case Commit():
-                    self._apply(term, order)
-
     def publish_first(self, term: Term) -> None:
         """Hand out the version with which a term begins."""
         term.fresh = False
@@ -140,9 +127,14 @@ class Applier:
         )
         self._standbys.fill(replica, state, term.engine.snapshot(whole=True), term.prepared)
 
+    def save(self, term: Term) -> None:
+        """Have the version written as it is."""
+        if self._hook is not None and term is self._current:
+            self._hook(term.engine.snapshot(), term.number, term.version)
+
     # ---- Prepare ----
 
-    def _gather(self, term: Term, gather: Gather) -> None:
+    def gather(self, term: Term, gather: Gather) -> None:
         """Add up contributions that the next commit names, and free their memory."""
         contributions = gather.contributions
         with self._lock:
@@ -166,7 +158,7 @@ class Applier:
             if self._early is early:
                 self._gradients.credits.summed({gradient.id.rank for gradient in held})
 
-    def _answer(self, term: Term, request: NormRequest) -> None:
+    def prepare(self, term: Term, request: NormRequest) -> None:
         """Prepare an update; answer once a successor of this server could apply it."""
         prepared = self._prepared(term, request.version, request.contributions)
         if prepared is None:
@@ -178,6 +170,7 @@ class Applier:
         total = 0.0 if request.unclipped else prepared.sum_of_squares(term.engine)
         hold()
         if term is self._current:
+            _instrument.reach("norm", request.version)
             norm = Norm(term=request.term, version=request.version, sum_of_squares=float(total), round=request.round)
             self._coordination.report(norm)
 
@@ -205,7 +198,8 @@ class Applier:
 
     # ---- Apply ----
 
-    def _apply(self, term: Term, commit: Commit) -> None:
+    def apply(self, term: Term, commit: Commit, arrived: float) -> None:
+        """Apply an update, and publish its version. `arrived`: when the commit did, by `time.monotonic`."""
         names = {identity(contribution.id) for contribution in commit.contributions}
         if len(names) != len(commit.contributions) or not (names or commit.skip):
             raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one of them twice")
@@ -228,9 +222,11 @@ class Applier:
                     self._gradients.give(staging)
         if term is not self._current:
             return
+        _instrument.reach("applied", commit.version + 1)
+        _instrument.record("apply", arrived, time.monotonic(), commit.version)
         self._coordination.report(Applied(version=commit.version + 1))
         if commit.checkpoint:
-            self._save(term)
+            self.save(term)
 
     def _use(self, term: Term, commit: Commit) -> list[Staging | None]:
         """Move to the next version. Returns the memory of the gradients that this removes from staging."""
@@ -284,15 +280,11 @@ class Applier:
         data, wire = engine.block(b), self._wires[b]
         published.put(b, data, None if wire.codec is None else engine.encoded(b) or wire.encode(data))
 
-    def _save(self, term: Term) -> None:
-        if self._hook is not None and term is self._current:
-            self._hook(term.engine.snapshot(), term.number, term.version)
-
     # ---- Checks ----
 
     def _check(self, term: Term) -> None:
         if term is not self._current:
-            raise _TermOver
+            raise TermOver
 
     def _held(self, contributions: Sequence[Contribution]) -> list[Gradient]:
         """The contributions that this shard holds completely. The caller has the lock."""

@@ -13,9 +13,12 @@ order of version.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 from backstay_rpc.control_pb2 import (
     Commit,
@@ -34,15 +37,16 @@ from backstay_rpc.control_pb2 import (
     Staged,
 )
 
+from .. import _instrument
 from .._coordination import MODES, Coordination, Message, Mode, Rules
 from .._timeouts import Timeouts
 from .._update import ShardWire
 from .._wire import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
 from ..errors import PeerLost, Superseded
 from ._admission import Admission
-from ._applying import Applier, Term
+from ._applying import Applier, Term, TermOver
 from ._credits import Credits
-from ._orders import Order, Orders
+from ._orders import Orders
 from ._prepared import Operand
 from ._published import Publisher
 from ._staging import Gradient, Gradients, check_address, describe
@@ -51,6 +55,8 @@ from ._standbys import NoStandbys, Standbys
 __all__ = ["ShardRuntime"]
 
 _LOG = logging.getLogger(__name__)
+
+_Order = TypeVar("_Order", Commit, Gather, NormRequest, Save)
 
 _LATE = RejectReason.LATE
 _NONE = RejectReason.REJECT_UNSPECIFIED
@@ -68,6 +74,8 @@ class ShardRuntime:
         incarnation: int,
         mode: Mode,
         on_checkpoint: CheckpointHook | None = None,
+        on_rollback: Callable[[Rollback], None] = lambda rollback: None,
+        on_done: Callable[[Done], None] = lambda done: None,
         standbys: Standbys | None = None,
         timeouts: Timeouts | None = None,
         wire: ShardWire | None = None,
@@ -82,6 +90,8 @@ class ShardRuntime:
             incarnation: this server's incarnation.
             mode: the job's update mode.
             on_checkpoint: see `CheckpointHook`.
+            on_rollback: loads the state at which a term begins, and then calls `reset`; returns immediately.
+            on_done: called when the job has ended, after the streams have it.
             standbys: this shard's; None when the job has none.
             timeouts: None for the usual ones.
             wire: how the shard's blocks are encoded on the wire; None: exactly.
@@ -93,6 +103,8 @@ class ShardRuntime:
         self.wire = wire or ShardWire.exactly(layout.blocks)
         self._coordination = coordination
         self._mode = MODES[mode]
+        self._on_rollback, self._on_done = on_rollback, on_done
+        self._world = 0
 
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
@@ -100,7 +112,6 @@ class ShardRuntime:
         self._credits = Credits(self._mode, rules or Rules(mode=mode, shards=1, steps=0), lock)
         self._gradients = Gradients(self.wire, self._credits)
         self._admission = Admission(self._shard, incarnation, digest)
-        self._orders = Orders()
         self._publisher = Publisher(self._mode)
         self._applier = Applier(
             self._changed,
@@ -112,6 +123,7 @@ class ShardRuntime:
             on_checkpoint,
             self.wire,
         )
+        self._orders = Orders(self._applier)
         self._current: Term | None = None
         self._stopped: Refusal | None = None
         self._thread = threading.Thread(target=self._run, name=f"backstay-apply-{self._shard}", daemon=True)
@@ -134,7 +146,7 @@ class ShardRuntime:
             for gradient in self._gradients:
                 if gradient.complete:
                     self._gradients.give(self._gradients.remove(gradient))
-            self._current = Term(term, engine, engine.version, world, offset)
+            self._current, self._world = Term(term, engine, engine.version, world, offset), world
             self._applier.begin(self._current)
             self._standbys.end()  # a standby connects again, and is filled with the new term's state
             self._orders.clear()
@@ -174,6 +186,11 @@ class ShardRuntime:
         """Updates applied, including the one that is being computed."""
         current = self._current
         return 0 if current is None else current.version
+
+    @property
+    def world(self) -> int:
+        """Of the newest commit that arrived; 0: no term has begun."""
+        return self._world
 
     @property
     def failed(self) -> str | None:
@@ -311,47 +328,63 @@ class ShardRuntime:
 
     def deliver(self, message: Message) -> None:
         """A message of the coordinator; see `ShardSink`."""
-        with self._changed:
-            match message:
-                case Commit() | Gather() | NormRequest() | Save():
-                    self._order(message)
-                case Reject():
-                    self._reject(message)
-                case Rollback():
-                    pass  # the server loads that state, and calls `reset`
-                case Done():
-                    self._publisher.done = message
-                    self._credits.wake()
-                    if message.failed:
-                        self._stop_locked(Refusal("ABORTED", f"{message.reason}: {message.failed}"))
-                    self._changed.notify_all()
+        match message:
+            case Commit():
+                _instrument.reach("commit", message.version)
+                self._world = message.world
+                self._order(message, self._orders.commit)
+            case Gather():
+                self._order(message, self._orders.gather)
+            case NormRequest():
+                self._order(message, self._orders.prepare)
+            case Save():
+                self._order(message, self._orders.save)
+            case Reject():
+                self._reject(message)
+            case Rollback():
+                self._on_rollback(message)
+            case Done():
+                self._end(message)
+                self._on_done(message)
 
-    def _order(self, order: Order) -> None:
-        if order.term > self.term:
-            why = f"a {order.DESCRIPTOR.name} is of term {order.term}: this shard is still in term {self.term}"
-            self._stop_locked(Refusal("INTERNAL", why))
-        if order.term == self.term:
-            self._orders.add(order, self.version)
-            self._work.notify()
+    def _order(self, order: _Order, keep: Callable[[_Order], None]) -> None:
+        """Keep an order, unless it is for an earlier version than this shard's."""
+        with self._changed:
+            if order.term > self.term:
+                why = f"a {order.DESCRIPTOR.name} is of term {order.term}: this shard is still in term {self.term}"
+                self._stop_locked(Refusal("INTERNAL", why))
+            if order.term == self.term and order.version >= self.version:
+                keep(order)
+                self._work.notify()
 
     def _reject(self, reject: Reject) -> None:
-        gradient = self._gradients.find(reject.id)
-        if gradient is None:
-            return
-        self._orders.withdraw(reject.id)
-        self._applier.forget(reject.id)
-        gradient.outcome = reject.reason
-        gradient.next_key_step = reject.next_key_step
-        if gradient.complete:  # else the stream that fills it stops by `moved_on`
-            self._gradients.give(self._gradients.remove(gradient))
-        self._changed.notify_all()
+        with self._changed:
+            gradient = self._gradients.find(reject.id)
+            if gradient is None:
+                return
+            self._orders.withdraw(reject.id)
+            self._applier.forget(reject.id)
+            gradient.outcome = reject.reason
+            gradient.next_key_step = reject.next_key_step
+            if gradient.complete:  # else the stream that fills it stops by `moved_on`
+                self._gradients.give(self._gradients.remove(gradient))
+            self._changed.notify_all()
+
+    def _end(self, done: Done) -> None:
+        with self._changed:
+            self._publisher.done = done
+            self._credits.wake()
+            if done.failed:
+                self._stop_locked(Refusal("ABORTED", f"{done.reason}: {done.failed}"))
+            self._changed.notify_all()
 
     # ---- The apply thread ----
 
     def _run(self) -> None:
         try:
             while (work := self._next()) is not None:
-                work()
+                with contextlib.suppress(TermOver):
+                    work()
                 del work  # it holds the engine
         except Superseded as error:
             self._stop(Refusal("UNAVAILABLE", f"this server is shutting down: {error}"))
@@ -368,11 +401,11 @@ class ShardRuntime:
                 term = self._current
                 if term is not None:
                     if term.fresh:
-                        return lambda: self._applier.publish_first(term)
+                        return partial(self._applier.publish_first, term)
                     if (replica := self._standbys.joining()) is not None:
-                        return lambda: self._applier.fill(term, replica)
-                    if (order := self._orders.take(term.version)) is not None:
-                        return lambda: self._applier.carry_out(term, order)
+                        return partial(self._applier.fill, term, replica)
+                    if (work := self._orders.take(term)) is not None:
+                        return work
                 self._work.wait()
             return None
 
