@@ -30,16 +30,16 @@ def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None
     """T8: the wait for the evaluation has a limit too."""
     rules = Rules(mode="Sync", shards=1, steps=1, stores=True, evaluates=True)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
-    assert commits(job.staged(0, 0, staged(0, 0)))[0].checkpoint
-    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    assert commits(job.report(0, 0, staged(0, 0)))[0].checkpoint
+    job.report(1, 0, Written(term=1, version=1, error="disk full"))
     assert job.tick(1.5) == []
     (again,) = job.tick(2)
     assert again.message == Save(term=1, version=1)
-    (failed,) = job.written(3, 0, Written(term=1, version=1, error="disk full"))
+    (failed,) = job.report(3, 0, Written(term=1, version=1, error="disk full"))
     assert failed.error == "shard 0: disk full; it is the last version: the job fails unless it is stored within 600 s"
     assert job.tick(4) == []
     (again,) = job.tick(5)
-    (write,) = job.written(13, 0, Written(term=1, version=1))
+    (write,) = job.report(13, 0, Written(term=1, version=1))
     assert job.manifest(13, 1, "the-uri") == []
     assert write.version == 1
     assert job.tick(600) == []
@@ -48,8 +48,8 @@ def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None
     assert finished.reason == ""
 
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
-    job.staged(0, 0, staged(0, 0))
-    job.written(1, 0, Written(term=1, version=1, error="disk full"))
+    job.report(0, 0, staged(0, 0))
+    job.report(1, 0, Written(term=1, version=1, error="disk full"))
     failed = job.tick(601)[-1]
     assert failed.reason == "CheckpointFailed"
     assert "disk full" in failed.why
@@ -65,10 +65,10 @@ def test_a_history_that_starts_at_its_end_ends_immediately() -> None:
 def test_seconds_and_stopping_make_checkpoints() -> None:
     rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_seconds=10))
-    assert not commits(job.staged(9, 0, staged(0, 0)))[0].checkpoint
-    assert commits(job.staged(10, 0, staged(0, 1)))[0].checkpoint
-    assert not commits(job.staged(30, 0, staged(0, 2)))[0].checkpoint  # one at a time
-    job.written(31, 0, Written(term=1, version=2))
+    assert not commits(job.report(9, 0, staged(0, 0)))[0].checkpoint
+    assert commits(job.report(10, 0, staged(0, 1)))[0].checkpoint
+    assert not commits(job.report(30, 0, staged(0, 2)))[0].checkpoint  # one at a time
+    job.report(31, 0, Written(term=1, version=2))
     job.manifest(31, 2, "two")
     assert [d.message for d in job.save(32)] == [Save(term=1, version=3)]
     assert job.save(32) == []

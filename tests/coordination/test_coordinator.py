@@ -28,11 +28,13 @@ from backstay._coordination import (
     WriteManifest,
 )
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Done,
     Gather,
     GradientId,
     GradientInfo,
+    Lost,
     Norm,
     NormRequest,
     Reject,
@@ -257,7 +259,7 @@ class Job:
                 holders = self.holders.setdefault(key, set())
                 known = len(holders)
                 holders.add(index)
-                decisions = coordinator.staged(now, index, message)
+                decisions = coordinator.report(now, index, message)
                 rejected = any(
                     isinstance(d, Send) and isinstance(d.message, Reject) and d.message.id == message.id
                     for d in decisions
@@ -268,14 +270,14 @@ class Job:
                 of_rank = [s for s in coordinator.open_gradients() if s.id.rank == message.id.rank]
                 assert len(of_rank) <= 2, "the undecided gradients are bounded"
             case Norm():
-                self.carry_out(coordinator.norm(now, index, message))
+                self.carry_out(coordinator.report(now, index, message))
             case Written():
-                self.carry_out(coordinator.written(now, index, message))
+                self.carry_out(coordinator.report(now, index, message))
             case ("applied", version):
-                self.carry_out(coordinator.applied(now, index, version))
+                self.carry_out(coordinator.report(now, index, Applied(version=version)))
             case ("lost", gradient):
                 self.holders.get(key_of(gradient), set()).discard(index)
-                self.carry_out(coordinator.lost(now, index, gradient))
+                self.carry_out(coordinator.report(now, index, Lost(id=gradient)))
 
     def connect(self, shard: Shard) -> None:
         shard.connected = True
@@ -530,21 +532,21 @@ def test_an_older_incarnation_is_refused_once_a_newer_one_joined() -> None:
     rules = Rules(mode="Sync", shards=2, steps=10)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
     job.joined(0, 0, 0)
-    job.staged(0, 0, staged(0, 0))
+    job.report(0, 0, staged(0, 0))
     (given_up,) = [d.message for d in job.joined(1, 0, 1) if isinstance(d, Send)]
     assert given_up.reason == RejectReason.OLD_INCARNATION
-    (refused,) = [d.message for d in job.staged(2, 1, staged(0, 0)) if isinstance(d, Send)]
+    (refused,) = [d.message for d in job.report(2, 1, staged(0, 0)) if isinstance(d, Send)]
     assert refused.reason == RejectReason.OLD_INCARNATION
-    job.staged(3, 0, staged(0, 0, incarnation=1))
-    assert commits(job.staged(3, 1, staged(0, 0, incarnation=1)))
+    job.report(3, 0, staged(0, 0, incarnation=1))
+    assert commits(job.report(3, 1, staged(0, 0, incarnation=1)))
 
 
 def test_undecided_gradients_are_answered_at_the_end() -> None:
     rules = Rules(mode="Async", shards=2, steps=1)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=2))
-    job.staged(0, 0, staged(1, 0))
-    job.staged(0, 0, staged(0, 0))
-    decisions = job.staged(0, 1, staged(0, 0))
+    job.report(0, 0, staged(1, 0))
+    job.report(0, 0, staged(0, 0))
+    decisions = job.report(0, 1, staged(0, 0))
     (late,) = [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Reject)]
     assert (late.id.rank, late.reason) == (1, RejectReason.LATE)
 
@@ -552,36 +554,36 @@ def test_undecided_gradients_are_answered_at_the_end() -> None:
 def test_non_finite_updates_move_the_version_and_then_fail_the_job() -> None:
     rules = Rules(mode="Sync", shards=1, steps=10, max_non_finite=2)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
-    (first,) = commits(job.staged(0, 0, staged(0, 0, finite=False)))
+    (first,) = commits(job.report(0, 0, staged(0, 0, finite=False)))
     assert (first.skip, first.version) == (True, 0)
-    assert not commits(job.staged(1, 0, staged(0, 1)))[0].skip
+    assert not commits(job.report(1, 0, staged(0, 1)))[0].skip
     assert job.state.non_finite_run == 0
-    job.staged(2, 0, staged(0, 2, finite=False))
-    decisions = job.staged(3, 0, staged(0, 3, finite=False))
+    job.report(2, 0, staged(0, 2, finite=False))
+    decisions = job.report(3, 0, staged(0, 3, finite=False))
     (finished,) = [d for d in decisions if isinstance(d, Finished)]
     assert finished.reason == "NonFiniteGradients"
     assert "the contribution of rank 0 at step 3" in finished.why, "its gradient, or its model state"
     assert commits(decisions)[0].skip
-    assert job.staged(4, 0, staged(0, 4)) != []  # answered, not used
+    assert job.report(4, 0, staged(0, 4)) != []  # answered, not used
     assert job.state.version == 4
 
 
 def test_finite_contributions_of_a_skipped_update_do_not_count_as_applied() -> None:
     job = Coordinator(Rules(mode="Sync", shards=1, steps=10), CoordinatorState(term=1, version=0, world=2))
-    job.staged(0, 0, staged(0, 0))
-    counted = [d.outcome for d in job.staged(0, 0, staged(1, 0, finite=False)) if isinstance(d, Counted)]
+    job.report(0, 0, staged(0, 0))
+    counted = [d.outcome for d in job.report(0, 0, staged(1, 0, finite=False)) if isinstance(d, Counted)]
     assert counted == [Outcome.SKIPPED, Outcome.NON_FINITE]
 
 
 def test_the_clip_factor_is_of_the_norm_over_all_shards() -> None:
     rules = Rules(mode="Sync", shards=2, steps=10, clip_norm=1.0)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
-    job.staged(0, 0, staged(0, 0))
-    decisions = job.staged(0, 1, staged(0, 0))
+    job.report(0, 0, staged(0, 0))
+    decisions = job.report(0, 1, staged(0, 0))
     assert not commits(decisions)
     assert any(isinstance(d, Send) and isinstance(d.message, NormRequest) for d in decisions)
-    assert not commits(job.norm(0, 1, Norm(term=1, version=0, sum_of_squares=9.0)))
-    decided = job.norm(0, 0, Norm(term=1, version=0, sum_of_squares=16.0))
+    assert not commits(job.report(0, 1, Norm(term=1, version=0, sum_of_squares=9.0)))
+    decided = job.report(0, 0, Norm(term=1, version=0, sum_of_squares=16.0))
     (commit,) = commits(decided)
     assert commit.clip_factor == pytest.approx(0.2)
     assert [decision.norm for decision in decided if isinstance(decision, Updated)] == [5.0]
@@ -593,14 +595,14 @@ def test_the_world_grows_to_joined_ranks_and_shrinks_immediately() -> None:
     for rank in (0, 1, 3):
         job.joined(0, rank, 0)
     job.configure(0, 4, Intervals())
-    job.staged(0, 0, staged(0, 0))
-    assert commits(job.staged(0, 0, staged(1, 0)))[0].world == 2
+    job.report(0, 0, staged(0, 0))
+    assert commits(job.report(0, 0, staged(1, 0)))[0].world == 2
     job.joined(0, 2, 0)
-    job.staged(0, 0, staged(0, 1))
-    assert commits(job.staged(0, 0, staged(1, 1)))[0].world == 4
+    job.report(0, 0, staged(0, 1))
+    assert commits(job.report(0, 0, staged(1, 1)))[0].world == 4
     job.configure(0, 1, Intervals())
     for rank in (1, 2, 3):  # they leave: the update is of those that stay
-        assert not commits(job.staged(0, 0, staged(rank, 2)))
-    assert commits(job.staged(0, 0, staged(0, 2)))[0].world == 1
-    (answer,) = [d for d in job.staged(0, 0, staged(1, 3)) if isinstance(d, Send)]
+        assert not commits(job.report(0, 0, staged(rank, 2)))
+    assert commits(job.report(0, 0, staged(0, 2)))[0].world == 1
+    (answer,) = [d for d in job.report(0, 0, staged(1, 3)) if isinstance(d, Send)]
     assert answer.message.reason == RejectReason.NOT_IN_WORLD

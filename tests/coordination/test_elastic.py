@@ -33,8 +33,8 @@ def job_of(world: int, **rules: object) -> Coordinator:
 def test_scaling_down_to_the_living_ranks_frees_a_job_whose_others_are_dead() -> None:
     """T1, T8: 0 and 1 have contributed, 2 and 3 never will; the smaller world does not need them."""
     job = job_of(4)
-    job.staged(0, 0, staged(0, 0))
-    job.staged(0, 0, staged(1, 0))
+    job.report(0, 0, staged(0, 0))
+    job.report(0, 0, staged(1, 0))
     (commit,) = commits(job.configure(1.0, 2))
     assert [c.id.rank for c in commit.contributions] == [0, 1]
     assert commit.world == 2
@@ -44,20 +44,20 @@ def test_scaling_down_to_the_living_ranks_frees_a_job_whose_others_are_dead() ->
 def test_the_ranks_that_stay_make_the_update_in_any_order_of_arrival() -> None:
     """T1: the history defines the ranks of an update: those of the smaller of the worlds around it."""
     job = job_of(4, backups=1)
-    job.staged(0, 0, staged(3, 0))
-    job.staged(0, 0, staged(2, 0))
+    job.report(0, 0, staged(3, 0))
+    job.report(0, 0, staged(2, 0))
     assert commits(job.configure(0.0, 2)) == []
-    (commit,) = commits(job.staged(0, 0, staged(1, 0)))
+    (commit,) = commits(job.report(0, 0, staged(1, 0)))
     assert [c.id.rank for c in commit.contributions] == [1]
 
 
 def test_a_request_that_is_withdrawn_changes_nothing() -> None:
     job = job_of(3)
-    job.staged(0, 0, staged(0, 0))
+    job.report(0, 0, staged(0, 0))
     assert job.configure(0.0, 2) == []
     assert job.configure(0.0, 3) == []
-    assert commits(job.staged(0, 0, staged(1, 0))) == []
-    (commit,) = commits(job.staged(0, 0, staged(2, 0)))
+    assert commits(job.report(0, 0, staged(1, 0))) == []
+    (commit,) = commits(job.report(0, 0, staged(2, 0)))
     assert commit.world == 3
     assert len(job.state.worlds) == 1
 
@@ -67,7 +67,7 @@ def test_a_shard_that_starts_receives_the_world_and_its_offset() -> None:
     job = job_of(4)
     job.configure(0.0, 2)
     for rank in (0, 1):
-        job.staged(0, 0, staged(rank, 0))
+        job.report(0, 0, staged(rank, 0))
     saved = CoordinatorState.from_json(job.state.to_json())
     saved.term = 2
     (told,) = (d.message for d in job.restart(0.0, saved, "uri") if isinstance(d, Send))
@@ -100,7 +100,7 @@ def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
             elif ranks:
                 rank = ranks.pop()
                 if rank < min(at.world, desired) or random.random() < 0.7:  # those that leave may be dead
-                    decided = commits(job.staged(0.0, 0, staged(rank, version)))
+                    decided = commits(job.report(0.0, 0, staged(rank, version)))
                 else:
                     dead.append(rank)
             else:  # ranks that died while leaving are requested again
@@ -141,7 +141,7 @@ def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world:
             under_way[rank] = (key_step, key.number)
             continue
         key_step, number = under_way.pop(rank)
-        for commit in commits(job.staged(0.0, 0, staged(rank, job.state.version, key_step))):
+        for commit in commits(job.report(0.0, 0, staged(rank, job.state.version, key_step))):
             numbers.append(number)
             told = (commit.world, commit.offset)
         under_way = {r: drawn for r, drawn in under_way.items() if r < told[0]}

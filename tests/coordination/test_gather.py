@@ -26,7 +26,7 @@ def staged(rank: int, *, attempt: int = 1, incarnation: int = 0, examples: int =
 
 def hand_in(coordinator: Coordinator, rank: int, **more: int) -> list[object]:
     """To both shards. Returns the messages."""
-    decisions = [d for shard in (0, 1) for d in coordinator.staged(0.0, shard, staged(rank, **more))]
+    decisions = [d for shard in (0, 1) for d in coordinator.report(0.0, shard, staged(rank, **more))]
     return [d.message for d in decisions if isinstance(d, Send)]
 
 
@@ -86,7 +86,7 @@ def test_t1_every_sum_is_part_of_the_next_commit(data: st.DataObject) -> None:
             rank = data.draw(st.integers(0, world - 1))
             attempts[rank] += event == "again" or not attempts[rank]
             one = staged(rank, attempt=attempts[rank], examples=data.draw(st.sampled_from(examples)))
-            out = [d for shard in (0, 1) for d in coordinator.staged(now, shard, one)]
+            out = [d for shard in (0, 1) for d in coordinator.report(now, shard, one)]
         elif event == "world":
             out = coordinator.configure(now, data.draw(st.integers(1, world)))
         elif event == "grace":

@@ -20,7 +20,7 @@ def coordinator_of(world: int, **more: object) -> Coordinator:
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=1, world=world))
     coordinator.hello(0.0, 0, 1, 1)
     for rank in range(world):
-        coordinator.lost(0.0, 0, gradient(rank, 0))
+        coordinator.report(0.0, 0, Lost(id=gradient(rank, 0)))
     return coordinator
 
 
@@ -37,7 +37,7 @@ def staged(rank: int, version: int, examples: int = 1, incarnation: int = 0) -> 
 def hand_in(
     coordinator: Coordinator, now: float, rank: int, version: int, *, examples: int = 1, incarnation: int = 0
 ) -> list[Commit]:
-    return commits(coordinator.staged(now, 0, staged(rank, version, examples, incarnation)))
+    return commits(coordinator.report(now, 0, staged(rank, version, examples, incarnation)))
 
 
 def commits(decisions: list[object]) -> list[Commit]:
@@ -205,7 +205,7 @@ def test_the_estimate_is_what_a_job_with_that_grace_does(seed: int, ranks: int, 
             now = coordinator.wakes_at
             decided = commits(coordinator.tick(now))
         elif version < coordinator.state.version:
-            coordinator.lost(now, 0, gradient(rank, version))
+            coordinator.report(now, 0, Lost(id=gradient(rank, version)))
             begin(rank, now, coordinator.state.version)
             continue
         else:
@@ -230,12 +230,12 @@ def test_auto_is_chosen_from_the_observed_durations(late: type) -> None:
         said: list[object] = []
         for rank in range(3):
             now = begin + 1.0
-            said += coordinator.staged(now, 0, staged(rank, version))
+            said += coordinator.report(now, 0, staged(rank, version))
         now = begin + 1.1
         if commits(said):
             coordinator.report(now, 0, late(id=gradient(3, version)))
         else:
-            said = coordinator.staged(now, 0, staged(3, version))
+            said = coordinator.report(now, 0, staged(3, version))
         (updated,) = [decision for decision in said if isinstance(decision, Updated)]
     assert ranks(updated.commit) == [0, 1, 2, 3]
     assert 0.05 <= updated.grace.wait <= 0.15

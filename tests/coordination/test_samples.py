@@ -45,7 +45,7 @@ class Run:
         ranks = list(range(state.world))
         self.random.shuffle(ranks)
         for rank in ranks:
-            decisions += self.job.staged(0.0, 0, staged(rank, state.version, state.term, finite=finite))
+            decisions += self.job.report(0.0, 0, staged(rank, state.version, state.term, finite=finite))
         [updated] = [decision for decision in decisions if isinstance(decision, Updated)]
         if not updated.commit.skip:
             for contribution in updated.commit.contributions:
@@ -182,7 +182,7 @@ def test_t9_an_async_account_continues_with_another_number_of_local_steps(first:
         job = Coordinator(Rules(mode="Async", shards=1, steps=100, batches=batches), state)
         mirror = job.state.copy()
         for version in range(state.version, state.version + 7):
-            for decision in job.staged(0.0, 0, staged(0, version, 1)):
+            for decision in job.report(0.0, 0, staged(0, version, 1)):
                 if isinstance(decision, Updated):
                     mirror, made = after(mirror, decision.commit), made + batches
                     ended += decision.ended
@@ -209,7 +209,7 @@ def test_t9_an_async_account_continues_after_updates_in_sync_mode(counts: tuple[
         for version in range(job.state.version, job.state.version + updates):
             for rank in range(ranks):
                 step = job.state.key_steps.get(rank, 0)
-                for decision in job.staged(0.0, 0, staged(rank, version, job.state.term, key_step=step)):
+                for decision in job.report(0.0, 0, staged(rank, version, job.state.term, key_step=step)):
                     ended.extend(decision.ended if isinstance(decision, Updated) else ())
             used += batches * ranks
         assert job.state.samples is not None
@@ -227,12 +227,12 @@ def test_t9_an_async_account_counts_updates_and_batches_that_a_change_of_the_wor
     job = Coordinator(rules, CoordinatorState(1, 0, 2, samples=Samples(size=10, batch=2, sync=False)))
     ended: list[EpochEnded] = []
     for rank, step in [(0, 0), (0, 1), (1, 0), (0, 2)]:
-        job.staged(0.0, 0, staged(rank, job.state.version, 1, key_step=step))
+        job.report(0.0, 0, staged(rank, job.state.version, 1, key_step=step))
     assert job.state.samples == Samples(10, 2, False, used=8)
     job.joined(0.0, 0, 0)
     job.joined(0.0, 1, 0)
     job.configure(0.0, 1)
-    for decision in job.staged(0.0, 0, staged(0, job.state.version, 1, key_step=3)):
+    for decision in job.report(0.0, 0, staged(0, job.state.version, 1, key_step=3)):
         ended += decision.ended if isinstance(decision, Updated) else ()
     # Rank 0 is at step 4 and rank 1 at step 1: numbers continue above step 4 of both.
     assert ended == [EpochEnded(epoch=0, size=10, used=10, dropped=2 * (1 + 4), repeated=0)]

@@ -18,16 +18,16 @@ def commits(decisions: list[object]) -> list[Commit]:
 
 def test_the_next_update_is_the_last_one_and_is_stored() -> None:
     job = Coordinator(Rules(mode="Sync", shards=1, steps=100, stores=True), CoordinatorState(1, 0, 1))
-    job.staged(0.0, 0, staged(0))
+    job.report(0.0, 0, staged(0))
     mirror = job.state.copy()
     job.stop_early(0.0)
     job.stop_early(0.0)
-    (commit,) = commits(job.staged(0.0, 0, staged(1)))
+    (commit,) = commits(job.report(0.0, 0, staged(1)))
     assert (commit.version, commit.final, commit.checkpoint) == (1, True, True)
     assert job.over
     assert after(mirror, commit).last == job.state.last == 2
     saved = job.state.copy().to_json()
-    job.written(1.0, 0, Written(term=1, version=2, files=[File(name="f")]))
+    job.report(1.0, 0, Written(term=1, version=2, files=[File(name="f")]))
     decisions = job.manifest(1.0, 2, "uri")
     assert [(d.version, d.reason) for d in decisions if isinstance(d, Finished)] == [(2, "")]
     state = CoordinatorState.from_json(saved)

@@ -26,6 +26,7 @@ from backstay._coordination import (
     after,
 )
 from backstay_rpc.control_pb2 import (
+    Applied,
     Commit,
     Contribution,
     GradientId,
@@ -177,11 +178,11 @@ class Job:
         message = shard.outbox.popleft()
         match message:
             case Staged():
-                self.carry_out(self.coordinator.staged(0.0, shard.index, message))
+                self.carry_out(self.coordinator.report(0.0, shard.index, message))
             case Norm():
-                self.carry_out(self.coordinator.norm(0.0, shard.index, message))
+                self.carry_out(self.coordinator.report(0.0, shard.index, message))
             case int():
-                self.carry_out(self.coordinator.applied(0.0, shard.index, message))
+                self.carry_out(self.coordinator.report(0.0, shard.index, Applied(version=message)))
 
     def cut(self, shard: Shard) -> None:
         """The link to the coordinator breaks; messages on the way are lost."""
@@ -331,12 +332,12 @@ def test_t8_a_decision_that_may_be_withdrawn_does_not_refuse_a_gradient() -> Non
     for shard in range(3):
         coordinator.hello(0.0, shard, 1, 0, incarnation=1)
     first, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
-    said = [*coordinator.staged(0.0, 0, first), *coordinator.staged(0.0, 1, first), *coordinator.staged(0.0, 2, first)]
+    said = [*coordinator.report(0.0, 0, first), *coordinator.report(0.0, 1, first), *coordinator.report(0.0, 2, first)]
     assert [type(d.message) for d in said if isinstance(d, Send)] == [NormRequest]
-    assert coordinator.staged(0.0, 0, again) == [], "too early to refuse it"
+    assert coordinator.report(0.0, 0, again) == [], "too early to refuse it"
     taken_back = coordinator.hello(0.0, 2, 1, 0, incarnation=2)
     assert [d.message.id for d in taken_back if isinstance(d, Send)] == [first.id]
-    said = [*coordinator.staged(0.0, 1, again), *coordinator.staged(0.0, 2, again)]
+    said = [*coordinator.report(0.0, 1, again), *coordinator.report(0.0, 2, again)]
     (request,) = [d.message for d in said if isinstance(d, Send)]
     assert [contribution.id for contribution in request.contributions] == [again.id]
 
@@ -348,14 +349,14 @@ def test_t8_a_gradient_that_was_refused_is_refused_by_every_shard() -> None:
     complete, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
     for shard in (0, 1):
         coordinator.hello(0.0, shard, 1, 0)
-        coordinator.staged(0.0, shard, complete)
+        coordinator.report(0.0, shard, complete)
     refused = Reject(id=again.id, reason=RejectReason.DUPLICATE)
-    assert Send(None, refused) in coordinator.staged(0.0, 0, again)
+    assert Send(None, refused) in coordinator.report(0.0, 0, again)
     coordinator.hello(0.0, 1, 1, 0)  # its link broke
-    assert Send(None, refused) in coordinator.staged(0.0, 1, again)
-    coordinator.staged(0.0, 1, complete)
+    assert Send(None, refused) in coordinator.report(0.0, 1, again)
+    coordinator.report(0.0, 1, complete)
     other = Staged(id=GradientId(term=1, rank=1), info=GradientInfo(finite=True))
-    said = [*coordinator.staged(0.0, 0, other), *coordinator.staged(0.0, 1, other)]
+    said = [*coordinator.report(0.0, 0, other), *coordinator.report(0.0, 1, other)]
     (commit,) = [d.message for d in said if isinstance(d, Send)]
     assert [contribution.id for contribution in commit.contributions] == [complete.id, other.id]
 
@@ -439,8 +440,8 @@ def test_a_checkpoint_that_died_with_its_writer_is_due_immediately() -> None:
         )
         resumed.hello(1000.0, 0, 1, version, incarnation=2)
         gradient = GradientId(term=1, version=version, rank=0, key_step=version)
-        resumed.staged(1000.0, 0, Staged(id=gradient, info=GradientInfo(finite=True)))
-        said = resumed.norm(1000.0, 0, Norm(term=1, version=version, round=1))
+        resumed.report(1000.0, 0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        said = resumed.report(1000.0, 0, Norm(term=1, version=version, round=1))
         (commit,) = [d.message for d in said if isinstance(d, Send) and isinstance(d.message, Commit)]
         return commit.checkpoint
 

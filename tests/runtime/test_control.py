@@ -407,9 +407,9 @@ def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
     driving.attach(1, newer, 0, 0, incarnation=2)
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     message = Staged(id=gradient, info=GradientInfo(finite=True))
-    driving.receive(1, older, message)
+    driving.report(1, message, older)
     assert not list(driving._coordinator.open_gradients())
-    driving.receive(1, newer, message)
+    driving.report(1, message, newer)
     assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
 
 

@@ -146,24 +146,26 @@ class Driving:
             state.since_checkpoint = self._coordinator.schedule.since(self._clock())
             return True
 
-    def receive(self, shard: int, sink: ShardSink, report: Report) -> None:
-        """A report of a shard's server on its link. A report from a replaced link is ignored: a server that was only
-        paused may still report after its replacement (T6)."""
-        if isinstance(report, Staged) and self._sinks.get(shard) is sink:
+    def report(self, shard: int, report: Report, sink: ShardSink | None = None) -> None:
+        """A shard's report.
+
+        Args:
+            sink: of the link on which it arrived; None: the shard is in this process. A report from a replaced link is
+                ignored: a server that was only paused may still report after its replacement (T6).
+        """
+
+        def current() -> bool:
+            return sink is None or self._sinks.get(shard) is sink
+
+        if isinstance(report, Staged) and current():
             self._observer.staged(self._clock(), shard, report)
-        self._do(lambda now: self._coordinator.report(now, shard, report) if self._sinks.get(shard) is sink else ())
+        self._do(lambda now: self._coordinator.report(now, shard, report) if current() else ())
 
     def detach(self, shard: int, sink: ShardSink) -> None:
         """The connection broke. Nothing happens when another has replaced it."""
         with self._lock:
             if self._sinks.get(shard) is sink:
                 del self._sinks[shard]
-
-    def report(self, shard: int, report: Report) -> None:
-        """A report of a shard in this process."""
-        if isinstance(report, Staged):
-            self._observer.staged(self._clock(), shard, report)
-        self._do(lambda now: self._coordinator.report(now, shard, report))
 
     # ---- Workers, evaluators, the operator ----
 

@@ -132,7 +132,7 @@ class Links:
                 if message.HasField("spans"):
                     self._host.add_spans(peer, message.spans.SerializeToString())
                 elif (report := report_in(message)) is not None:
-                    driving.receive(peer.index, sink, report)
+                    driving.report(peer.index, report, sink)
                 elif message.WhichOneof("kind") is None:
                     stream.post(ACCEPTED)  # a ping: the shard checks whether this process runs
         finally:

@@ -232,17 +232,18 @@ class Coordinator:
         """A shard's server sent a report."""
         match report:
             case Staged():
-                return self.staged(now, shard, report)
+                return self._staged(now, shard, report)
             case Lost():
-                return self.lost(now, shard, report.id)
+                return self._lost(now, shard, report.id)
             case Norm():
-                return self.norm(now, shard, report)
+                return self._norm(now, shard, report)
             case Written():
-                return self.written(now, shard, report)
+                return self._conclusion.written(now, shard, report)
             case Applied():
-                return self.applied(now, shard, report.version)
+                self._history.applied(shard, report.version)
+                return []
             case ShardFailed():
-                return self.failed(now, shard, report.why)
+                return self.fail("ShardFailed", f"shard {shard}: {report.why}")
 
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
@@ -257,8 +258,7 @@ class Coordinator:
         self._grace.begin(now, state.version)
         return [*out, Send(None, self._history.start), *self._conclusion.end_if_over(now)]
 
-    def staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
-        """A shard holds a complete gradient."""
+    def _staged(self, now: float, shard: int, staged: Staged) -> list[Decision]:
         out, complete = self._intake.staged(shard, staged)
         if complete:
             self._grace.arrived(now, staged.id)
@@ -268,7 +268,7 @@ class Coordinator:
             self._grace.arrived(now, staged.id)
         return out
 
-    def lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
+    def _lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
         """A gradient's stream to a shard ended before its end mark, or the complete gradient arrived too late."""
         self._intake.ledger.lose(shard, gradient)
         if not self._came_late(shard, gradient):
@@ -280,32 +280,16 @@ class Coordinator:
         """Reports of other shards do not count: they may come after the worker's stream to shard 0 has ended."""
         return shard == 0 and gradient.term == self.state.term and gradient.version < self.state.version
 
-    def norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
-        """A shard's answer to a `NormRequest`."""
+    def _norm(self, now: float, shard: int, norm: Norm) -> list[Decision]:
         self._history.answer(shard, norm)
         out = self._release()
         if out:
             out += self._judge_uncertain(now)
         return [*out, *self._conclusion.end_if_over(now)]
 
-    def applied(self, now: float, shard: int, version: int) -> list[Decision]:
-        """A shard reached `version`."""
-        del now
-        self._history.applied(shard, version)
-        return []
-
-    def written(self, now: float, shard: int, written: Written) -> list[Decision]:
-        """A shard stored its files, or failed to."""
-        return self._conclusion.written(now, shard, written)
-
     def manifest(self, now: float, version: int, uri: str, error: str = "") -> list[Decision]:
         """The manifest of `WriteManifest` is stored at `uri`, or could not be stored."""
         return self._conclusion.manifest(now, version, uri, error)
-
-    def failed(self, now: float, shard: int, why: str) -> list[Decision]:
-        """A shard cannot continue."""
-        del now
-        return self.fail("ShardFailed", f"shard {shard}: {why}")
 
     # ---- Workers, the evaluator, the operator, the clock ----
 
@@ -463,5 +447,5 @@ class Coordinator:
     def _judge_uncertain(self, now: float) -> list[Decision]:
         out: list[Decision] = []
         for shard, staged in self._intake.uncertain():
-            out += self.staged(now, shard, staged)
+            out += self._staged(now, shard, staged)
         return out
