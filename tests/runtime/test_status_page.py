@@ -6,7 +6,7 @@ import json
 from typing import Any
 from unittest.mock import Mock
 
-from backstay._roles._leader import Leader
+from backstay._roles._job_observer import JobObserver
 from backstay._roles._status_page import StatusPage
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Doing, HeartbeatRequest, Peer
 
@@ -25,9 +25,9 @@ class Clock:
 
 def test_a_pod_is_shown_with_what_it_does_and_for_how_long() -> None:
     clock = Clock()
-    leader = Mock(spec=Leader)
-    leader.status.return_value = {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf")]}}
-    page = StatusPage(leader, clock=clock)
+    observer = Mock(spec=JobObserver)
+    observer.status.return_value = {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf")]}}
+    page = StatusPage(observer, clock=clock)
     page.beat(beat(1, activity=TRAINING, doing=Doing(point="compute", step=0, has_step=True, seconds=2.0)))
     clock.now = 105.0
     page.beat(beat(0, activity=WAITING))

@@ -9,14 +9,14 @@ import pytest
 from prometheus_client import generate_latest
 
 from backstay._coordination import CoordinatorState, Liveness
-from backstay._roles._leader import Leader
+from backstay._roles._job_observer import JobObserver
 from backstay._roles._metrics import Metrics
 from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 
 def test_a_slow_rank_is_reported_until_it_is_no_longer_slow(caplog: pytest.LogCaptureFixture) -> None:
     live, metrics = Liveness("Sync"), Metrics("job", "ParameterServer", 0)
-    leader = Leader(live, threading.Lock(), metrics, 10, 0)
+    observer = JobObserver(live, threading.Lock(), metrics, 10, 0)
     state = CoordinatorState(term=1, version=3, world=3)
     peers = [Peer(role="worker", index=rank, incarnation=1) for rank in range(3)]
 
@@ -27,7 +27,7 @@ def test_a_slow_rank_is_reported_until_it_is_no_longer_slow(caplog: pytest.LogCa
                 live.beat(now, peer, TRAINING, each)
         reply = ProgressReply()
         with caplog.at_level(logging.WARNING):
-            leader.fill(now, reply, state, 300)
+            observer.fill(now, reply, state, 300)
         return [slow.rank for slow in reply.stragglers]
 
     assert reported(0, 0.1, 0.1, 0.5) == [2]

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from backstay._coordination import Liveness, Updated
-from backstay._roles._leader import Leader
+from backstay._roles._job_observer import JobObserver
 from backstay._roles._learning_rate import LearningRate
 from backstay._roles._metrics import Metrics
 from backstay._roles._utilization import Utilization
@@ -75,13 +75,13 @@ def test_the_memory_of_each_device_is_what_it_reports_at_a_scrape() -> None:
 
 def test_shard_0_counts_tokens_of_applied_contributions_and_shows_the_norm() -> None:
     metrics = Metrics("job", "ParameterServer", 0)
-    leader = Leader(Liveness("Sync"), threading.Lock(), metrics, 10, 0)
+    observer = JobObserver(Liveness("Sync"), threading.Lock(), metrics, 10, 0)
 
     def update(version: int, tokens: list[float], *, skip: bool = False, norm: float | None = None) -> None:
         infos = tuple(GradientInfo(finite=not skip, examples=1, loss=1.0, metrics={"tokens": each}) for each in tokens)
         made = [Contribution(id=GradientId(rank=rank, version=version), weight=1.0) for rank in range(len(tokens))]
         commit = Commit(term=1, version=version, contributions=made, world=2, skip=skip)
-        leader.updated(float(version), Updated(commit, infos, norm=norm))
+        observer.updated(float(version), Updated(commit, infos, norm=norm))
 
     update(0, [100.0, 50.0])
     assert (value(metrics, "tokens_total"), value(metrics, "gradient_norm")) == (150.0, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backstay_rpc.control_pb2 import (
@@ -26,8 +25,8 @@ from .._control import Driving, Link
 from .._coordination import Intervals, Liveness, Report, ShardSink
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
+from ._job_observer import JobObserver
 from ._last_save import request_save, wait_until
-from ._leader import Leader
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
@@ -45,50 +44,19 @@ _LOG = logging.getLogger(__name__)
 
 
 class CoordinatorAccess(Protocol):
-    """The coordinator, as one server uses it; a `Coordination`. Thread-safe."""
-
-    @property
-    def driving(self) -> Driving | None:
-        """The coordinator; None: another server has the coordinator."""
-
-    @property
-    def leader(self) -> Leader | None:
-        """The coordinator's observer; None: another server has the coordinator."""
-
-    @property
-    def already_complete(self) -> bool:
-        """Whether the training was complete when this server started."""
+    """The coordinator, as one shard's server uses it; a `Coordination`. Thread-safe."""
 
     def start(self, sink: ShardSink) -> None:
         """Call once: `sink` gets the coordinator's messages from now on."""
 
-    def check(self) -> None:
-        """Call it about once a second.
-
-        Raises:
-            Refused: the coordinator refuses this server permanently.
-            Exception: this server cannot reach the coordinator any more because of a defect.
-        """
-
     def close(self) -> None:
         """Pass no more messages in either direction."""
-
-    def release(self) -> None:
-        """Release the checkpoint folder. Call after `close`, and after this server's last checkpoint."""
-
-    # ---- The shard ----
 
     def report(self, report: Report) -> None:
         """See `Coordination`."""
 
-    def started(self, term: int, version: int) -> None:
-        """The shard is at the beginning of a term."""
-
     def describe(self, state: ReplicaState) -> bool:
         """See `Driving.describe`."""
-
-    def expect(self, incarnation: int) -> None:
-        """The incarnation of shard 0's active server."""
 
     def save_and_wait(self) -> None:
         """SIGTERM: request a checkpoint of the present state, and wait until it is stored or cannot be."""
@@ -96,35 +64,17 @@ class CoordinatorAccess(Protocol):
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         """The termination message of this pod."""
 
-    # ---- Workers, evaluators and the operator ----
-
-    def joined(self, peer: Peer, reply: JoinReply) -> None:
-        """A worker or evaluator joined; complete the reply to it."""
-
-    def left(self, peer: Peer) -> None:
-        """A pod leaves; when a server leaves, its state is stored first."""
-
-    def disconnected(self, hello: Hello) -> None:
-        """A worker's data stream to this server ended."""
-
-    def silent(self, ranks: Iterable[int]) -> None:
-        """See `Coordinator.silent`."""
-
-    def answer(self, reply: HeartbeatReply, version: int) -> None:
-        """Complete the reply to a heartbeat; `version` is that of this shard."""
-
-    def evaluated(self, request: EvaluatedRequest) -> None:
-        """An evaluator, or worker 0, reports an evaluation."""
-
-    def configure(self, request: ProgressRequest) -> None:
-        """The operator sent its settings."""
-
-    def fill(self, now: float, reply: ProgressReply) -> None:
-        """Add the job's part to the reply to the operator."""
-
 
 class LocalCoordinator:
-    """The coordinator in this process. See `CoordinatorAccess`. It is the `LinkHost` of the other shards' links."""
+    """The coordinator in this process. See `CoordinatorAccess`. It is the `LinkHost` of the other shards' links.
+
+    Workers, evaluators and the operator call every shard's server. The coordinator's part of the answers is here.
+
+    Attributes:
+        driving: the coordinator.
+        observer: its observer.
+        already_complete: whether the training was complete when this server started.
+    """
 
     def __init__(
         self,
@@ -152,13 +102,13 @@ class LocalCoordinator:
         self._ending, self._desired, self._held, self._tracing = ending, desired, held, tracing
         leaves = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
         batches = script.batches_of_update
-        self.leader = Leader(liveness, lock, metrics, script.steps, script.log_every, leaves, batches=batches)
+        self.observer = JobObserver(liveness, lock, metrics, script.steps, script.log_every, leaves, batches=batches)
         self._running: Driving | None = None  # for a folder that is lost while it is read
         self._storage, self.driving, self.already_complete = begin_history(
             environment,
             script,
             plan,
-            self.leader,
+            self.observer,
             store,
             held,
             stop,
@@ -187,16 +137,14 @@ class LocalCoordinator:
                 held.engine.version,
                 incarnation=self.incarnation,
                 last=held.last,
-                prepared=() if held.prepared is None else held.prepared.contributions,
+                prepared=held.contributions,
             )
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         self.driving.close()
 
     def release(self) -> None:
+        """After `close`, and after this server's last checkpoint: release the checkpoint folder."""
         self._storage.close()
 
     def add_spans(self, peer: Peer, spans: bytes) -> None:
@@ -208,14 +156,8 @@ class LocalCoordinator:
     def report(self, report: Report) -> None:
         self.driving.report(0, report)
 
-    def started(self, term: int, version: int) -> None:
-        pass  # the coordinator began the term
-
     def describe(self, state: ReplicaState) -> bool:
         return self.driving.describe(state)
-
-    def expect(self, incarnation: int) -> None:
-        pass
 
     def save_and_wait(self) -> None:
         self._storage.closing()
@@ -231,11 +173,12 @@ class LocalCoordinator:
             _LOG.warning("step %d is not stored: the server of shard %d left earlier", step, gone[0])
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
-        return _failure(done) if done.failed else self.leader.outcome(done, term, complete=self.already_complete)
+        return _failure(done) if done.failed else self.observer.outcome(done, term, complete=self.already_complete)
 
     # ---- Workers, evaluators and the operator ----
 
     def joined(self, peer: Peer, reply: JoinReply) -> None:
+        """A worker or evaluator joined; complete the reply to it."""
         if peer.role == contract.ROLE_EVALUATOR:
             self.driving.evaluates()
         elif peer.role == contract.ROLE_WORKER:
@@ -244,28 +187,30 @@ class LocalCoordinator:
             reply.began = self.driving.start_of_term.version
 
     def left(self, peer: Peer) -> None:
+        """A pod leaves; when a server leaves, its state is stored first."""
         if peer.role == contract.ROLE_SERVER:
             self.driving.save()
         elif peer.role == contract.ROLE_WORKER:
             self.driving.left(peer.index, peer.incarnation)
 
     def disconnected(self, hello: Hello) -> None:
+        """A worker's data stream to this server ended."""
         self.driving.disconnected(hello.peer.index, hello.peer.incarnation)
 
-    def silent(self, ranks: Iterable[int]) -> None:
-        self.driving.silent(ranks)
-
     def answer(self, reply: HeartbeatReply, version: int) -> None:
-        checkpoint = self.leader.checkpoint
+        """Complete the reply to a heartbeat; `version` is that of this shard."""
+        checkpoint = self.observer.checkpoint
         reply.checkpoint, reply.checkpoint_step = checkpoint.uri, checkpoint.step
         if reply.done:
-            reply.evaluation.update(self.leader.evaluation_of(version))
+            reply.evaluation.update(self.observer.evaluation_of(version))
 
     def evaluated(self, request: EvaluatedRequest) -> None:
-        self.leader.evaluated(request)
+        """An evaluator, or worker 0, reports an evaluation."""
+        self.observer.evaluated(request)
         self.driving.evaluated(request.step)
 
     def configure(self, request: ProgressRequest) -> None:
+        """The operator sent its settings."""
         intervals = None
         if request.HasField("checkpoint"):
             sent = request.checkpoint
@@ -275,16 +220,13 @@ class LocalCoordinator:
             self.driving.set_grace(None if request.grace.auto else request.grace.seconds)
 
     def fill(self, now: float, reply: ProgressReply) -> None:
+        """Add the job's part to the reply to the operator."""
         stall_seconds = self._desired.stall_seconds
-        self.leader.fill(now, reply, self.driving.state(), stall_seconds, self.driving.start_of_term)
+        self.observer.fill(now, reply, self.driving.state(), stall_seconds, self.driving.start_of_term)
 
 
 class RemoteCoordinator:
     """The coordinator in shard 0's server, over a link. See `CoordinatorAccess`."""
-
-    driving: None = None
-    leader: None = None
-    already_complete = False
 
     def __init__(self, link: Link, environment: Environment, peer: Peer, held: Held | None) -> None:
         """
@@ -296,41 +238,22 @@ class RemoteCoordinator:
         self._link, self._env, self._peer = link, environment, peer
         self._saved = threading.Event()
         if held is not None:
-            prepared = () if held.prepared is None else held.prepared.contributions
-            link.inherit(held.term, held.engine.version, held.last, prepared)
+            link.inherit(held.term, held.engine.version, held.last, held.contributions)
 
     def start(self, sink: ShardSink) -> None:
         self._link.start(sink)
 
-    def check(self) -> None:
-        self._link.tick(time.monotonic())
-        if self._link.error is not None:
-            raise self._link.error
-
     def close(self) -> None:
         self._link.close()
-
-    def release(self) -> None:
-        pass
-
-    # ---- The shard ----
 
     def report(self, report: Report) -> None:
         self._link.report(report)
         if isinstance(report, Written):
             self._saved.set()
 
-    def started(self, term: int, version: int) -> None:
-        self._link.started(term, version)
-
     def describe(self, state: ReplicaState) -> bool:
         del state  # only shard 0's standby needs the coordinator's state
         return True
-
-    def expect(self, incarnation: int) -> None:
-        # Without standbys, the previous server may still run, and need this shard for its last checkpoint.
-        times = self._env.timeouts
-        self._link.expect(incarnation, 0.0 if self._env.config.standbys else times.last_save + times.silent)
 
     def save_and_wait(self) -> None:
         if self._env.checkpoint_uri is None:
@@ -344,32 +267,6 @@ class RemoteCoordinator:
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         del term
         return _failure(done)
-
-    # ---- Workers, evaluators and the operator: they call the coordinator's server too ----
-
-    def joined(self, peer: Peer, reply: JoinReply) -> None:
-        pass
-
-    def left(self, peer: Peer) -> None:
-        pass
-
-    def disconnected(self, hello: Hello) -> None:
-        pass
-
-    def silent(self, ranks: Iterable[int]) -> None:
-        pass
-
-    def answer(self, reply: HeartbeatReply, version: int) -> None:
-        pass
-
-    def evaluated(self, request: EvaluatedRequest) -> None:
-        pass
-
-    def configure(self, request: ProgressRequest) -> None:
-        pass
-
-    def fill(self, now: float, reply: ProgressReply) -> None:
-        pass
 
 
 def _failure(done: Done) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .._process import Environment, Stop
     from .._shard import Held
     from ._desired import Desired
-    from ._leader import Leader
+    from ._job_observer import JobObserver
     from ._script import Plan, Script
 
 __all__ = ["begin_history", "rules_of"]
@@ -34,7 +34,7 @@ def _open_storage(
     environment: Environment,
     script: Script,
     plan: Plan,
-    leader: Leader,
+    observer: JobObserver,
     store: CheckpointStore | None,
     stop: Stop,
     lost: Callable[[BackstayError], None],
@@ -63,8 +63,8 @@ def _open_storage(
         identity,
         keep=lambda: desired.keep,
         world=lambda: desired.world,
-        metrics=leader.evaluation,
-        examples=leader.examples,
+        metrics=observer.evaluation,
+        examples=observer.examples,
         fixed_start=script.fixed_start,
     )
 
@@ -89,7 +89,7 @@ def begin_history(
     environment: Environment,
     script: Script,
     plan: Plan,
-    leader: Leader,
+    observer: JobObserver,
     store: CheckpointStore | None,
     held: Held | None,
     stop: Stop,
@@ -110,12 +110,12 @@ def begin_history(
         SystemExit: SIGTERM arrived while the process waited for the folder.
     """
     config, mode = environment.config, MODES[environment.config.mode]
-    leader.watch_waits(config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks())
-    storage = _open_storage(environment, script, plan, leader, store, stop, lost, desired)
-    leader.reports = storage.reports = _reports(environment, script, store)
+    observer.watch_waits(config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks())
+    storage = _open_storage(environment, script, plan, observer, store, stop, lost, desired)
+    observer.reports = storage.reports = _reports(environment, script, store)
     try:
-        driving, complete = _begin(environment, script, leader, storage, held, desired)
-        leader.reports.stop = driving.stop_early
+        driving, complete = _begin(environment, script, observer, storage, held, desired)
+        observer.reports.stop = driving.stop_early
     except BaseException:
         storage.close()
         if stop.requested.is_set():
@@ -127,7 +127,7 @@ def begin_history(
 def _begin(
     environment: Environment,
     script: Script,
-    leader: Leader,
+    observer: JobObserver,
     storage: ManifestStorage | NoStorage,
     held: Held | None,
     desired: Desired,
@@ -136,13 +136,13 @@ def _begin(
     rules, intervals = rules_of(environment, script), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
         checkpoint, at = storage.known(held.coordinator)
-        leader.start(held.coordinator, checkpoint, at[1], held.infos, checkpoint_time=storage.stored_at)
+        observer.start(held.coordinator, checkpoint, at[1], held.infos, checkpoint_time=storage.stored_at)
         successor = Coordinator.resume(
             rules,
             held.coordinator,
             held.start,
             last=held.last,
-            prepared=() if held.prepared is None else held.prepared.contributions,
+            prepared=held.contributions,
             incarnation=environment.incarnation,
             infos=() if held.prepared is None else held.prepared.infos,
             checkpoint=checkpoint,
@@ -152,19 +152,19 @@ def _begin(
             intervals=intervals,
             now=now,
         )
-        return Driving(successor, storage, leader), False
+        return Driving(successor, storage, observer), False
     state, checkpoint = storage.newest(0)
     first = epochs_of(script)
     state.samples = None if first is None else MODES[environment.config.mode].account(first, state)
     if checkpoint:
         _LOG.info("continuing from the checkpoint of step %d: %s", state.version, checkpoint)
     if storage.continued is not None:
-        _report(storage.continued, leader)
-    leader.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
+        _report(storage.continued, observer)
+    observer.start(state, checkpoint, state.version, checkpoint_time=storage.stored_at)
     coordinator = Coordinator(
         rules, state, checkpoint=checkpoint, desired_world=desired.world, intervals=intervals, now=now
     )
-    return Driving(coordinator, storage, leader), bool(checkpoint) and coordinator.over
+    return Driving(coordinator, storage, observer), bool(checkpoint) and coordinator.over
 
 
 def _reports(environment: Environment, script: Script, store: CheckpointStore | None) -> Reports:
@@ -176,7 +176,7 @@ def _reports(environment: Environment, script: Script, store: CheckpointStore | 
     return Reports(script.on_update, files, script.stop_when, flush_seconds=seconds)
 
 
-def _report(continued: Continued, leader: Leader) -> None:
+def _report(continued: Continued, observer: JobObserver) -> None:
     """Log which run stored the checkpoint that training continues from, and the user's changes since."""
     origin = continued.origin
     if not continued.own:
@@ -196,7 +196,7 @@ def _report(continued: Continued, leader: Leader) -> None:
         )
     for change in continued.changes:
         _LOG.warning("changed since the checkpoint of step %d: %s", continued.step, change)
-    leader.continues(continued.changes, None if continued.same_run else continued.examples)
+    observer.continues(continued.changes, None if continued.same_run else continued.examples)
 
 
 def rules_of(environment: Environment, script: Script) -> Rules:

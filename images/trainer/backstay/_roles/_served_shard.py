@@ -14,6 +14,7 @@ from ._storing import CheckpointWriter
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
+    from .._control import Link
     from .._process import Environment
     from .._shard import Held
     from .._update import ShardEngine
@@ -43,15 +44,17 @@ class ServedShard:
         plan: Plan,
         metrics: Metrics,
         coordinator: CoordinatorAccess,
+        link: Link | None,
         *,
         ending: Ending,
         desired: Desired,
         arbiter: Arbiter,
         store: CheckpointStore | None,
     ) -> None:
+        """`link`: to the coordinator; None: the coordinator is in this process."""
         config, shard = environment.config, environment.index
         self._env, self._script, self._plan, self._metrics = environment, script, plan, metrics
-        self._coordinator, self._ending, self._desired, self._arbiter = coordinator, ending, desired, arbiter
+        self._coordinator, self._link, self._desired, self._arbiter = coordinator, link, desired, arbiter
         self.ready = False
         self._history = ""
         self._learning_rate = LearningRate(metrics)
@@ -150,7 +153,8 @@ class ServedShard:
         else:
             engine = build(rollback, self._env, self._script, self._plan, self._desired.world)
             self._begin(rollback.term, engine, rollback.world, rollback.offset, rollback.history)
-        self._coordinator.started(rollback.term, version)
+        if self._link is not None:
+            self._link.started(rollback.term, version)
         self.ready = True
 
     def _begin(self, term: int, engine: ShardEngine, world: int, offset: int, history: str) -> None:

@@ -58,7 +58,6 @@ class Server:
         held = None if inherited is None else inherited.held
         config, times = environment.config, environment.timeouts
         self._env, self._metrics, self._stop, self._times = environment, metrics, stop, times
-        self._coordinates = environment.index == 0
         self._ending, self._desired = Ending(), Desired.of(config)
         stop.then(self._ending.notice)
         self._liveness, self._lock = Liveness(config.mode, times), threading.Lock()
@@ -74,14 +73,15 @@ class Server:
         )
         peers = Peers() if inherited is None else inherited.peers
         store = open_store(environment, probes=inherited is None)
-        link = None
-        if not self._coordinates:
-            link = Link(environment.servers[0], environment.token, peer, plan.agreement, config.mode, times)
-        self._tracing = Tracing(environment, peer, store, link)
+        self._link: Link | None = None
+        if environment.index != 0:
+            self._link = Link(environment.servers[0], environment.token, peer, plan.agreement, config.mode, times)
+        self._tracing = Tracing(environment, peer, store, self._link)
         self._coordinator: CoordinatorAccess
+        self._local: LocalCoordinator | None = None  # the same, on shard 0
         self._links: Links | None = None
-        if link is None:
-            self._coordinator = local = LocalCoordinator(
+        if self._link is None:
+            self._coordinator = self._local = LocalCoordinator(
                 environment,
                 script,
                 plan,
@@ -95,15 +95,16 @@ class Server:
                 held=held,
                 tracing=self._tracing,
             )
-            self._links = Links(local, peers, times)
+            self._links = Links(self._local, peers, times)
         else:
-            self._coordinator = RemoteCoordinator(link, environment, peer, held)
+            self._coordinator = RemoteCoordinator(self._link, environment, peer, held)
         self.served = ServedShard(
             environment,
             script,
             plan,
             metrics,
             self._coordinator,
+            self._link,
             ending=self._ending,
             desired=self._desired,
             arbiter=self._arbiter,
@@ -114,7 +115,7 @@ class Server:
         else:
             self._http = inherited.http
             inherited.become_ready(self._is_ready)
-        page = StatusPage(self._coordinator.leader, self._http)
+        page = StatusPage(None if self._local is None else self._local.observer, self._http)
         self._tracing.serve(self._http)
         replication = self.served.replication
         self._data = DataServer(
@@ -124,7 +125,7 @@ class Server:
             token=environment.token,
             replicate=None if replication is None else replication.serve,
             link=None if self._links is None else self._links.serve,
-            ended=self._coordinator.disconnected,
+            ended=None if self._local is None else self._local.disconnected,
             timeouts=times,
         )
         self.host = ServerHost(
@@ -132,7 +133,8 @@ class Server:
             plan.agreement,
             metrics,
             self.served,
-            self._coordinator,
+            self._local,
+            self._link,
             self._data,
             self._liveness,
             self._lock,
@@ -177,7 +179,10 @@ class Server:
                     if isinstance(self._ending.error, Superseded):
                         self._tracing.records.lost()
                     raise self._ending.error
-                self._coordinator.check()
+                if self._link is not None:
+                    self._link.tick(time.monotonic())
+                    if self._link.error is not None:
+                        raise self._link.error
                 self._tick()
                 if self._ending.done is not None:
                     self._tracing.ending()
@@ -199,7 +204,8 @@ class Server:
             live = self._liveness.live(now, contract.ROLE_WORKER)
             silent = {peer.index for peer in self._liveness.lost(now) if peer.role == contract.ROLE_WORKER}
             stalled = self._liveness.stalled(now, self._desired.stall_seconds, self.served.world)
-        self._coordinator.silent(silent | {hung.rank for hung in stalled})
+        if self._local is not None:
+            self._local.driving.silent(silent | {hung.rank for hung in stalled})
         self._metrics.live_workers.set(len(live))
         self._tracing.tick()
 
@@ -212,22 +218,22 @@ class Server:
                 raise JobFailed("ShardFailed", failed)
 
     def _end(self, done: Done) -> int:
-        complete = self._coordinator.already_complete
+        complete = self._local is not None and self._local.already_complete
         if not done.failed and not complete:
             wait_applied(self.served.runtime, done.version, self._times.farewell)
         _instrument.reach("done", done.version)
         # Any server reports a failure: the operator may read another server's end before shard 0's.
-        if self._coordinates or done.failed:
+        if self._local is not None or done.failed:
             self._write_outcome(done)
         self._farewell.wait(self._stop.requested, self._awaited, stored=bool(done.checkpoint or done.failed))
-        if self._coordinates and not done.failed:
+        if self._local is not None and not done.failed:
             self._write_outcome(done, self._farewell.end(already_complete=complete))
         return 1 if done.failed else 0
 
     def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:
         """The pod's last message; `last`: values that are known only when the server leaves."""
         message = self._coordinator.outcome(done, self.served.runtime.term)
-        if self._coordinates:
+        if self._local is not None:
             self._tracing.black_box.ended(message)
         write_termination(self._env.termination_log, message | dict(last or {}))
 
@@ -243,7 +249,8 @@ class Server:
         self._arbiter.close()
         self._coordinator.close()
         self.served.close()
-        self._coordinator.release()
+        if self._local is not None:
+            self._local.release()
         self._control.close()
         self._data.close(timeout=2.0)
         self._tracing.close()  # last, because a slow folder may cost seconds

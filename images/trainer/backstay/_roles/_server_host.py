@@ -18,14 +18,14 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_spec import contract
 
-from .._control import Agreement, Driving
+from .._control import Agreement, Driving, Link
 from .._coordination import Liveness
 
 if TYPE_CHECKING:
     from .._process import Environment
     from .._wire import DataServer
     from ._arbiter import Arbiter
-    from ._coordinators import CoordinatorAccess
+    from ._coordinators import LocalCoordinator
     from ._desired import Desired
     from ._ending import Ending
     from ._farewell import Farewell
@@ -46,7 +46,8 @@ class ServerHost:
         agreement: Agreement,
         metrics: Metrics,
         served: ServedShard,
-        coordinator: CoordinatorAccess,
+        coordinator: LocalCoordinator | None,
+        link: Link | None,
         data: DataServer,
         liveness: Liveness,
         lock: threading.Lock,
@@ -60,11 +61,13 @@ class ServerHost:
     ) -> None:
         """
         Args:
-            liveness: the liveness of this server's peers, guarded by `lock`.
+            coordinator: completes the answers of shard 0's server; None on other shards.
+            link: to the coordinator; None on shard 0.
+            liveness: of this server's peers, guarded by `lock`.
         """
         self.shard, self.incarnation, self.agreement = environment.index, environment.incarnation, agreement
         self._env, self._metrics, self._data = environment, metrics, data
-        self._served, self._coordinator = served, coordinator
+        self._served, self._coordinator, self._link = served, coordinator, link
         self._liveness, self._lock = liveness, lock
         self._ending, self._desired, self._arbiter, self._farewell = ending, desired, arbiter, farewell
         self._page, self._tracing = page, tracing
@@ -72,7 +75,7 @@ class ServerHost:
     @property
     def driving(self) -> Driving | None:
         """See `Host`."""
-        return self._coordinator.driving
+        return None if self._coordinator is None else self._coordinator.driving
 
     def not_ready(self) -> str:
         """See `Host`."""
@@ -97,7 +100,8 @@ class ServerHost:
             done=self._ending.complete,
             failed=self._ending.failed,
         )
-        self._coordinator.joined(peer, reply)
+        if self._coordinator is not None:
+            self._coordinator.joined(peer, reply)
         return reply
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
@@ -116,7 +120,8 @@ class ServerHost:
             failed=self._ending.failed,
             clock=time.monotonic(),
         )
-        self._coordinator.answer(reply, self._served.runtime.version)
+        if self._coordinator is not None:
+            self._coordinator.answer(reply, self._served.runtime.version)
         if request.peer.role == contract.ROLE_WORKER:
             reply.spans.extend(self._tracing.copies(request.peer.index))
         return reply
@@ -129,12 +134,14 @@ class ServerHost:
             with self._lock:
                 self._liveness.left(peer)
             self._page.left(peer)
-        self._coordinator.left(peer)
+        if self._coordinator is not None:
+            self._coordinator.left(peer)
         return True
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         """The result of an evaluation."""
-        self._coordinator.evaluated(request)
+        if self._coordinator is not None:
+            self._coordinator.evaluated(request)
 
     # ---- Servers and the operator ----
 
@@ -165,8 +172,9 @@ class ServerHost:
         black_box.spent(request.job_seconds, runtime.version)
         black_box.fill(reply)
         self._desired.update(request)
-        self._coordinator.configure(request)
-        self._coordinator.fill(now, reply)
+        if self._coordinator is not None:
+            self._coordinator.configure(request)
+            self._coordinator.fill(now, reply)
         if self._served.replication is not None:
             reply.standby = self._served.replication.standby
         with self._lock:
@@ -185,7 +193,9 @@ class ServerHost:
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
         """See `Host`."""
-        leader = incarnations.get(f"{self._env.role}-0", 0)
-        if self.shard != 0 and leader:
-            self._coordinator.expect(leader)
+        coordinator = incarnations.get(f"{self._env.role}-0", 0)
+        if self._link is not None and coordinator:
+            # Without standbys, the previous server may still run, and need this shard for its last checkpoint.
+            times = self._env.timeouts
+            self._link.expect(coordinator, 0.0 if self._env.config.standbys else times.last_save + times.silent)
         self._data.fence(incarnations)

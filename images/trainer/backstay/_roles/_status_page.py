@@ -11,7 +11,7 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
 
-from ._leader import Leader
+from ._job_observer import JobObserver
 from ._metrics import HttpPort
 
 __all__ = ["StatusPage"]
@@ -35,27 +35,27 @@ class StatusPage:
 
     def __init__(
         self,
-        leader: Leader | None = None,
+        observer: JobObserver | None = None,
         port: HttpPort | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            leader: the source of the job's part; None: there is none.
+            observer: the source of the job's part; None: there is none.
             port: serves the page.
         """
         if port is not None:
             port.status = self.page
-        self._leader, self._clock = leader, clock
+        self._observer, self._clock = observer, clock
         self._lock = threading.Lock()
         self._beats: dict[tuple[str, int], _Beat] = {}
 
     def beat(self, request: HeartbeatRequest) -> None:
         """A heartbeat; one of an older incarnation is ignored."""
         now, peer = self._clock(), request.peer
-        if self._leader is not None:
-            self._leader.beat(now, request)
+        if self._observer is not None:
+            self._observer.beat(now, request)
         key = peer.role, peer.index
         doing = request.doing if request.HasField("doing") else None
         with self._lock:
@@ -84,7 +84,7 @@ class StatusPage:
         with self._lock:
             beats = sorted(self._beats.items())
         pods = [_pod(now, one) for _, one in beats if now - one.at < _FORGET_SECONDS]
-        page: dict[str, Any] = _finite({**({} if self._leader is None else self._leader.status(now)), "pods": pods})
+        page: dict[str, Any] = _finite({**({} if self._observer is None else self._observer.status(now)), "pods": pods})
         return page
 
 

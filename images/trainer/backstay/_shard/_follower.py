@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Commit, Frame, GradientInfo, ReplicaArray, ReplicaMean, ReplicaState, Rollback
+from backstay_rpc.control_pb2 import (
+    Commit,
+    Contribution,
+    Frame,
+    GradientInfo,
+    ReplicaArray,
+    ReplicaMean,
+    ReplicaState,
+    Rollback,
+)
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
@@ -52,6 +61,11 @@ class Held:
     start: Rollback | None = None
     checkpoint_at: float = 0.0
     history: str = ""
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """Of the mean in `prepared`; empty: there is none."""
+        return () if self.prepared is None else self.prepared.contributions
 
 
 class Follower:

@@ -34,7 +34,7 @@ from ._reports import Reports
 from ._waits import Waits
 from ._worker_reports import WorkerReports
 
-__all__ = ["Leader"]
+__all__ = ["JobObserver"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _SLOW_LOG_SECONDS = 60.0
 """A rank that is slow is named in the log at most this often."""
 
 
-class Leader:
+class JobObserver:
     """An `Observer`. Thread-safe."""
 
     def __init__(
