@@ -25,6 +25,7 @@ from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.preload import preload
 from backstay_cli.session import start_session
 from backstay_spec import contract
+from backstay_spec.records import merged
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 NAMESPACE = "default"
@@ -102,6 +103,19 @@ class Update:
     pod: str
 
 
+@dataclass
+class Fact:
+    """A fact that a pod reported about the job.
+
+    Attributes:
+        notes: with its name, `point`; see `backstay._instrument.report`.
+    """
+
+    at: float
+    pod: str
+    notes: dict[str, Any]
+
+
 class Job:
     """A job of one of the scripts; the default is witness.py."""
 
@@ -156,6 +170,7 @@ class Job:
         }
         self._path = f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}"
         self.status: dict[str, Any] = {}
+        self.history: list[Any] = []
 
     async def submit(self) -> None:
         meta = {"name": self.name}
@@ -167,6 +182,7 @@ class Job:
         found = await self.cluster.try_request("GET", f"{self._path}/{self.name}")
         if found is not None:
             self.status = found.get("status") or {}
+            self.history = merged(self.history, self.status.get("history") or ())  # the status keeps the newest ones
         return self.status
 
     async def wait(self, what: str, condition: Callable[[], Any], seconds: float = 180) -> Any:
@@ -229,6 +245,16 @@ class Job:
         ]
         return sorted(found, key=lambda update: update.at)
 
+    def facts(self, point: str) -> list[Fact]:
+        """The facts of one name that all pods reported, in order of time."""
+        found = [
+            Fact(at, file.name, notes)
+            for file in self.timeline.iterdir()
+            for at, what in self.marks(file.name)
+            if what.startswith("fact ") and (notes := json.loads(what.partition(" ")[2]))["point"] == point
+        ]
+        return sorted(found, key=lambda fact: fact.at)
+
     def processes(self) -> dict[str, int]:
         """The running processes of this job's pods."""
         found: dict[str, int] = {}
@@ -266,6 +292,12 @@ class Job:
 def incarnation_of(pod: str) -> int:
     """The incarnation in a pod's name: ``<job>-worker-3-<incarnation>-<hash>``."""
     return int(pod.rsplit("-", 2)[1])
+
+
+def shard_of(pod: str) -> int | None:
+    """The shard of a server's pod: ``<job>-ps-1-<incarnation>-<hash>``; None: it is another pod."""
+    role, shard = pod.rsplit("-", 4)[1:3]
+    return int(shard) if role == "ps" else None
 
 
 def gaps(updates: Sequence[Update], begin: float, end: float) -> float:

@@ -18,18 +18,33 @@ import argparse
 import asyncio
 import os
 import random
-import re
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
-from _cluster import NAMESPACE, Cluster, Job, Update, cluster, gaps, median, row, seconds_per_step, stored
+from _cluster import (
+    NAMESPACE,
+    Cluster,
+    Job,
+    Update,
+    cluster,
+    gaps,
+    incarnation_of,
+    median,
+    row,
+    seconds_per_step,
+    shard_of,
+    stored,
+)
 from _witness import Applied, count_applied
+
+from backstay_spec import contract
 
 STEP_SECONDS = 0.1
 EVERY_SECONDS = 3.0
@@ -38,13 +53,35 @@ AFTER_PAUSE_SECONDS = 10.0  # a pause that ended earlier than this is not the ca
 _ORDER = ("Sync", "Async")
 
 
+@dataclass(frozen=True)
+class Target:
+    """The target of a fault from outside the pods; false: there is none now.
+
+    Attributes:
+        pods: their names; empty: a part of the cluster.
+        seconds: how long the target is stopped or away; None: it does not come back.
+    """
+
+    pods: tuple[str, ...] = ()
+    seconds: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.pods) or self.seconds is not None
+
+    def __str__(self) -> str:
+        return " ".join([*self.pods, *([] if self.seconds is None else [f"for {self.seconds:.1f} s"])])
+
+
+NOTHING = Target()
+
+
 @dataclass
 class Fault:
     """A fault that this benchmark causes from outside the pods."""
 
     at: float
     kind: str
-    target: str
+    target: Target
 
 
 class Chaos:
@@ -56,7 +93,7 @@ class Chaos:
         self.faults: list[Fault] = []
         self._later: set[asyncio.Task[None]] = set()
         # Rare faults are in the list once, and frequent ones several times.
-        self._kinds: list[Callable[[], Awaitable[str]]] = [
+        self._kinds: list[Callable[[], Awaitable[Target]]] = [
             *[self.kill_worker] * 5,
             *[self.stop_worker] * 2,
             self.lose_worker,
@@ -80,7 +117,7 @@ class Chaos:
             await self.cause(self.rng.choice(self._kinds))
         await asyncio.gather(*self._later)
 
-    async def cause(self, what: Callable[[], Awaitable[str]]) -> None:
+    async def cause(self, what: Callable[[], Awaitable[Target]]) -> None:
         at = time.time()
         if target := await what():
             self.faults.append(Fault(at, what.__name__.replace("_", " "), target))
@@ -90,8 +127,8 @@ class Chaos:
         """A running pod of a role, or an empty string."""
         return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
 
-    def _signal(self, pod: str, number: signal.Signals) -> str:
-        return pod if pod and self.job.signal(pod, number) else ""
+    def _kill(self, pod: str) -> Target:
+        return Target((pod,)) if pod and self.job.signal(pod, signal.SIGKILL) else NOTHING
 
     def _in(self, seconds: float, what: Callable[[], Any]) -> None:
         async def later() -> None:
@@ -104,75 +141,77 @@ class Chaos:
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    def _pause(self, pod: str, seconds: float) -> str:
-        if not self._signal(pod, signal.SIGSTOP):
-            return ""
+    def _pause(self, pod: str, seconds: float) -> Target:
+        if not pod or not self.job.signal(pod, signal.SIGSTOP):
+            return NOTHING
         self._in(seconds, lambda: self.job.signal(pod, signal.SIGCONT))
-        return f"{pod} for {seconds:.1f} s"
+        return Target((pod,), seconds)
 
-    async def _delete(self, pod: str, **parameters: str) -> str:
+    async def _delete(self, pod: str, **parameters: str) -> Target:
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
-        return pod if pod and await self.on.try_request("DELETE", path, **parameters) is not None else ""
+        deleted = pod and await self.on.try_request("DELETE", path, **parameters) is not None
+        return Target((pod,)) if deleted else NOTHING
 
-    async def kill_worker(self) -> str:
-        return self._signal(self._pick("worker"), signal.SIGKILL)
+    async def kill_worker(self) -> Target:
+        return self._kill(self._pick("worker"))
 
-    async def stop_worker(self) -> str:
+    async def stop_worker(self) -> Target:
         return self._pause(self._pick("worker"), self.rng.uniform(0.5, 4))
 
-    async def lose_worker(self) -> str:
+    async def lose_worker(self) -> Target:
         """Stop a worker until it has been replaced, and continue it afterwards."""
         return self._pause(self._pick("worker"), 25)
 
-    async def delete_worker(self) -> str:
+    async def delete_worker(self) -> Target:
         return await self._delete(self._pick("worker"))
 
-    async def delete_worker_immediately(self) -> str:
+    async def delete_worker_immediately(self) -> Target:
         return await self._delete(self._pick("worker"), gracePeriodSeconds="0")
 
-    async def evict_worker(self) -> str:
+    async def evict_worker(self) -> Target:
         pod = self._pick("worker")
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
-        return pod if pod and await self.on.try_request("POST", path, body) is not None else ""
+        evicted = pod and await self.on.try_request("POST", path, body) is not None
+        return Target((pod,)) if evicted else NOTHING
 
-    async def kill_server(self) -> str:
-        return self._signal(self._pick("ps"), signal.SIGKILL)
+    async def kill_server(self) -> Target:
+        return self._kill(self._pick("ps"))
 
-    async def kill_active_server(self) -> str:
+    async def kill_active_server(self) -> Target:
         """Kill the server of a shard that serves, and not its standby."""
         shard = self.rng.randrange(self.job.servers)
         active = ((await self.job.look()).get("active") or {}).get(f"parameter-server-{shard}")
-        return self._signal(self._pick(f"ps-{shard}" if active is None else f"ps-{shard}-{active}"), signal.SIGKILL)
+        return self._kill(self._pick(f"ps-{shard}" if active is None else f"ps-{shard}-{active}"))
 
-    async def stop_server(self) -> str:
+    async def stop_server(self) -> Target:
         return self._pause(self._pick("ps"), self.rng.uniform(0.5, 6))
 
-    async def delete_server(self) -> str:
+    async def delete_server(self) -> Target:
         return await self._delete(self._pick("ps"))
 
-    async def kill_several(self) -> str:
+    async def kill_several(self) -> Target:
         pods = sorted(self.job.processes())
         some = self.rng.sample(pods, min(len(pods), self.rng.randint(2, 4)))
-        return " ".join(pod for pod in sorted(some) if self._signal(pod, signal.SIGKILL))
+        return Target(tuple(pod for pod in sorted(some) if self._kill(pod)))
 
-    async def kill_operator(self) -> str:
+    async def kill_operator(self) -> Target:
         operator = self.on.part("backstay_operator")
         if operator is None:
-            return ""
+            return NOTHING
         operator.kill()
         away = self.rng.uniform(0, 5)
         self._in(away, self.on.start_operator)
-        return f"for {away:.1f} s"
+        return Target(seconds=away)
 
-    async def stop_api_server(self) -> str:
+    async def stop_api_server(self) -> Target:
         server = self.on.part("backstay_cluster")
         if server is None or self._later:  # only when no other process is stopped
-            return ""
+            return NOTHING
         away = self.rng.uniform(1, 6)
         server.suspend()
         self._in(away, server.resume)
-        return f"for {away:.1f} s"
+        return Target(seconds=away)
 
 
 def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
@@ -224,20 +263,13 @@ def witness_of(job: Job) -> Applied:
 
 
 def injected(job: Job) -> Counter[str]:
-    """The number of injected faults of each kind, from the logs of the pods."""
-    found: Counter[str] = Counter()
-    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-*/trainer.log*"):
-        for action, role, point in re.findall(
-            r"^fault injected at step -?\d+: (\w+) (\w+)/\S+ @\d+( [a-z]{4,})?",
-            log.read_text(errors="replace"),
-            re.M,
-        ):
-            found[f"inside: {action} {role}{' at' + point if point else ''}"] += 1
-    return found
+    """The number of injected faults of each kind."""
+    faults = [fact.notes for fact in job.facts("fault")]
+    return Counter(f"inside: {fault['action']} {fault['role']} at {fault['where']}" for fault in faults)
 
 
 def unprotected(
-    backs: Sequence[float], faulted: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int]]
+    backs: Sequence[float], faulted: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int | None]]
 ) -> int:
     """How many rollbacks one standby for each shard cannot prevent.
 
@@ -253,9 +285,8 @@ def unprotected(
     found = 0
     for back in backs:
         for shard in {shard for _, _, shard, _ in faulted}:
-            # Logs have whole seconds, so a fault in the second of the rollback may be its cause.
             since = max((at for at, of in filled if of == shard and at < back), default=float("-inf"))
-            pods = {pod for at, until, of, pod in faulted if of == shard and since <= at <= back + 1 and back <= until}
+            pods = {pod for at, until, of, pod in faulted if of == shard and since <= at <= back <= until}
             if len(pods) > 1:
                 found += 1
                 break
@@ -263,30 +294,29 @@ def unprotected(
 
 
 def explained(job: Job, faults: Sequence[Fault]) -> int:
-    """How many rollbacks of the job one standby cannot prevent, from the faults and the logs."""
-
-    def seconds(clock: str) -> float:
-        hours, minutes, rest = (int(part) for part in clock.split(":"))
-        return hours * 3600 + minutes * 60 + rest
-
-    backs: list[float] = []
-    filled: list[tuple[float, int]] = []
-    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-ps-*/trainer.log*"):
-        text = log.read_text(errors="replace")
-        shard = int(log.parent.name.rsplit("-", 3)[1])
-        # The first message is about the loss of another shard, and the second about a new coordinator.
-        back = r"^([\d:]{8}) .*-0: (?:a shard was lost: back to step|continuing from the checkpoint)"
-        backs += [seconds(clock) for clock in re.findall(back, text, re.M)]
-        holds = r"^([\d:]{8}) .*: the standby \(incarnation \d+\) holds the same state"
-        filled += [(seconds(clock), shard) for clock in re.findall(holds, text, re.M)]
-    operator = (job.cluster.folder / "operator.log").read_text(errors="replace")
-    died = re.findall(rf"^([\d:]{{8}}) INFO +job \S+/{job.name}: pod (\S+-ps-(\d+)-\S+) is dead", operator, re.M)
-    faulted = [(seconds(clock), float("inf"), int(shard), pod) for clock, pod, shard in died]
+    """How many rollbacks of the job one standby cannot prevent, from the faults, its history and its pods' reports."""
+    began: dict[int, float] = {}  # by term; a coordinator that takes over continues the term
+    for fact in (*job.facts("start"), *job.facts("rollback")):
+        term = fact.notes["term"]
+        began[term] = min(fact.at, began.get(term, fact.at))
+    backs = sorted(at for term, at in began.items() if term > 1)
+    filled = [(fact.at, shard_of(fact.pod)) for fact in job.facts("in_sync")]
+    killed = [fact for fact in job.facts("fault") if fact.notes["action"] in ("kill", "exit")]
+    struck = [(fact.at, float("inf"), fact.pod) for fact in killed]
     for fault in faults:
-        at = seconds(time.strftime("%H:%M:%S", time.localtime(fault.at))) + fault.at % 1
-        paused = re.search(r" for ([\d.]+) s$", fault.target)
-        until = at + float(paused[1]) + AFTER_PAUSE_SECONDS if paused else float("inf")
-        faulted += [(at, until, int(shard), pod) for pod, shard in re.findall(r"(\S+-ps-(\d+)-\S+)", fault.target)]
+        paused = fault.target.seconds
+        until = float("inf") if paused is None else fault.at + paused + AFTER_PAUSE_SECONDS
+        struck += [(fault.at, until, pod) for pod in fault.target.pods]
+    faulted = [
+        (at, until, shard, f"{shard}#{incarnation_of(pod)}")
+        for at, until, pod in struck
+        if (shard := shard_of(pod)) is not None
+    ]
+    for entry in job.history:
+        role, _, index = entry.get("slot", "").rpartition("-")
+        if role == contract.ROLE_SERVER and "incarnation" in entry:
+            at = datetime.fromisoformat(entry["time"]).timestamp()
+            faulted.append((at, float("inf"), int(index), f"{index}#{entry['incarnation']}"))
     return unprotected(backs, faulted, filled)
 
 

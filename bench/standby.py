@@ -85,7 +85,7 @@ class Replicated:
             layout.digest,
             incarnation=1,
             admitted=self._admit,
-            release=lambda when, closed: None,
+            standby_lost=lambda when, closed: None,
             coordinator=lambda state: True,
         )
         self.shard = ShardRuntime(

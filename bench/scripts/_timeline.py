@@ -3,10 +3,13 @@
 Import this module first: the import writes the marks for the start of the process and of Python.
 """
 
+import json
 import logging
 import os
 import time
 from pathlib import Path
+
+FACTS = {"start", "rollback", "in_sync", "fault"}
 
 
 def mark(what: str, at: float | None = None) -> None:
@@ -28,8 +31,17 @@ class _Steps(logging.Handler):
         mark(f"step {record.__dict__['fields']['step']}", record.created)
 
 
+def _fact(point, notes) -> None:
+    if point in FACTS:
+        mark(f"fact {json.dumps({'point': point, **notes})}")
+
+
 def follow() -> None:
-    """Mark each line of progress, and do not print it. With `log_every=0` each update has a line."""
+    """Mark facts about the job, and each line of progress, which is not printed. With `log_every=0` each update has a
+    line."""
+    from backstay import _instrument
+
+    _instrument.report_to(_fact)
     progress = logging.getLogger("backstay.progress")
     progress.addHandler(_Steps())
     progress.propagate = False

@@ -102,6 +102,17 @@ def test_each_fault_happens_once_and_never_before_its_step(install, capfd: pytes
     assert "delay worker/1 @6 push" in capfd.readouterr().err
 
 
+def test_a_fault_is_reported_as_a_fact(install) -> None:
+    facts: list[tuple[str, dict[str, object]]] = []
+    install("delay worker/1 @5 push 0.001s")
+    _instrument.report_to(lambda point, notes: facts.append((point, notes)))
+    try:
+        _instrument.reach("push", 7)
+    finally:
+        _instrument.report_to(None)
+    assert facts == [("fault", {"action": "delay", "role": "worker", "where": "push", "step": 7})]
+
+
 def test_a_script_that_cannot_be_understood_fails_the_pod(install) -> None:
     with pytest.raises(ConfigurationError, match="'boom' is not an action"):
         install("boom worker/1 @3")

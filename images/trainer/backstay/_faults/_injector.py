@@ -61,6 +61,7 @@ class Injector:
         for fault in due:
             # First the message: some of these end the process.
             print(f"fault injected at step {at}: {fault}", file=sys.stderr, flush=True)
+            _instrument.report("fault", action=fault.action, role=fault.role, where=fault.point, step=at)
             self._inject(fault)
 
     def alter(self, point: str, value: Any) -> Any:

@@ -300,6 +300,7 @@ class JobObserver:
         if self._waits is not None:
             self._waits.restarted(time.monotonic(), state)
         self._redone_before = state.redone
+        _instrument.report("start", term=state.term, step=state.version)
         self.reports.begin(state.version)
         if infos:
             with self._lock:

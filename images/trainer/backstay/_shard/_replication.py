@@ -26,6 +26,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
+from .. import _instrument
 from .._timeouts import Timeouts
 from .._wire import CHUNK_BYTES, Engine, FrameStream, Refusal, frames, kind_of
 from ..errors import PeerLost
@@ -123,6 +124,7 @@ class Replica:
                     self._held += sent
                     if not self._queue and self._held == self._put and self._put > 0 and not self.in_sync:
                         self.in_sync = True
+                        _instrument.report("in_sync", incarnation=self.incarnation)
                         _LOG.info("the standby (incarnation %d) holds the same state", self.incarnation)
                     self._changed.notify_all()
         except (PeerLost, Refusal) as error:
