@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ._script import Plan, Script, evaluation_of
     from ._server import Server
     from ._standby import Standby
-    from ._worker import Stopped, Worker
+    from ._worker import Worker
+    from ._worker_end import Stopped
     from ._worker_seconds import process_age
 
 __all__ = [
@@ -58,7 +59,7 @@ _HOMES: Final = {
     "Server": "._server",
     "Standby": "._standby",
     "StopWhen": "._reports",
-    "Stopped": "._worker",
+    "Stopped": "._worker_end",
     "Throttle": "._reports",
     "Worker": "._worker",
     "epochs_of": "._epochs",

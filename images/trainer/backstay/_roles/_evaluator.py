@@ -11,10 +11,10 @@ from .. import _instrument
 from .._checkpoint import load
 from .._control import ControlClient, Heartbeats
 from .._process import Environment, Stop
-from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
+from ..errors import CheckpointError, ConfigurationError
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
-from ._worker import raise_end
+from ._worker_end import raise_end, report_evaluation
 
 __all__ = ["Evaluator"]
 
@@ -119,13 +119,5 @@ class Evaluator:
 
     def _report(self) -> None:
         """Report the newest evaluation, if there is one."""
-        if self._found is None:
-            return
-        for _ in range(40):
-            try:
-                self._control.evaluated(*self._found)
-                return
-            except (PeerLost, Refused) as failure:
-                _LOG.debug("the evaluation could not be reported: %s", failure)
-                if self._stop.requested.wait(0.25):
-                    return
+        if self._found is not None:
+            report_evaluation(self._control, self._stop, *self._found)

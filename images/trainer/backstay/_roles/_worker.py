@@ -31,49 +31,27 @@ from backstay_spec.goodput import MEASURED
 
 from .. import _instrument
 from .._compute import Contribution, Encoder, Placement, Sending, Start, Summary
-from .._control import ControlClient, Heartbeats, JobState
+from .._control import ControlClient, Heartbeats
 from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
 from .._data import BatchKey, Prefetcher
 from .._process import SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
 from .._result import Result
 from .._update import ZeroLeaves, parts_of_leaves
 from .._wire import Arrangement, ParamBuffers, Pulled, Push, ShardedClient, connect, record_exchange
-from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
+from ..errors import PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
 from ._beside import Beside
 from ._black_box import hang_report
 from ._key_steps import KEY_STEPS
 from ._metrics import HttpPort, Metrics
-from ._script import Plan, Script, evaluation_of
+from ._script import Plan, Script
 from ._utilization import Utilization
+from ._worker_end import MENDED, Stopped, WorkerEnd
 from ._worker_seconds import WorkerSeconds, process_age
 
-__all__ = ["Stopped", "Worker", "raise_end"]
+__all__ = ["Worker"]
 
 _LOG = logging.getLogger(__name__)
-
-# Refusals that a new join fixes: the server was replaced, restarted its history, or still holds an older attempt.
-_MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL"}
-
-
-class Stopped(Exception):  # noqa: N818
-    """The pod received SIGTERM."""
-
-
-def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
-    """Raise the error that ends a pod before the job is done, if there is one.
-
-    Raises:
-        Superseded: the pod was replaced.
-        JobFailed: the job has failed.
-        Stopped: the pod received SIGTERM.
-    """
-    if heart.superseded is not None:
-        raise heart.superseded
-    if job.failed:
-        raise JobFailed.from_text(job.failed)
-    if stop.requested.is_set():
-        raise Stopped
 
 
 def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
@@ -148,7 +126,7 @@ class Worker:
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
         self._moved = False  # a joined server was lost
         self._returns = False  # `run` returns a result: the pod continues
-        self._evaluation: tuple[tuple[int, int], dict[str, float]] | None = None
+        self._end = WorkerEnd(environment, script, self._control, self._heart, self.seconds, stop)
         self._gone = threading.Event()
         stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
 
@@ -402,7 +380,7 @@ class Worker:
             raise Stopped
         if isinstance(error, WaitedTooLong):
             raise error
-        if isinstance(error, Refused) and error.code not in _MENDED:
+        if isinstance(error, Refused) and error.code not in MENDED:
             raise error
         self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 
@@ -483,25 +461,9 @@ class Worker:
         params, state = model if self._script.has_state else (model, None)
         loss = None if self._last is None else self._last.loss
         train_metrics = {} if self._last is None else dict(self._last.metrics)
-        metrics: dict[str, float] = {}
-        if self._script.evaluate is not None and self._rank == 0 and not self._env.config.evaluator:
-            metrics = self._evaluate(params, state, pulled.version)
-        self._heart.set_interval(0.1)
-        deadline = time.monotonic() + self._env.timeouts.end
-        self.seconds.ended("ending")
-        part = "checkpoint" if self._env.config.checkpoint else "ending"
-        while not (job := self._heart.wait(lambda job: job.done or bool(job.failed), 0.5)).done:
-            raise_end(self._heart, job, self._stop)
-            if self._moved:
-                self._heart.set_interval(self._env.timeouts.heartbeat)
-                return None
-            if time.monotonic() > deadline:
-                raise WaitedTooLong(f"version {pulled.version} is the last, but the servers do not report the end")
-            self.seconds.ended(part)
-            part = "ending" if job.checkpoint_step >= pulled.version else part
-        self.seconds.ended(part)
-        _instrument.reach("done", pulled.version)
-        if self._rank == 0 and not self._confirmed():
+        metrics = self._end.evaluate(self._term, pulled.version, params, state)
+        job = self._end.wait(pulled.version, lambda: self._moved)
+        if job is None:
             return None
         return Result(
             params=params,
@@ -513,55 +475,6 @@ class Worker:
             train_metrics=train_metrics,
             rank=self._rank,
         )
-
-    def _confirmed(self) -> bool:
-        """Report to shard 0 that this worker has the result; False when another server took over meanwhile.
-
-        Shard 0's last message names for the operator the incarnation of rank 0 that returned from `train`. One that
-        could not report it must not return: the operator replaces it, and the code after training would run twice.
-
-        Raises:
-            WaitedTooLong: shard 0 did not answer.
-        """
-        deadline = time.monotonic() + self._env.timeouts.confirm
-        while True:
-            try:
-                self._control.confirm()
-                return True
-            except (PeerLost, Refused) as error:
-                raise_end(self._heart, JobState(), self._stop)
-                if isinstance(error, Refused) and error.code not in _MENDED:
-                    raise
-                if self._moved:
-                    return False
-                if time.monotonic() > deadline:
-                    raise WaitedTooLong(
-                        f"shard 0 did not accept the report that training has ended here: {error}"
-                    ) from None
-                self._stop.requested.wait(self._env.timeouts.reconnect_pause)
-
-    def _evaluate(self, params: Any, state: Any, step: int) -> dict[str, float]:
-        """Once, after the last update. A failure costs the metrics, not the training."""
-        assert self._script.evaluate is not None
-        metrics: dict[str, float] = {}
-        error = ""
-        at = (self._term, step)
-        try:
-            if self._evaluation is None or self._evaluation[0] != at:
-                found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
-                self._evaluation = at, found
-            metrics = self._evaluation[1]
-        except Exception as failure:  # noqa: BLE001  # an error of the script
-            _LOG.exception("evaluate raised")
-            error = f"{type(failure).__name__}: {failure}"
-        for _ in range(40):  # 10 s; then a server is lost, and its successor gets the evaluation
-            try:
-                self._control.evaluated(step, metrics, error)
-                break
-            except (PeerLost, Refused):
-                if self._stop.requested.wait(0.25):
-                    break
-        return metrics
 
     def _close(self) -> None:
         self._heart.activity = LEAVING
