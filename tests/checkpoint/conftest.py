@@ -12,7 +12,6 @@ import pytest
 
 from backstay._checkpoint import (
     CheckpointStore,
-    Entry,
     Job,
     Manifest,
     ManifestLeaf,
@@ -20,6 +19,7 @@ from backstay._checkpoint import (
     describe_structure,
 )
 from backstay._coordination import CoordinatorState
+from backstay._update import Entry
 
 HISTORY = "00000000000000aa"
 

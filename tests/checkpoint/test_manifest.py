@@ -222,7 +222,7 @@ def test_a_manifest_holds_the_state_of_a_job_with_local_steps(mode: Any) -> None
         for version in range(job.state.version, job.state.version + 2):
             for rank in range(2 if mode == "Sync" else 1):
                 gradient = GradientId(term=1, version=version, rank=rank, key_step=version, attempt=1)
-                job.staged(0.0, 0, Staged(id=gradient, info=GradientInfo(finite=True, examples=1)))
+                job.report(0.0, 0, Staged(id=gradient, info=GradientInfo(finite=True, examples=1)))
         StateRecord.model_validate(job.state.to_json())
         state = CoordinatorState.from_json(job.state.to_json())
         assert state.batches == batches

@@ -123,7 +123,7 @@ def test_settings_that_the_operator_leaves_out_stay(server: Server) -> None:
     assert server.desired == Desired(world=6, stall_seconds=60.0, keep=5)
 
 
-@pytest.mark.parametrize(("shard", "expected"), [(0, []), (1, [(2,)])])
+@pytest.mark.parametrize(("shard", "expected"), [(0, []), (1, [(2, 0.0)])])
 def test_t6_a_newer_coordinator_is_expected_on_the_other_shards(shard: int, expected: list[Any]) -> None:
     server = Server(shard)
     incarnations: Mapping[str, int] = {"parameter-server-0": 2, "worker-1": 4}

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backstay._update._array_specs import STATE, array_specs
 from backstay._update._clip import clip_factor
 from backstay._update._codecs import Wire, coded_leaves, shard_wires
-from backstay._update._engine import STATE, ShardEngine, array_specs
+from backstay._update._engine import ShardEngine
 from backstay._update._kernels import enable_x64, kernels_of
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
+from backstay._update import array_specs
 from backstay._update._clip import clip_factor
-from backstay._update._engine import ShardEngine, array_specs
+from backstay._update._engine import ShardEngine
 from backstay._update._kernels import Mean, enable_x64, state_mean
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse

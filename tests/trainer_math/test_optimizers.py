@@ -16,7 +16,8 @@ import optax
 import optax.contrib
 import pytest
 
-from backstay._update._engine import STATE, ShardEngine
+from backstay._update._array_specs import STATE
+from backstay._update._engine import ShardEngine
 from backstay._update._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse

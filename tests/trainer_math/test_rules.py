@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._update._engine import ShardEngine, array_specs
+from backstay._update import array_specs
+from backstay._update._engine import ShardEngine
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import describe

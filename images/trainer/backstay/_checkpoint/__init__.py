@@ -22,7 +22,7 @@ from ._probe import probe
 from ._reader import Reader
 from ._records import Records, record_name
 from ._start import StartFrom, read_start
-from ._store import CheckpointStore, Contents, Entry, Newest
+from ._store import CheckpointStore, Contents, Newest
 from ._structure import describe_structure, rebuild
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "CheckpointStore",
     "Claim",
     "Contents",
-    "Entry",
     "Exported",
     "FileInfo",
     "FileRange",

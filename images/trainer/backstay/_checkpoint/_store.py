@@ -15,12 +15,12 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from .._update import Entry
 from ..errors import CheckpointError, StorageError
 from ._files import Folder, PosixFolder, open_folder
 from ._manifest import MAX_BYTES, Claim, FileInfo, FileRange, Manifest
@@ -41,15 +41,6 @@ from ._names import (
 _CHUNK = 8 << 20
 _ABANDONED_SECONDS = 3600.0
 _MAX_ATTEMPTS = 1000
-
-
-class Entry(NamedTuple):
-    """Elements ``start:stop`` of the flattened array `key`, as a one-dimensional array of any dtype."""
-
-    key: str
-    start: int
-    stop: int
-    array: NDArray[np.generic]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from backstay_rpc.control_pb2 import File, Range, Written
 
 from .. import _instrument
-from .._checkpoint import CheckpointStore, Entry, Manifest, Reader, probe
+from .._checkpoint import CheckpointStore, Manifest, Reader, probe
 from .._coordination import Coordination
 from .._update import MODEL_STATE, ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
@@ -96,7 +96,7 @@ class CheckpointWriter:
             try:
                 with _instrument.span("checkpoint", version):
                     info = self._store.write_shard(
-                        [Entry(e.key, e.start, e.stop, e.value) for e in snapshot.entries],
+                        snapshot.entries,
                         history=history,
                         version=version,
                         term=term,

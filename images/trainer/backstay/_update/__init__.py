@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
+    from ._array_specs import array_specs
     from ._clip import clip_factor
     from ._codecs import BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
-    from ._engine import ShardEngine, Snapshot, array_specs
+    from ._engine import ShardEngine
     from ._fragments import Turns, fragments_of
     from ._kernels import Mean, enable_x64, mean, state_mean
     from ._local_steps import LocalSteps, default_outer, local_settings
     from ._objective import Objective, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, analyse, called
+    from ._snapshot import Entry, Snapshot
     from ._sums import BRANCHES, Tree
     from ._tree import MODEL_STATE, PARAMS, LeafSpec, TreeSpec, describe, leaf_names
     from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
@@ -41,6 +43,7 @@ __all__ = [
     "UPDATES",
     "BlockWire",
     "Encoded",
+    "Entry",
     "LeafSpec",
     "LocalSteps",
     "Mean",
@@ -86,6 +89,7 @@ _HOMES: Final = {
     "UPDATES": "._untrained",
     "BlockWire": "._codecs",
     "Encoded": "._codecs",
+    "Entry": "._snapshot",
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",
     "Mean": "._kernels",
@@ -96,7 +100,7 @@ _HOMES: Final = {
     "Rule": "._rules",
     "ShardEngine": "._engine",
     "ShardWire": "._codecs",
-    "Snapshot": "._engine",
+    "Snapshot": "._snapshot",
     "Tree": "._sums",
     "TreeSpec": "._tree",
     "Turns": "._fragments",
@@ -105,7 +109,7 @@ _HOMES: Final = {
     "ZeroLeaves": "._untrained",
     "all_finite": "._objective",
     "analyse": "._rules",
-    "array_specs": "._engine",
+    "array_specs": "._array_specs",
     "called": "._rules",
     "clip_factor": "._clip",
     "coded_leaves": "._codecs",

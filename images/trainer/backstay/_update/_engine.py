@@ -18,66 +18,17 @@ import jax
 import numpy as np
 
 from ..errors import CheckpointError
+from ._array_specs import STATE, array_specs
 from ._codecs import BlockWire, Codec, Encoded
 from ._kernels import FUSED, Kernels, Mean, Node, enable_x64, kernels_of
 from ._partition import Block, Partition
 from ._rules import ElementwiseProgram, Group, Rule, WholeProgram, key_impl
+from ._snapshot import Entry, Snapshot
 from ._tree import arrays
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-STATE = "optimizer/"
 _LEARNING_RATE = "hyperparams.learning_rate"
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """One array of a job's state, as a checkpoint names it.
-
-    Attributes:
-        key: ``params/`` or ``state/`` and the leaf's path, or ``optimizer/`` and the path in the optimizer's state.
-        shape: the shape of the whole array. PRNG keys have the shape of their data.
-        dtype: a NumPy dtype (ml_dtypes' for bfloat16); uint32 for PRNG keys.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Elements ``start:stop`` of the flattened array `key`: `value` is 1-D, read-only, and never changes."""
-
-    key: str
-    start: int
-    stop: int
-    value: Array
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a shard at one version. The entries of all shards cover every array of `array_specs` once."""
-
-    version: int
-    entries: tuple[Entry, ...]
-
-
-def array_specs(rule: Rule) -> tuple[ArraySpec, ...]:
-    """Every array that a job stores, for any number of shards: parameters, model state, optimizer state, each in the
-    order of its tree."""
-    model = [ArraySpec(leaf.key, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
-    states = []
-    for state in rule.states:
-        spec = state.shape_dtype()
-        if state.is_key:
-            spec = jax.eval_shape(jax.random.key_data, spec)
-        states.append(ArraySpec(STATE + state.path, tuple(spec.shape), np.dtype(spec.dtype)))
-    return (*model, *states)
 
 
 class ShardEngine:
