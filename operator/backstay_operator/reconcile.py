@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -14,16 +13,14 @@ from backstay_operator.execute import Executor
 from backstay_operator.job_metrics import training
 from backstay_operator.memory import JobMemory
 from backstay_operator.metrics import Metrics
-from backstay_operator.progress import Round, Server, address_of, carried, health_of, urgent
-from backstay_operator.record import record_id, record_of
+from backstay_operator.progress import Round, carried, urgent
 from backstay_operator.rights import NETWORK_POLICIES, PODS, SERVICES
+from backstay_operator.rounds import round_of
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
-from backstay_rpc import control_pb2
 from backstay_spec import contract, names
 from backstay_spec.causes import Blocked
 from backstay_spec.goodput import PARTS, Account
-from backstay_spec.grace import grace_seconds
 from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Spent, Updates
 from backstay_spec.plan import plan, refuse
 from backstay_spec.planner.pods import worker_pods
@@ -38,7 +35,6 @@ _ROUNDS: Final = 6
 _OVER: Final = ("Succeeded", "Failed")
 # Seconds between two writes of a status in which only the progress of training changed (O8).
 _PACE: Final = 10.0
-_MOST_WITNESSES: Final = 4
 
 
 @dataclass
@@ -224,34 +220,13 @@ class Reconciler:
         status = job.get("status") or {}
         if isinstance(spec, SpecErrors) or status.get("phase") in _OVER:
             return None
-        # Of shards with standbys, the incarnation that serves, not the newest: a server with an older one stops.
-        active: Mapping[str, int] = status.get("active") or {}
-        incarnations: Mapping[str, int] = {**(status.get("incarnations") or {}), **active}
-        servers = [
-            server
-            for server in (
-                _server(pod, memory.uid, incarnations, leaving=bool(active)) for pod in self._cluster.objects(PODS, key)
-            )
-            if server is not None and (server.serves or active)
-        ]
-        if not servers:
-            return None
-        stored, grace = spec.checkpoint, grace_seconds(spec.update.grace)
-        return Round(
-            servers=servers,
+        return round_of(
+            spec,
+            status,
+            memory.uid,
+            lambda: self._cluster.objects(PODS, key),
             token=token_for(self._key, memory.uid),
-            world=spec.workers.replicas,
-            incarnations=incarnations,
-            checkpoint=control_pb2.CheckpointSettings(
-                every_steps=stored.every_steps or 0, every_seconds=stored.every_seconds, keep=stored.keep
-            ),
-            stall_seconds=spec.workers.stall_seconds,
-            grace=control_pb2.Grace(seconds=grace or 0.0, auto=grace is None),
-            record=lambda: record_of(status),
-            record_id=record_id(status),
             job_seconds=lambda: _seconds_of(memory.account, self._now()).values(),
-            workers=_witnesses(self._cluster.objects(PODS, key), memory.uid),
-            worker=lambda rank, incarnation: _worker(self._cluster.objects(PODS, key), memory.uid, rank, incarnation),
         )
 
     def on_contact(self, key: JobKey, contact: Contact) -> None:
@@ -383,54 +358,6 @@ def _servers_changed(job: Json, status: Mapping[str, Any] | None) -> bool:
 def _seconds_of(account: Account | None, now: datetime) -> dict[str, float]:
     """The seconds of all worker pods by part, in the order of `PARTS`; empty before the first one had a node."""
     return {} if account is None or account.until is None else account.seconds(now.timestamp())
-
-
-def _server(pod: Json, uid: str, serving: Mapping[str, int], *, leaving: bool) -> Server | None:
-    """The server in `pod`, if it can be called; `leaving`: also a pod that is being deleted."""
-    metadata, status = pod["metadata"], pod.get("status") or {}
-    labels = metadata.get("labels") or {}
-    if not any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or []):
-        return None
-    if labels.get(contract.LABEL_ROLE) != contract.ROLE_SERVER or (metadata.get("deletionTimestamp") and not leaving):
-        return None
-    if status.get("phase") != "Running" or not status.get("podIP"):
-        return None
-    index, incarnation = labels.get(contract.LABEL_INDEX, ""), labels.get(contract.LABEL_INCARNATION, "")
-    if not (index.isdigit() and incarnation.isdigit()):
-        return None
-    serves = serving.get(slot_key(contract.ROLE_SERVER, int(index))) == int(incarnation)
-    ip = status["podIP"]
-    return Server(int(index), int(incarnation), metadata["uid"], address_of(ip), serves, health_of(ip))
-
-
-def _witnesses(pods: Sequence[Json], uid: str) -> dict[str, str]:
-    """Health URLs of some running workers, which report whether the servers answer them."""
-    return {
-        pod["metadata"]["uid"]: health_of(pod["status"]["podIP"])
-        for pod in itertools.islice(_running_workers(pods, uid), _MOST_WITNESSES)
-    }
-
-
-def _worker(pods: Sequence[Json], uid: str, rank: int, incarnation: int) -> tuple[str, str] | None:
-    """The uid and the health URL of one running worker's pod."""
-    for pod in _running_workers(pods, uid):
-        labels = pod["metadata"]["labels"]
-        if (labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_INCARNATION)) == (str(rank), str(incarnation)):
-            return pod["metadata"]["uid"], health_of(pod["status"]["podIP"])
-    return None
-
-
-def _running_workers(pods: Sequence[Json], uid: str) -> Iterator[Json]:
-    for pod in pods:
-        metadata, status = pod["metadata"], pod.get("status") or {}
-        if (
-            (metadata.get("labels") or {}).get(contract.LABEL_ROLE) == contract.ROLE_WORKER
-            and any(owner.get("uid") == uid for owner in metadata.get("ownerReferences") or [])
-            and not metadata.get("deletionTimestamp")
-            and status.get("phase") == "Running"
-            and status.get("podIP")
-        ):
-            yield pod
 
 
 def _soonest(planned: timedelta | None, failed: float | None) -> float | None:
