@@ -58,8 +58,8 @@ class Target:
     """The target of a fault from outside the pods; false: there is none now.
 
     Attributes:
-        pods: their names; empty: a part of the cluster.
-        seconds: how long the target is stopped or away; None: it does not come back.
+        pods: the names of the pods; empty: the target is a part of the cluster.
+        seconds: how long the target is stopped or away; None: forever.
     """
 
     pods: tuple[str, ...] = ()

@@ -150,8 +150,8 @@ class Driving:
         """A shard's report.
 
         Args:
-            sink: of the link on which it arrived; None: the shard is in this process. A report from a replaced link is
-                ignored: a server that was only paused may still report after its replacement (T6).
+            sink: the sink of the link on which the report arrived; None: the shard is in this process. A report from a
+                replaced link is ignored: a server that was only paused may still report after its replacement (T6).
         """
 
         def current() -> bool:

@@ -98,7 +98,7 @@ class ServedShard:
 
     @property
     def world(self) -> int:
-        """Of the newest commit."""
+        """The world in the newest commit."""
         return self.runtime.world or self._env.config.workers
 
     # ---- Life ----

@@ -62,8 +62,8 @@ class ServerHost:
         """
         Args:
             coordinator: completes the answers of shard 0's server; None on other shards.
-            link: to the coordinator; None on shard 0.
-            liveness: of this server's peers, guarded by `lock`.
+            link: the link to the coordinator; None on shard 0.
+            liveness: the liveness of this server's peers, guarded by `lock`.
         """
         self.shard, self.incarnation, self.agreement = environment.index, environment.incarnation, agreement
         self._env, self._metrics, self._data = environment, metrics, data

@@ -64,7 +64,7 @@ class Held:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """Of the mean in `prepared`; empty: there is none."""
+        """The contributions whose mean is in `prepared`; empty: there is none."""
         return () if self.prepared is None else self.prepared.contributions
 
 

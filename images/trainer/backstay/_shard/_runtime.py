@@ -189,7 +189,7 @@ class ShardRuntime:
 
     @property
     def world(self) -> int:
-        """Of the newest commit that arrived; 0: no term has begun."""
+        """The world in the newest commit that arrived; 0: no term has begun."""
         return self._world
 
     @property
