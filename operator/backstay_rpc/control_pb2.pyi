@@ -526,8 +526,12 @@ class ShardFailed(_message.Message):
     why: str
     def __init__(self, why: _Optional[str] = ...) -> None: ...
 
+class Ended(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ShardMessage(_message.Message):
-    __slots__ = ("staged", "norm", "written", "position", "lost", "applied", "failed", "spans")
+    __slots__ = ("staged", "norm", "written", "position", "lost", "applied", "failed", "ended", "spans")
     STAGED_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
@@ -535,6 +539,7 @@ class ShardMessage(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     staged: Staged
     norm: Norm
@@ -543,8 +548,9 @@ class ShardMessage(_message.Message):
     lost: Lost
     applied: Applied
     failed: ShardFailed
+    ended: Ended
     spans: Spans
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
     __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save", "gather")

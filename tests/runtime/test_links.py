@@ -19,6 +19,8 @@ from backstay_rpc.control_pb2 import (
     Applied,
     Commit,
     CoordinatorMessage,
+    Done,
+    Ended,
     Frame,
     GradientId,
     Hello,
@@ -373,3 +375,45 @@ def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Drivi
     finally:
         link.close()
         server.close()
+
+
+def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(driving: Driving) -> None:
+    """Otherwise that shard's server would try forever to link again."""
+    links = Links(FakeHost(driving), Peers(), Timeouts(gone=1e6))  # type: ignore[arg-type]
+    now = time.monotonic()
+
+    def linked(number: int) -> MemoryStream:
+        stream = MemoryStream()
+        stream.say(position=Position(link=number))
+        threads.append(serve(links, stream))
+        until(lambda: stream.received[1:])
+        return stream
+
+    threads: list[threading.Thread] = []
+    assert not links.awaited(now)
+    first = linked(1)
+    assert links.awaited(now)
+    driving.fail("Tired", "enough")
+    first.cut()
+    threads[0].join(SECONDS)
+    assert links.awaited(now)
+    assert not links.awaited(now + 2e6)
+    second = linked(2)
+    until(lambda: second.received[-1].HasField("done"))
+    second.say(ended=Ended())
+    until(second.incoming.empty)
+    assert links.awaited(now + 2e6)
+    second.cut()
+    threads[1].join(SECONDS)
+    assert not links.awaited(now)
+
+
+def test_a_shard_confirms_the_end(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = FakeEnd()
+    with Ends(driving, monkeypatch, end) as link:
+        link.start(Nothing())
+        end.say()
+        until(lambda: link.up)
+        assert not any(message.HasField("ended") for message in end.sent)
+        end.say(done=Done(version=3))
+        until(lambda: any(message.HasField("ended") for message in end.sent))

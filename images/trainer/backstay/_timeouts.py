@@ -30,7 +30,7 @@ class Timeouts:
         newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
         standby_closed, standby_silent: how long a server that lost its standby waits for the operator to report the
             active server. The first: the connection was closed. The second: the standby stopped answering.
-        gone: how long a server that received SIGTERM waits for another one that is not linked.
+        gone: how long a server that received SIGTERM, or the end of the job, waits for another one that is not linked.
         last_save: how long a server that received SIGTERM waits for its checkpoint. Pods have 60 s.
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
             may be short.

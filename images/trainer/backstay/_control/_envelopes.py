@@ -38,7 +38,7 @@ def message_in(envelope: CoordinatorMessage) -> Message | None:
 def report_in(envelope: ShardMessage) -> Report | None:
     """The report in an envelope from the stream.
 
-    None for the first message of a link, for spans, and for a kind that this version does not have.
+    None for the first and the last message of a link, for spans, and for a kind that this version does not have.
     """
     kind = envelope.WhichOneof("kind")
-    return None if kind in (None, "position", "spans") else cast(Report, getattr(envelope, kind))
+    return None if kind in (None, "position", "spans", "ended") else cast(Report, getattr(envelope, kind))

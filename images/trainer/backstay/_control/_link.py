@@ -19,6 +19,8 @@ from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
     CoordinateRequest,
+    Done,
+    Ended,
     Frame,
     GradientId,
     Hello,
@@ -353,6 +355,8 @@ class Link:
                             del self._held[key]
                 case Reject():
                     self._held.pop(_key(message.id), None)
+                case Done():
+                    self._put(ShardMessage(ended=Ended()))
                 case Rollback() if message.term > self._term:  # else the shard reports again that it has `started`
                     self._begun = max(self._begun, message.term)
                     self._held.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from typing import Final, Protocol
 
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
@@ -50,7 +51,7 @@ class _RemoteSink:
         self.shard, self._stream = shard, stream
 
     def deliver(self, message: Message) -> None:
-        """See `ShardSink`. Never waits: a shard whose link breaks gets what it has missed when it links again."""
+        """See `ShardSink`. A shard whose link breaks gets what it has missed when it links again."""
         try:
             self._stream.post(Frame(to_shard=wrap_message(message)))
         except PeerLost as lost:
@@ -76,6 +77,16 @@ class Links:
         self._open: set[_RemoteSink] = set()
         self._attaching = threading.Lock()
         self._newest: dict[int, int] = {}  # numbers of links, by shard
+        self._broken: dict[int, float] = {}  # by shard without a link: when it ended, unless the shard has the end
+
+    def awaited(self, now: float) -> bool:
+        """Whether another shard may not have received the end of the job: its server is linked, or may link again.
+
+        Args:
+            now: the time in seconds of `time.monotonic`.
+        """
+        with self._lock:
+            return bool(self._open) or any(now - ended < self._times.gone for ended in self._broken.values())
 
     def __len__(self) -> int:
         """How many other shards are linked."""
@@ -106,7 +117,7 @@ class Links:
         first = item[0].to_coordinator
         if not first.HasField("position"):
             raise Refusal("INVALID_ARGUMENT", "the first message of a link must be a position")
-        position, peer = first.position, hello.peer
+        position, peer, ended = first.position, hello.peer, False
         sink = _RemoteSink(peer.index, stream)
         try:
             with self._attaching:
@@ -131,13 +142,18 @@ class Links:
                     raise Refusal("INVALID_ARGUMENT", f"a frame {kind_of(frame)!r} cannot arrive on a link")
                 if message.HasField("spans"):
                     self._host.add_spans(peer, message.spans.SerializeToString())
+                elif message.HasField("ended"):
+                    ended = True
                 elif (report := report_in(message)) is not None:
                     driving.report(peer.index, report, sink)
                 elif message.WhichOneof("kind") is None:
                     stream.post(ACCEPTED)  # a ping: the shard checks whether this process runs
         finally:
             with self._lock:
-                self._open.discard(sink)
+                if sink in self._open:  # else a later link has replaced it, or it did not begin
+                    self._open.remove(sink)
+                    if not ended:
+                        self._broken[peer.index] = time.monotonic()
             driving.detach(peer.index, sink)
 
     def _begins(self, sink: _RemoteSink, number: int) -> bool:
@@ -148,6 +164,8 @@ class Links:
             self._newest[sink.shard] = number
             for older in [other for other in self._open if other.shard == sink.shard]:
                 older.end()
+                self._open.remove(older)
+            self._broken.pop(sink.shard, None)
             self._open.add(sink)
             return True
 

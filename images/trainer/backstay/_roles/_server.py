@@ -242,7 +242,8 @@ class Server:
         now = time.monotonic()
         with self._lock:
             pods = [*self._liveness.live(now, contract.ROLE_WORKER), *self._liveness.live(now, contract.ROLE_EVALUATOR)]
-        return now < self._newcomers_until or bool(pods) or bool(self._links)
+        linked = self._links is not None and self._links.awaited(now)
+        return now < self._newcomers_until or bool(pods) or linked
 
     def _close(self) -> None:
         self.served.ready = False
