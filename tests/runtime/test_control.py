@@ -425,7 +425,7 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     for shard in (0, 1):
         driving.report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
         driving.report(shard, Applied(version=1))
-    driving.save()
+    driving.do(Coordinator.save)
     until(lambda: "Save" in zero.kinds())
     driving.report(0, Written(term=1, version=1))
     assert driving.unstored()

@@ -12,8 +12,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from backstay_rpc.control_pb2 import ReplicaState, Rollback, Staged
 
@@ -24,7 +24,6 @@ from .._coordination import (
     Counted,
     Decision,
     Finished,
-    Intervals,
     Redone,
     Report,
     Restart,
@@ -41,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 _TICK = 1.0
 Clock = Callable[[], float]
+P = ParamSpec("P")
 
 
 class Observer(Protocol):
@@ -103,7 +103,7 @@ class Driving:
 
     def start(self) -> None:
         """Call once, when the first shard's sink exists or is about to."""
-        self._do(self._coordinator.start)
+        self.do(Coordinator.start)
         for thread in self._threads:
             thread.start()
 
@@ -127,10 +127,6 @@ class Driving:
             return self._coordinator.hello(now, shard, term, version, **more)
 
         self._do(hello)
-
-    def worker_at(self, term: int, version: int) -> None:
-        """A worker has parameters of this term and version. See `Coordinator.worker_at`."""
-        self._do(lambda now: self._coordinator.worker_at(now, term, version))
 
     def describe(self, state: ReplicaState) -> bool:
         """Add the coordinator's state, for a successor, as of the version of `state`.
@@ -167,52 +163,21 @@ class Driving:
             if self._sinks.get(shard) is sink:
                 del self._sinks[shard]
 
-    # ---- Workers, evaluators, the operator ----
+    # ---- Everything else ----
 
-    def joined(self, rank: int, incarnation: int) -> None:
-        """A worker introduced itself."""
-        self._do(lambda now: self._coordinator.joined(now, rank, incarnation))
+    def do(
+        self,
+        event: Callable[Concatenate[Coordinator, float, P], Sequence[Decision]],
+        *arguments: P.args,
+        **more: P.kwargs,
+    ) -> None:
+        """Report any other event, such as ``do(Coordinator.left, rank, incarnation)``.
 
-    def left(self, rank: int, incarnation: int) -> None:
-        """A worker left on purpose."""
-        self._do(lambda now: self._coordinator.left(now, rank, incarnation))
-
-    def disconnected(self, rank: int, incarnation: int) -> None:
-        """A worker's data stream to shard 0 ended."""
-        self._do(lambda now: self._coordinator.disconnected(now, rank, incarnation))
-
-    def silent(self, ranks: Iterable[int]) -> None:
-        """See `Coordinator.silent`."""
-        self._do(lambda now: self._coordinator.silent(now, ranks))
-
-    def evaluated(self, step: int) -> None:
-        """An evaluation was reported."""
-        self._do(lambda now: self._coordinator.evaluated(now, step))
-
-    def evaluates(self) -> None:
-        """An evaluator introduced itself."""
-        with self._lock:
-            self._coordinator.evaluates()
-
-    def fail(self, reason: str, why: str) -> None:
-        """The job fails."""
-        self._do(lambda _: self._coordinator.fail(reason, why))
-
-    def stop_early(self) -> None:
-        """Training ends with the next update."""
-        self._do(self._coordinator.stop_early)
-
-    def save(self) -> None:
-        """Write the newest version as a checkpoint now."""
-        self._do(self._coordinator.save)
-
-    def configure(self, world: int, intervals: Intervals | None) -> None:
-        """The operator sent its configuration: the number of ranks, and the intervals of checkpoints."""
-        self._do(lambda now: self._coordinator.configure(now, world, intervals))
-
-    def set_grace(self, grace: float | None) -> None:
-        """See `Coordinator.set_grace`."""
-        self._do(lambda now: self._coordinator.set_grace(now, grace))
+        Args:
+            event: a method of `Coordinator` whose first argument is the time.
+            arguments, more: the other arguments of the method.
+        """
+        self._do(lambda now: event(self._coordinator, now, *arguments, **more))
 
     def state(self) -> CoordinatorState:
         """A copy of the decided state."""
@@ -230,18 +195,6 @@ class Driving:
     def _newest_term(self) -> int:
         with self._lock:
             return self._coordinator.newest_term
-
-    @property
-    def checkpoint(self) -> str:
-        """The newest complete checkpoint of this history; empty when there is none."""
-        with self._lock:
-            return self._coordinator.checkpoint
-
-    @property
-    def finished(self) -> Finished | None:
-        """How the job ended; None while it has not."""
-        with self._lock:
-            return self._coordinator.finished
 
     def unstored(self) -> bool:
         """Whether a checkpoint is being written."""
@@ -320,7 +273,7 @@ class Driving:
             error = str(failure)
         else:
             self._observer.checkpoint_stored(self._clock(), uri, order.version)
-        self._do(lambda now: self._coordinator.manifest(now, order.version, uri, error))
+        self.do(Coordinator.manifest, order.version, uri, error)
 
     def _restart(self, order: Restart) -> None:
         now = self._clock()
@@ -334,7 +287,7 @@ class Driving:
                 self._slow.put(order)
                 return
             why = f"shard {order.shard} was lost and no checkpoint could be read: {failure}"
-            self._do(lambda _: self._coordinator.fail("RestoreFailed", why))
+            self.do(Coordinator.fail, "RestoreFailed", why)
             return
 
         self._restoring_since = None
@@ -353,4 +306,4 @@ class Driving:
             seconds = _TICK if wakes_at is None else wakes_at - self._clock()
             self._alarm.wait(min(max(seconds, 0.0), _TICK))
             self._alarm.clear()
-            self._do(self._coordinator.tick)
+            self.do(Coordinator.tick)

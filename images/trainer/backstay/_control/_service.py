@@ -37,6 +37,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.loop import call, rpc_loop
 
+from .._coordination import Coordinator
 from .._process import ConnectionGuard, peer_address
 from .._timeouts import Timeouts
 from ._agreement import Agreement
@@ -228,7 +229,7 @@ class ControlService(grpc.GenericRpcHandler):
             raise _Refused(grpc.StatusCode.UNAVAILABLE, why)
         self._see(request.peer)
         if host.driving is not None and request.peer.role == "worker":
-            host.driving.worker_at(request.term, request.version)
+            host.driving.do(Coordinator.worker_at, request.term, request.version)
         return host.joined(request.peer)
 
     async def _heartbeat(self, request: HeartbeatRequest, _: Any) -> HeartbeatReply:

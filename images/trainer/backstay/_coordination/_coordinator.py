@@ -243,7 +243,7 @@ class Coordinator:
                 self._history.applied(shard, report.version)
                 return []
             case ShardFailed():
-                return self.fail("ShardFailed", f"shard {shard}: {report.why}")
+                return self._conclusion.fail("ShardFailed", f"shard {shard}: {report.why}")
 
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
@@ -319,9 +319,11 @@ class Coordinator:
         """Replace the set of ranks that send no heartbeats or no contributions."""
         return self._end_wait(now) if self._grace.absent(ranks) else []
 
-    def evaluates(self) -> None:
+    def evaluates(self, now: float) -> list[Decision]:
         """An evaluator joined."""
+        del now
         self._conclusion.evaluator_joined()
+        return []
 
     def evaluated(self, now: float, step: int) -> list[Decision]:
         """An evaluation of version `step` was reported."""
@@ -356,8 +358,9 @@ class Coordinator:
         """Write the newest version now, because a server will stop."""
         return self._conclusion.save(now)
 
-    def fail(self, reason: str, why: str) -> list[Decision]:
+    def fail(self, now: float, reason: str, why: str) -> list[Decision]:
         """The job fails, once."""
+        del now
         return self._conclusion.fail(reason, why)
 
     def tick(self, now: float) -> list[Decision]:
@@ -410,7 +413,7 @@ class Coordinator:
         out += self._intake.settle(final=commit.final)
         if commit.skip and history.state.non_finite_run >= self.rules.max_non_finite:
             gradient = next(c.id for c, info in zip(chosen, infos, strict=True) if not info.finite)
-            out += self.fail(
+            out += self._conclusion.fail(
                 "NonFiniteGradients",
                 f"the contribution of rank {gradient.rank} at step {gradient.version} is not finite, and so were "
                 f"{history.state.non_finite_run} updates in a row (update.maxNonFinite is {self.rules.max_non_finite})",

@@ -22,7 +22,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 
 from .._control import Driving, Link
-from .._coordination import Intervals, Liveness, Report, ShardSink
+from .._coordination import Coordinator, Intervals, Liveness, Report, ShardSink
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
 from ._job_observer import JobObserver
@@ -122,7 +122,7 @@ class LocalCoordinator:
         if self._running is None or isinstance(error, Superseded):
             self._ending.fail(error)
         else:
-            self._running.fail(type(error).__name__, str(error))
+            self._running.do(Coordinator.fail, type(error).__name__, str(error))
 
     def start(self, sink: ShardSink) -> None:
         self.driving.start()
@@ -161,7 +161,7 @@ class LocalCoordinator:
 
     def save_and_wait(self) -> None:
         self._storage.closing()
-        self.driving.save()
+        self.driving.do(Coordinator.save)
         wait_until(
             lambda: not self.driving.unstored() or self._ending.done is not None,
             lambda: not self.driving.unstored_by_the_gone(),
@@ -180,22 +180,22 @@ class LocalCoordinator:
     def joined(self, peer: Peer, reply: JoinReply) -> None:
         """A worker or evaluator joined; complete the reply to it."""
         if peer.role == contract.ROLE_EVALUATOR:
-            self.driving.evaluates()
+            self.driving.do(Coordinator.evaluates)
         elif peer.role == contract.ROLE_WORKER:
-            self.driving.joined(peer.index, peer.incarnation)
+            self.driving.do(Coordinator.joined, peer.index, peer.incarnation)
             reply.key_step = self.driving.state().key_steps.get(peer.index, 0)
             reply.began = self.driving.start_of_term.version
 
     def left(self, peer: Peer) -> None:
         """A pod leaves; when a server leaves, its state is stored first."""
         if peer.role == contract.ROLE_SERVER:
-            self.driving.save()
+            self.driving.do(Coordinator.save)
         elif peer.role == contract.ROLE_WORKER:
-            self.driving.left(peer.index, peer.incarnation)
+            self.driving.do(Coordinator.left, peer.index, peer.incarnation)
 
     def disconnected(self, hello: Hello) -> None:
         """A worker's data stream to this server ended."""
-        self.driving.disconnected(hello.peer.index, hello.peer.incarnation)
+        self.driving.do(Coordinator.disconnected, hello.peer.index, hello.peer.incarnation)
 
     def answer(self, reply: HeartbeatReply, version: int) -> None:
         """Complete the reply to a heartbeat; `version` is that of this shard."""
@@ -207,7 +207,7 @@ class LocalCoordinator:
     def evaluated(self, request: EvaluatedRequest) -> None:
         """An evaluator, or worker 0, reports an evaluation."""
         self.observer.evaluated(request)
-        self.driving.evaluated(request.step)
+        self.driving.do(Coordinator.evaluated, request.step)
 
     def configure(self, request: ProgressRequest) -> None:
         """The operator sent its settings."""
@@ -215,9 +215,9 @@ class LocalCoordinator:
         if request.HasField("checkpoint"):
             sent = request.checkpoint
             intervals = Intervals(sent.every_steps or None, sent.every_seconds or None)
-        self.driving.configure(request.world, intervals)
+        self.driving.do(Coordinator.configure, request.world, intervals)
         if request.HasField("grace"):
-            self.driving.set_grace(None if request.grace.auto else request.grace.seconds)
+            self.driving.do(Coordinator.set_grace, None if request.grace.auto else request.grace.seconds)
 
     def fill(self, now: float, reply: ProgressReply) -> None:
         """Add the job's part to the reply to the operator."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .._checkpoint import FolderLease, Holder, Job, PosixFolder
@@ -115,7 +116,7 @@ def begin_history(
     observer.reports = storage.reports = _reports(environment, script, store)
     try:
         driving, complete = _begin(environment, script, observer, storage, held, desired)
-        observer.reports.stop = driving.stop_early
+        observer.reports.stop = partial(driving.do, Coordinator.stop_early)
     except BaseException:
         storage.close()
         if stop.requested.is_set():

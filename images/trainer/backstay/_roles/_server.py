@@ -13,7 +13,7 @@ from backstay_spec import contract
 
 from .. import _instrument
 from .._control import Link, Links, Peers
-from .._coordination import Liveness
+from .._coordination import Coordinator, Liveness
 from .._process import SIGTERM_EXIT, Environment, Stop, write_termination
 from .._wire import DataServer
 from ..errors import JobFailed, Superseded
@@ -205,7 +205,7 @@ class Server:
             silent = {peer.index for peer in self._liveness.lost(now) if peer.role == contract.ROLE_WORKER}
             stalled = self._liveness.stalled(now, self._desired.stall_seconds, self.served.world)
         if self._local is not None:
-            self._local.driving.silent(silent | {hung.rank for hung in stalled})
+            self._local.driving.do(Coordinator.silent, silent | {hung.rank for hung in stalled})
         self._metrics.live_workers.set(len(live))
         self._tracing.tick()
 
