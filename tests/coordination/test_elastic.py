@@ -75,13 +75,18 @@ def test_a_shard_that_starts_receives_the_world_and_its_offset() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), world=st.integers(1, 5), backups=st.sampled_from([0, 1, "50%"]))
+@given(
+    seed=st.integers(0, 2**32),
+    world=st.integers(1, 5),
+    backups=st.sampled_from([0, 1, "50%"]),
+    batches=st.sampled_from([1, 4]),
+)
 def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
-    seed: int, world: int, backups: int | str
+    seed: int, world: int, backups: int | str, batches: int
 ) -> None:
     """T1, T9: Sync. The numbers of the ranks that make the updates follow one another, each once and none left out."""
     random = Random(seed)
-    job = job_of(world, backups=backups)
+    job = job_of(world, backups=backups, batches=batches)
     at = CoordinatorState(term=1, version=0, world=world)  # the state that workers received with the version
     offset, drawn = 0, []
     desired = world
@@ -109,7 +114,8 @@ def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
         (commit,) = decided
         used = [c.id.rank for c in commit.contributions]
         smaller = min(at.world, desired)
-        drawn += [BatchKey(step=version, rank=r, world=at.world, offset=offset).number for r in range(smaller)]
+        steps = range(version * batches, (version + 1) * batches)
+        drawn += [BatchKey(s, r, at.world, 0, offset, batches).number for r in range(smaller) for s in steps]
         assert len(used) == quorum_of(backups, smaller)
         assert max(used) < smaller
         assert commit.world <= max(desired, at.world)
@@ -120,15 +126,15 @@ def test_t1_each_update_is_of_the_ranks_that_stay_and_no_batch_is_drawn_twice(
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), world=st.integers(1, 4))
-def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world: int) -> None:
+@given(seed=st.integers(0, 2**32), world=st.integers(1, 4), batches=st.sampled_from([1, 4]))
+def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world: int, batches: int) -> None:
     """Each rank has one gradient under way, drawn in the world that was in force when it began."""
     random = Random(seed)
-    job = job_of(world, mode="Async")
+    job = job_of(world, mode="Async", batches=batches)
     for rank in range(5):
         job.joined(0.0, rank, 0)
     told = (world, 0)
-    under_way: dict[int, tuple[int, int]] = {}
+    under_way: dict[int, tuple[int, list[int]]] = {}
     numbers: list[int] = []
     for _ in range(120):
         if random.random() < 0.1:
@@ -136,13 +142,14 @@ def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world:
         rank = random.randrange(told[0])
         key_step = job.state.key_steps.get(rank, 0)
         if rank not in under_way:
-            key = BatchKey(step=key_step, rank=rank, world=told[0], offset=told[1])
-            assert key.number >= 0
-            under_way[rank] = (key_step, key.number)
+            steps = range(key_step * batches, (key_step + 1) * batches)
+            found = [BatchKey(step, rank, told[0], 0, told[1], batches).number for step in steps]
+            assert min(found) >= 0
+            under_way[rank] = (key_step, found)
             continue
-        key_step, number = under_way.pop(rank)
+        key_step, found = under_way.pop(rank)
         for commit in commits(job.report(0.0, 0, staged(rank, job.state.version, key_step))):
-            numbers.append(number)
+            numbers += found
             told = (commit.world, commit.offset)
         under_way = {r: drawn for r, drawn in under_way.items() if r < told[0]}
     assert len(numbers) == len(set(numbers))

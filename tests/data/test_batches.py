@@ -42,6 +42,34 @@ def test_t4_every_sample_is_used_once_an_epoch_over_all_ranks(
     assert len(set(orders)) == epochs or size < 8
 
 
+@given(
+    version=st.integers(0, 10**6),
+    rank=st.integers(0, 6),
+    spare=st.integers(1, 5),
+    offset=st.integers(-(10**9), 10**9),
+    batches=st.integers(1, 30),
+)
+def test_t9_the_batches_of_a_contribution_have_successive_numbers(
+    version: int, rank: int, spare: int, offset: int, batches: int
+) -> None:
+    """Those of the next rank follow; without local steps, a rank's number is ``offset + step * world + rank``."""
+    world = rank + spare
+
+    def numbers(version: int, rank: int) -> list[int]:
+        steps = range(version * batches, (version + 1) * batches)
+        return [BatchKey(step, rank, world, 0, offset, batches).number for step in steps]
+
+    first = offset + (version * world + rank) * batches
+    following = numbers(version, rank + 1) if rank + 1 < world else numbers(version + 1, 0)
+    assert numbers(version, rank) + following == list(range(first, first + 2 * batches))
+    assert BatchKey(version, rank, world, 0, offset).number == offset + version * world + rank
+
+
+def test_t4_with_local_steps_a_stream_of_one_rank_has_no_gaps() -> None:
+    stream = from_iterator(lambda rank, world: iter(range(rank, 100, world)))
+    assert [stream(BatchKey(step, 1, 3, batches=4)) for step in range(9)] == [1 + 3 * step for step in range(9)]
+
+
 def test_t4_the_same_key_gives_the_same_batch_in_a_new_process_state() -> None:
     rows = {"x": np.arange(40.0).reshape(20, 2), "y": np.arange(20)}
     keys = [BatchKey(step, rank, 3, 5) for step in range(9) for rank in range(3)]

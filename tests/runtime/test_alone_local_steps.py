@@ -272,6 +272,7 @@ def test_contributions_of_a_worker(inner_state: str) -> None:
         contribution = computation.start(Start(leaves, key))
         contribution.wait()
         assert [each.step for each in keys] == [8, 9, 10, 11]
+        assert [each.number for each in keys] == [5 + (2 * 2 + 1) * 4 + i for i in range(4)]
         assert {(each.rank, each.world, each.seed, each.offset) for each in keys} == {(1, 2, 7, 5)}
         assert contribution.key == key
         summary = contribution.summary
@@ -327,7 +328,7 @@ def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
         computation.start(start).wait()
     assert requested == list(range(one.steps * 4))
     other = Start(leaves, BatchKey(2, 0, 1, 3), frozenset({0}))
-    assert computation.first_batch(other) == BatchKey(8, 0, 1, 3), "steps that are dropped do not count"
+    assert computation.first_batch(other) == BatchKey(8, 0, 1, 3, batches=4), "steps that are dropped do not count"
 
 
 def test_pods_must_agree_about_local_steps() -> None:

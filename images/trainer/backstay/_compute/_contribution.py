@@ -48,7 +48,7 @@ class Start:
             contribution was computed.
         key: the key of the contribution's first batch. `key.step` is the number of the contribution: the version in
             Sync mode, this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws
-            those of steps ``n * key.step`` to ``n * key.step + n - 1``.
+            those of steps ``n * key.step`` to ``n * key.step + n - 1``, whose `BatchKey.batches` is ``n``.
         received: the fragments (`Block.fragment`) that the answer to the previous contribution brought; only their
             leaves, and the model state, are in `params`. None: `params` are the answer to a new request, and complete.
     """

@@ -266,7 +266,7 @@ class LocalTraining:
         """Make steps. `ahead`: how many are dispatched before the host waits for the first of them."""
         program, running = self._program, deque[Any]()
         for number in numbers:
-            own = replace(key, step=key.step * program.local.batches + number)
+            own = _batch_key(key, program.local.batches, number)
             batch = batch_of(own)
             examples += examples_of(batch)
             at = np.asarray((own.step, own.rank), np.uint32)
@@ -320,8 +320,13 @@ class LocalComputation:
 
     def first_batch(self, start: Start) -> BatchKey | None:
         number = self._training.made(start.key, start.received)
-        return None if number == self.batches else replace(start.key, step=start.key.step * self.batches + number)
+        return None if number == self.batches else _batch_key(start.key, self.batches, number)
 
     def start(self, start: Start) -> PackedContribution:
         result = self._training.contribute(start.params, start.key, self._batch_of, start.received)
         return PackedContribution(start.key, result, self._layout)
+
+
+def _batch_key(key: BatchKey, batches: int, number: int) -> BatchKey:
+    """The key of batch `number` of a contribution of `batches`, whose key is `key`."""
+    return replace(key, step=key.step * batches + number, batches=batches)

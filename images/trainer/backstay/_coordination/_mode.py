@@ -97,7 +97,7 @@ class UpdateMode(Protocol):
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         """`BatchKey.offset` from the version of `state` on, if `world` ranks are in force from there on.
 
-        `BatchKey.number` is ``offset + step * world + rank``. It must exceed every number of the previous world.
+        `BatchKey.number` must then exceed every number that was used in the previous world.
 
         Args:
             batches: how many batches, and so steps, each contribution takes from there on.

@@ -78,17 +78,15 @@ class Samples:
             world, offset: the world and the offset with which the gradients of the update were computed.
             left_out: batches that no rank will draw, because `commit` changes the world.
             redone: the present value of `CoordinatorState.redone`.
-            batches: how many each contribution is computed from. The ranks draw the first ones in order of rank, then
-                the second ones.
+            batches: how many each contribution is computed from. Their numbers follow one another, in order of rank.
 
         Returns:
             See `add`.
         """
         ranks = set() if commit.skip else {contribution.id.rank for contribution in commit.contributions}
         if self.sync:
-            # Numbers continue after the last one that a rank of the next world has drawn.
-            drawn = (batches - 1) * world + min(world, commit.world)
-            uses = [place % world in ranks for place in range(drawn)]
+            # Numbers continue after those of the last rank that stays.
+            uses = [rank in ranks for rank in range(min(world, commit.world)) for _ in range(batches)]
             number = offset + commit.version * batches * world
         else:
             uses = [not commit.skip for _ in commit.contributions] * batches

@@ -105,12 +105,11 @@ class Sync:
         return False
 
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
-        # Numbers continue after those of the ranks that made the last update. The ranks that stay draw the unused
-        # later numbers of ranks that leave again (T9). With local steps, numbers of ranks that leave lie between those
-        # of ranks that stay: these are left out.
+        # Numbers continue after those of the ranks that made the last update. The ranks that stay draw the later
+        # numbers, of ranks that leave, again (T9).
         before = state.worlds[-1]
-        made = before.offset + (state.version * state.batches - 1) * before.world + min(before.world, world)
-        return made - state.version * batches * world
+        contributions = (state.version - 1) * before.world + min(before.world, world)
+        return before.offset + contributions * state.batches - state.version * batches * world
 
     def owed_since(
         self, joined: float, handed_in: float | None, handed_version: int, version: int, version_since: float

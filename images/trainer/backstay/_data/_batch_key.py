@@ -20,12 +20,13 @@ class BatchKey:
 
     Attributes:
         step: the version of the parameters in Sync mode; the number of this rank's previous gradients in Async mode.
-            With local steps, the number of previous local steps: ``version * count + i`` in Sync mode, the rank's own
+            With local steps, the number of previous local steps: ``version * batches + i`` in Sync mode, the rank's own
             count in Async mode.
         rank: this worker's index, ``0 <= rank < world``.
         world: the current number of ranks.
         seed: the job's seed.
         offset: 0 until the world changes; then a value that keeps `number` unique. It may be negative.
+        batches: how many batches each contribution takes: 1, or with local steps the local steps of an update.
     """
 
     step: int
@@ -33,15 +34,21 @@ class BatchKey:
     world: int
     seed: int = 0
     offset: int = 0
+    batches: int = 1
 
     @property
     def number(self) -> int:
-        """The number of this batch among the batches of all ranks: ``offset + step * world + rank``, 0 or more.
+        """The number of this batch among the batches of all ranks, 0 or more.
+
+        Without local steps it is ``offset + step * world + rank``. With local steps, the batches of a contribution have
+        successive numbers: for ``step = version * batches + i`` it is
+        ``offset + (version * world + rank) * batches + i``.
 
         No two batches of a job have the same number, even when the number of ranks changes. In Sync mode, the numbers
-        have no gaps, except with local steps when the number of ranks falls.
+        have no gaps.
         """
-        return self.offset + self.step * self.world + self.rank
+        contribution, place = divmod(self.step, self.batches)
+        return self.offset + (contribution * self.world + self.rank) * self.batches + place
 
     @cached_property
     def rng(self) -> np.random.Generator:

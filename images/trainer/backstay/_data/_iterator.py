@@ -31,7 +31,9 @@ class Streamed:
 
     def __call__(self, key: BatchKey) -> Any:
         with self._lock:
-            of, place = ((), key.number) if self._shared else ((key.rank, key.world), key.number // key.world)
+            # Of one rank: as if the number of ranks had been the same from the beginning.
+            own = (key.rank, key.world), key.step + (key.offset + key.rank) // key.world
+            of, place = ((), key.number) if self._shared else own
             if self._of == of and place == self._next - 1:
                 return self._last
             if not self._shared and self._world not in (None, key.world):

@@ -243,7 +243,7 @@ class Worker:
         An error here occurs again in the first step, which reports it.
         """
         world = max(self._env.config.workers, self._rank + 1)
-        key = BatchKey(step=0, rank=self._rank, world=world, seed=self._script.seed, offset=0)
+        key = BatchKey(0, self._rank, world, self._script.seed, batches=self._computation.batches)
         seconds = self._env.timeouts.compiling
         self.seconds.ended("starting")
         with contextlib.suppress(Exception):
