@@ -11,10 +11,24 @@ from backstay._faults import ENV_FAULTS
 
 
 def test_t3_t4_connections_cut_and_frames_damaged_change_nothing_but_the_time(job, tmp_path: Path) -> None:
-    """T3, T4: connections cut on both sides, a frame damaged on its way back, a slow step: still the plain loop."""
+    """Connections cut on both sides, a frame damaged on its way back, a slow step: still the plain loop.
+
+    With error feedback, the worker must know which of its contributions were applied.
+    """
     script = "cut worker/0 @2; cut server/1 @4; corrupt server/0 @6; delay worker/0 @7 push 0.05s"
-    tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12", ENV_FAULTS: script}
+    tiny = job(
+        2,
+        1,
+        checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4},
+        wire={"gradients": "Int4", "error_feedback": True},
+    )
+    tiny.environment = {
+        "JAX_ENABLE_X64": "1",
+        "WIDTH": "600",
+        "WIRE": "Int4,Exact,feedback",
+        "STEPS": "12",
+        ENV_FAULTS: script,
+    }
     for shard in range(2):
         tiny.server(shard, 1)
     worker = tiny.worker(0, 1)

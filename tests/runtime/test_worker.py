@@ -8,7 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from backstay._roles._key_steps import KEY_STEPS
 from backstay._roles._worker import Worker, end_sending
+from backstay._wire import Pulled
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import RejectReason
 
@@ -28,6 +30,34 @@ def test_a_worker_reports_the_outcome(outcome: Any, fate: str | None) -> None:
     sending = Mock(spec_set=["applied", "dropped"])
     end_sending(sending, outcome)
     assert [name for name, _, _ in sending.method_calls] == ([] if fate is None else [fate])
+
+
+@pytest.mark.parametrize(
+    ("term", "next_key_step", "known"),
+    [
+        (1, 6, True),
+        (1, 0, False),
+        (2, 6, False),
+    ],
+    ids=["the newest update has it", "it is unknown", "the servers went back"],
+)
+def test_t4_a_worker_that_lost_the_answer_reports_the_outcome_that_it_receives(
+    term: int, next_key_step: int, known: bool
+) -> None:
+    worker = Mock(_attempt=0, _term=1, _rank=0)
+    worker._env.config.mode, worker._env.incarnation = "Sync", 1
+    worker._plan.wires = [Mock()]
+    worker._key_steps = KEY_STEPS["Sync"]()
+    at = Pulled(term=1, version=5, world=1)
+    now = Pulled(term=term, version=6, world=1, outcome=RejectReason.SKIPPED, next_key_step=next_key_step)
+
+    def reconnect(_: Exception) -> tuple[Pulled, list[Any]]:
+        worker._term = term
+        return now, []
+
+    worker._pull.side_effect = PeerLost("the server was killed")
+    worker._reconnect.side_effect = reconnect
+    assert Worker._send(worker, at, 5, [], Mock()) == (now, [], known)
 
 
 @pytest.mark.parametrize(

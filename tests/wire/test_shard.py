@@ -131,6 +131,35 @@ def test_outcomes_in_sync(kit: SimpleNamespace, make_shard: Make) -> None:
         assert (answer.block(0) == 1.0).all()
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_t4_a_worker_that_lost_its_answer_receives_the_outcome(
+    kit: SimpleNamespace, make_shard: Make, skip: bool
+) -> None:
+    """With the parameters, of the newest update: its residual follows. Another process of the rank has another one."""
+    shard = make_shard((4,))
+    for rank in range(2):
+        shard.fill(kit.gid(rank), 1.0)
+    again = shard.runtime.begin(kit.hello(0), Part(contribution=kit.gid(0, attempt=7)))
+    other = shard.runtime.begin(kit.hello(1, incarnation=2), Part(contribution=kit.gid(1, incarnation=2)))
+
+    def pulled(rank: int, version: int, incarnation: int = 1) -> tuple[int, int]:
+        peer = kit.hello(rank, incarnation=incarnation).peer
+        answer = shard.runtime.answer(None, version, ALIVE, peer)
+        return answer.outcome, answer.next_key_step
+
+    assert pulled(0, 0) == (kit.reasons.REJECT_UNSPECIFIED, 0), "there is no update yet"
+    shard.runtime.deliver(kit.commit(0, [kit.gid(0), kit.gid(1)], skip=skip))
+    outcome = kit.reasons.SKIPPED if skip else kit.reasons.REJECT_UNSPECIFIED
+    assert pulled(0, 1) == (outcome, 1)
+    assert pulled(2, 1) == pulled(1, 1, incarnation=2) == (kit.reasons.REJECT_UNSPECIFIED, 0)
+    assert shard.runtime.answer(again, 0, ALIVE).outcome == outcome
+    assert shard.runtime.answer(other, 0, ALIVE).outcome == kit.reasons.LATE
+    shard.fill(kit.gid(2, 1), 1.0)
+    shard.runtime.deliver(kit.commit(1, [kit.gid(2, 1)]))
+    assert pulled(0, 2) == (kit.reasons.REJECT_UNSPECIFIED, 0), "the newest update has none of rank 0"
+    assert pulled(2, 2) == (kit.reasons.REJECT_UNSPECIFIED, 2)
+
+
 def test_a_push_that_comes_after_its_version_is_lost_and_late(kit: SimpleNamespace, make_shard: Make) -> None:
     """T1, T2: it never counts, and is reported once."""
     shard = make_shard((4,))

@@ -110,6 +110,7 @@ class Scripted:
         self.asked: list[tuple[bool, int]] = []
         self.cancelled: str | None = None
         self.closed = False
+        self.about: dict[int, tuple[RejectReason, int]] = {}  # by version: the outcome and the next key step
 
     def splits(self, key_step: int) -> bool:
         del key_step
@@ -125,7 +126,8 @@ class Scripted:
         for block in into:
             block[:] = version
         outcome = RejectReason.LATE if push is not None and self.shard == 1 else RejectReason.REJECT_UNSPECIFIED
-        return Pulled(self.term, version, 10 + version, outcome, next_key_step=self.shard)
+        outcome, next_key_step = self.about.get(version, (outcome, self.shard))
+        return Pulled(self.term, version, 10 + version, outcome, next_key_step=next_key_step)
 
     def cancel(self, why: str) -> None:
         self.cancelled = why
@@ -155,6 +157,18 @@ def test_shards_that_are_behind_are_asked_again(kit: SimpleNamespace) -> None:
     assert clients[1].asked == [(True, 0), (False, 7)]
     sharded.close()
     assert all(client.closed for client in clients)
+
+
+def test_t4_without_a_push_the_outcome_is_that_of_the_newest_update() -> None:
+    """Shard 0 answers first about an older update, which was skipped."""
+    clients = [Scripted(0, [5, 6]), Scripted(1, [6])]
+    found = {5: (RejectReason.SKIPPED, 5), 6: (RejectReason.REJECT_UNSPECIFIED, 6)}
+    for client in clients:
+        client.about = found
+    sharded = ShardedClient(clients, "Sync")
+    pulled = sharded.exchange_all(None, 0, buffers(2))
+    assert (pulled.version, pulled.outcome, pulled.next_key_step) == (6, *found[6])
+    sharded.close()
 
 
 def test_async_takes_what_there_is_and_names_the_lowest(kit: SimpleNamespace) -> None:

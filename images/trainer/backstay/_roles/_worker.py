@@ -58,7 +58,7 @@ def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
     """Report how a contribution ended, for its residuals.
 
     Args:
-        outcome: what the servers answered; None: a server was lost before it answered.
+        outcome: what the servers answered; None: it is unknown, because a server was lost before it answered.
     """
     if outcome == RejectReason.REJECT_UNSPECIFIED:
         sending.applied()
@@ -307,7 +307,7 @@ class Worker:
                     self._fragments = self._plan.wires[0].fragments_of(exchanged)
                 self.seconds.abandoned()
                 self._metrics.worker_contributions("lost").inc()
-                return pulled, params, False
+                return pulled, params, self._term == term and pulled.next_key_step == key_step + 1
             outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.

@@ -29,6 +29,7 @@ from backstay_rpc.control_pb2 import (
     Lost,
     NormRequest,
     Part,
+    Peer,
     Reject,
     RejectReason,
     Rollback,
@@ -287,7 +288,9 @@ class ShardRuntime:
             self._gradients.give(self._gradients.remove(gradient))
         self._coordination.report(Lost(id=gradient.id))
 
-    def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
+    def answer(
+        self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool], peer: Peer | None = None
+    ) -> Answer | None:
         gradient = None if incoming is None else _gradient(incoming)
         with self._changed, self._publisher.waiting(gradient, min_version) as waiter:
             term = self.term if gradient is None else gradient.id.term
@@ -299,11 +302,9 @@ class ShardRuntime:
                     break
                 if not self._changed.wait(self._times.peer_check) and not alive():
                     return None
-            outcome, next_key_step, last = _NONE, 0, self._current.last if self._current is not None else None
-            if gradient is not None:
-                outcome, next_key_step = gradient.outcome, gradient.next_key_step
-                if outcome == _NONE and gradient.applied is None:
-                    outcome = _LATE
+            last = self._current.last if self._current is not None else None
+            newest = last if last is not None and published.version == last.version + 1 else None
+            outcome, next_key_step = _outcome_of(gradient, peer, newest)
             return Answer(
                 term=self.term,
                 version=published.version,
@@ -439,3 +440,25 @@ class ShardRuntime:
 def _gradient(incoming: Incoming) -> Gradient:
     assert isinstance(incoming, Gradient)
     return incoming
+
+
+def _outcome_of(gradient: Gradient | None, peer: Peer | None, newest: Commit | None) -> tuple[RejectReason, int]:
+    """`Answer.outcome` and `Answer.next_key_step`.
+
+    Args:
+        gradient: the push that is answered; None: a pull.
+        peer: of a pull.
+        newest: the commit that made the version of the answer, if this shard has it.
+    """
+    who, outcome, next_key_step = None if peer is None else (peer.index, peer.incarnation), _NONE, 0
+    if gradient is not None:
+        who, next_key_step = (gradient.id.rank, gradient.id.incarnation), gradient.next_key_step
+        outcome = gradient.outcome or (_LATE if gradient.applied is None else _NONE)
+        if outcome == _NONE:
+            return outcome, next_key_step
+    # The worker may have lost the answer to an earlier attempt, with the same bits, that was applied.
+    if newest is not None:
+        for used in (contribution.id for contribution in newest.contributions):
+            if (used.rank, used.incarnation) == who and (gradient is None or used.key_step == gradient.id.key_step):
+                return RejectReason.SKIPPED if newest.skip else _NONE, used.key_step + 1
+    return outcome, next_key_step

@@ -384,8 +384,7 @@ class ShardedClient:
             ]
         answers = dict(self._parallel(every, pushes, min_version, into, exact))
         self._asks = answers[0].ask
-        outcome = next((a.outcome for _, a in sorted(answers.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
-        next_key_step = max(a.next_key_step for a in answers.values())
+        first = dict(answers)
         pushed_at = max(a.pushed_at for a in answers.values())
         answered_at = max(a.answered_at for a in answers.values())
         while behind := self._mode.behind({s: a.version for s, a in answers.items()}):
@@ -396,13 +395,16 @@ class ShardedClient:
             self.cancel("the shards are in different terms")
             raise PeerLost(f"the shards are in the terms {sorted(terms)}: one of them started again")
         newest_answer = max(answers.values(), key=lambda a: a.version)
+        # Without a push, older answers are about older updates.
+        about = answers if push is None else first
+        outcome = next((a.outcome for _, a in sorted(about.items()) if a.outcome), RejectReason.REJECT_UNSPECIFIED)
         # A shard that was requested again has sent all that it holds.
         received = [a.fragments for a in answers.values() if a.fragments is not None]
         return replace(
             newest_answer,
             version=min(a.version for a in answers.values()),
             outcome=outcome,
-            next_key_step=next_key_step,
+            next_key_step=max(a.next_key_step for a in about.values()),
             done=all(a.done for a in answers.values()),
             pushed_at=pushed_at,
             answered_at=answered_at,

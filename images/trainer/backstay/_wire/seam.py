@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, RejectReason
+from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, Peer, RejectReason
 
 if TYPE_CHECKING:
     from .._update import ShardWire
@@ -258,8 +258,13 @@ class ShardPort(Protocol):
         """The rest of the part will not arrive. Does nothing if the part is complete."""
         ...
 
-    def answer(self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool]) -> Answer | None:
+    def answer(
+        self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool], peer: Peer | None = None
+    ) -> Answer | None:
         """Waits for the version that answers a push, or (None) for one of at least `min_version`.
+
+        Args:
+            peer: of a pull: who receives the answer.
 
         Returns None when `alive` returns False: the peer is gone. Raises `Refusal` when the shard stops first.
         """
@@ -298,8 +303,10 @@ class Pulled:
         version: the version of the parameters.
         world: ranks in force at that version.
         outcome: why the previous push was refused; `REJECT_UNSPECIFIED`: it is part of `version` or an earlier one,
-            or there was no push.
-        next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know.
+            or there was no push. Without a push, of the contribution before `next_key_step`.
+        next_key_step: Async: the next `BatchKey.step` of this rank; 0 when the server does not know. Without a push:
+            one more than the key step of this worker's contribution in the update that made `version`; 0 when that
+            update has none.
         done: the job has ended.
         pushed_at: when the last byte of the push had been handed to the transport, in seconds of `time.monotonic`; 0
             without a push. The transport holds at most two windows (8 MiB) that the server has not received.

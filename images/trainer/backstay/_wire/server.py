@@ -173,7 +173,7 @@ class StreamServer:
             match kind:
                 case "pull" if body is None:
                     exact = frame.pull.exact
-                    answer = self._shard.answer(None, frame.pull.min_version, stream.alive)
+                    answer = self._shard.answer(None, frame.pull.min_version, stream.alive, hello.peer)
                 case "push_begin":
                     exact = False
                     if push is None:
