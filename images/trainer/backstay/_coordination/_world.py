@@ -47,7 +47,8 @@ def change_world(state: CoordinatorState, world: int, offset: int) -> None:
 def change_batches(state: CoordinatorState, batches: int, mode: UpdateMode) -> None:
     """Put in force how many batches each contribution takes from `state.version` on, where another run took others."""
     if batches != state.batches:
-        change_world(state, state.world, mode.next_offset(state, state.world, batches))
+        if state.version:  # else no batch has been used
+            change_world(state, state.world, mode.next_offset(state, state.world, batches))
         if state.samples is not None:
             state.samples = state.samples.with_batches(state.version, state.batches, batches)
         state.batches = batches
