@@ -52,7 +52,7 @@ def test_t4_every_sample_is_used_once_an_epoch_over_all_ranks(
 def test_t9_the_batches_of_a_contribution_have_successive_numbers(
     version: int, rank: int, spare: int, offset: int, batches: int
 ) -> None:
-    """Those of the next rank follow; without local steps, a rank's number is ``offset + step * world + rank``."""
+    """The numbers of the next rank follow. Without local steps, a number is ``offset + step * world + rank``."""
     world = rank + spare
 
     def numbers(version: int, rank: int) -> list[int]:

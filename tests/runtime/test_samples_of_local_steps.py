@@ -34,7 +34,7 @@ class Job:
 
     Attributes:
         servers: the leaves that the servers hold; leaf `f` belongs to fragment `f`.
-        used: by version, the worker and the batches of each contribution. A worker has another number after a rollback.
+        used: the worker and the batches of each contribution, by version. A worker has another number after a rollback.
     """
 
     def __init__(self, program: LocalProgram, local: LocalSteps, world: int) -> None:

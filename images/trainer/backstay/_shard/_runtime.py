@@ -447,7 +447,7 @@ def _outcome_of(gradient: Gradient | None, peer: Peer | None, newest: Commit | N
 
     Args:
         gradient: the push that is answered; None: a pull.
-        peer: of a pull.
+        peer: the worker that pulls.
         newest: the commit that made the version of the answer, if this shard has it.
     """
     who, outcome, next_key_step = None if peer is None else (peer.index, peer.incarnation), _NONE, 0

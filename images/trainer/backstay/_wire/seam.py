@@ -264,7 +264,7 @@ class ShardPort(Protocol):
         """Waits for the version that answers a push, or (None) for one of at least `min_version`.
 
         Args:
-            peer: of a pull: who receives the answer.
+            peer: the worker that pulls.
 
         Returns None when `alive` returns False: the peer is gone. Raises `Refusal` when the shard stops first.
         """
