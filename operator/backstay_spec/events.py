@@ -27,12 +27,14 @@ class Event:
         reason: one CamelCase word for programs.
         message: a sentence for people, on one line.
         slot: the slot whose pod died, such as ``worker-3``; empty for other events.
+        incarnation: the incarnation of the pod that died; None for other events.
     """
 
     type: Literal["Normal", "Warning"]
     reason: str
     message: str
     slot: str = ""
+    incarnation: int | None = None
 
 
 def normal(reason: str, message: str) -> Event:
@@ -40,13 +42,14 @@ def normal(reason: str, message: str) -> Event:
     return Event("Normal", reason, one_line(message))
 
 
-def warning(reason: str, message: str, slot: str = "") -> Event:
+def warning(reason: str, message: str, slot: str = "", incarnation: int | None = None) -> Event:
     """An event about something that a person may have to repair.
 
     Args:
         slot: the slot whose pod died, such as ``worker-3``.
+        incarnation: the incarnation of that pod.
     """
-    return Event("Warning", reason, one_line(message), slot)
+    return Event("Warning", reason, one_line(message), slot, incarnation)
 
 
 def one_line(text: str, limit: int = MAX_EVENT) -> str:

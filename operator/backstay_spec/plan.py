@@ -147,7 +147,7 @@ def refuse(
 
 
 def _plan(written: report.Report, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
-    written = report.with_history(written, old, effects.events, effects.deaths, now)
+    written = report.with_history(written, old, effects.events, now)
     wake = earliest((written.wake, effects.wake))
     return Plan(
         status=written.status,

@@ -18,10 +18,10 @@ def merged(*histories: Iterable[Any]) -> list[Mapping[str, Any]]:
 
     Args:
         histories: entries as in `status.history`, the newest history last: its entries replace those that have the same
-            time, reason and slot. Other values are left out.
+            time, reason, slot and incarnation. Other values are left out.
     """
-    found: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    found: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for entry in itertools.chain.from_iterable(histories):
         if isinstance(entry, Mapping):
-            found[str(entry.get("time")), str(entry.get("reason")), str(entry.get("slot"))] = entry
+            found[tuple(str(entry.get(name)) for name in ("time", "reason", "slot", "incarnation"))] = entry
     return sorted(found.values(), key=lambda entry: str(entry.get("time")))

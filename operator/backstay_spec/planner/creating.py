@@ -46,7 +46,7 @@ def lost(
 ) -> Effects:
     """The death of a pod that is replaced, and an event about it; `record` counts the death already."""
     death = Death(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
-    event = death_event(facts, record, pod.slot, pod.name, verdict, cost.wait, standby=standby)
+    event = death_event(facts, record, pod.slot, pod.incarnation, verdict, cost.wait, standby=standby)
     return Effects(events=(event,), deaths=(death,))
 
 
@@ -54,13 +54,14 @@ def death_event(
     facts: Facts,
     record: Record,
     slot: Slot,
-    pod: str,
+    incarnation: int,
     verdict: Verdict,
     wait: datetime | None,
     *,
     standby: bool = False,
 ) -> Event:
     """An event: the pod died, and what happens next."""
+    pod = facts.pod_name(slot, incarnation)
     if wait is None:
         then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"
     else:
@@ -72,4 +73,4 @@ def death_event(
     why = one_line(verdict.text, MAX_EVENT // 2)
     if why != verdict.text:
         then += f"; `kubectl logs {pod}` shows more"
-    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}", slot.key)
+    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}", slot.key, incarnation)

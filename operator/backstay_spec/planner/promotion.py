@@ -12,7 +12,7 @@ The checkpoint comes first, within the server's grace period.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
@@ -117,11 +117,13 @@ def promoted(record: Record, slot: Slot, found: Promote) -> Decision:
     text = (
         f"{slot.text} (pod {found.pod}) died: {found.verdict.text}; its standby {found.standby.name} takes over{held}"
     )
+    event = warning(found.verdict.cause, text, slot.key)
     deaths: tuple[Death, ...] = ()
     if not found.counted:
+        event = replace(event, incarnation=before)
         after = after.with_death(slot, found.verdict.cause, charged=charged)
         deaths = (Death(slot.role, slot.index, before, found.pod, found.verdict.cause, charged),)
-    return Decision(after, Effects(events=(warning(found.verdict.cause, text, slot.key),), deaths=deaths))
+    return Decision(after, Effects(events=(event,), deaths=deaths))
 
 
 def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:

@@ -152,7 +152,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
         return _create(facts, record, slot, None)
     created_again = _create(facts, record.with_death(slot, GONE.cause, charged=False), slot, GONE.cause)
     death = Death(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
-    event = death_event(facts, created_again.record, slot, name, GONE, None)
+    event = death_event(facts, created_again.record, slot, incarnation, GONE, None)
     return created_again.also(Effects(events=(event,), deaths=(death,)))
 
 

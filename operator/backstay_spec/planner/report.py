@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 from typing import Any, Final
 
 from backstay_spec import contract, status
-from backstay_spec.actions import Death
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, one_line
 from backstay_spec.goodput import goodput
@@ -24,7 +23,6 @@ from backstay_spec.types_status import (
     RoleStatus,
     TrainingJobStatus,
     WaitedForStatus,
-    slot_key,
 )
 
 __all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable", "with_history"]
@@ -86,13 +84,10 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
     return Report(counted.to_dict())
 
 
-def with_history(
-    report: Report, old: TrainingJobStatus, events: Sequence[Event], deaths: Sequence[Death], now: datetime
-) -> Report:
+def with_history(report: Report, old: TrainingJobStatus, events: Sequence[Event], now: datetime) -> Report:
     """The verdict with the events in the status: the API server deletes events, but a job may train for weeks."""
     if report.status is None or not events:
         return report
-    died = {slot_key(death.role, death.index): death.incarnation for death in deaths}
     known = report.status.get("history")
     entries = [_written(entry) for entry in old.history] if known is None else list(known)
     for event in events:
@@ -103,7 +98,7 @@ def with_history(
                 reason=event.reason,
                 message=one_line(event.message, _ENTRY_LENGTH),
                 slot=event.slot or None,
-                incarnation=died.get(event.slot),
+                incarnation=event.incarnation,
             )
             entries.append(_written(entry))
     return replace(report, status={**report.status, "history": entries[-_ENTRIES:]})
