@@ -225,11 +225,26 @@ def test_a_link_carries_a_frame_that_is_larger_than_the_systems_buffer(monkeypat
 
 def test_a_link_whose_peer_does_not_read_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "POST_SECONDS", 0.01)
-    with ends() as (sender, _):
+    # The buffers of both ends have less room. The sizes are valid, so that the other end reads what has arrived.
+    frame = Frame(refused=Refused(code="ABORTED", message="x" * (3 << 20)))
+    with ends() as (sender, frames):
         stream = Frames(sender)
-        with pytest.raises(ConnectionError, match="does not read"):  # the buffers of both ends have less room
-            stream.post(Frame(refused=Refused(code="ABORTED", message="x" * (64 << 20))))
+
+        def fill() -> None:
+            for _ in range(30):
+                stream.post(frame)
+
+        def drain() -> None:
+            while frames.read() is not None:
+                pass
+
+        with pytest.raises(ConnectionError, match="does not read"):
+            fill()
         assert stream.read() is None
+        with pytest.raises(ConnectionError):
+            stream.post(Frame())
+        with pytest.raises(ConnectionError, match="inside a frame"):  # nothing follows the part of a frame
+            drain()
 
 
 @pytest.mark.parametrize(

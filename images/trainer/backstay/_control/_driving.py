@@ -306,4 +306,7 @@ class Driving:
             seconds = _TICK if wakes_at is None else wakes_at - self._clock()
             self._alarm.wait(min(max(seconds, 0.0), _TICK))
             self._alarm.clear()
-            self.do(Coordinator.tick)
+            try:
+                self.do(Coordinator.tick)
+            except Exception:  # noqa: BLE001  # without this thread, no later wait would end (T8)
+                _LOG.exception("the deadlines of the coordinator could not be examined")

@@ -84,14 +84,23 @@ class Frames:
             OSError: the connection broke, or its peer does not read. Then nothing more can be sent on it.
         """
         header = frame.SerializeToString()
-        unsent = memoryview(_HEAD.pack(len(header), 0) + header)
-        with self._writing, contextlib.suppress(OSError):
-            until: float | None = None
+        with self._writing:
+            if self._sent(memoryview(_HEAD.pack(len(header), 0) + header)):
+                return
+            # Before another thread sends: its frame would be read as the end of this one. And the reader must not wait
+            # for an answer to a frame that was not sent.
+            self.cut()
+        raise ConnectionError("the connection broke, or the other end does not read")
+
+    def _sent(self, unsent: memoryview) -> bool:
+        """Send all of this within `POST_SECONDS`, or return False."""
+        until: float | None = None
+        with contextlib.suppress(OSError):
             while True:
                 with contextlib.suppress(BlockingIOError):
                     unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
                 if not unsent:
-                    return
+                    return True
                 now = time.monotonic()
                 until = now + POST_SECONDS if until is None else until
                 if now >= until:
@@ -99,8 +108,7 @@ class Frames:
                 writable = select.poll()
                 writable.register(self._socket, select.POLLOUT)
                 writable.poll(1e3 * (until - now))
-        self.cut()  # the reader must not wait for an answer to a frame that was not sent
-        raise ConnectionError("the connection broke, or the other end does not read")
+        return False
 
     def keep_alive(self) -> None:
         """Notice within about 10 s that the peer's node is gone, and let many small frames wait for a slow peer."""
