@@ -393,7 +393,7 @@ def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(drivin
     assert not links.awaited(now)
     first = linked(1)
     assert links.awaited(now)
-    driving.fail("Tired", "enough")
+    driving.do(Coordinator.fail, "Tired", "enough")
     first.cut()
     threads[0].join(SECONDS)
     assert links.awaited(now)
