@@ -49,7 +49,7 @@ def step_of(tf: Any, rank: int, workers: int, arrays: int, elements: int) -> tup
 
 
 def main() -> None:
-    """Be the server, or a worker that makes the steps for which its standard input asks."""
+    """Run the server, or a worker that makes the steps that its standard input requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", choices=("ps", "worker"))
     parser.add_argument("--rank", type=int, default=0)

@@ -31,7 +31,7 @@ class History:
     Attributes:
         view: the job; `view.history` has all entries that are known.
         status: the newest one.
-        source: where it is from, for people.
+        source: a description of the place that it is from.
     """
 
     view: JobView

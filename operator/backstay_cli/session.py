@@ -36,7 +36,7 @@ class Keeper:
     """Records how the operator has ended last; it is started again when it ends.
 
     Attributes:
-        last_end: the last end, for people; empty: it has not ended.
+        last_end: a description of the last end; empty: the operator has not ended.
         at: the time at which it died, on the event loop's clock.
     """
 

@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 class Verdict:
     """Whether a check passed, and a reason."""
 
-    well: bool
+    passed: bool
     why: str
 
 
@@ -61,7 +61,7 @@ class Health:
     def _answer(verdict: Callable[[], Verdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(_: web.Request) -> web.Response:
             found = verdict()
-            return web.Response(status=200 if found.well else 503, text=found.why + "\n")
+            return web.Response(status=200 if found.passed else 503, text=found.why + "\n")
 
         return answer
 

@@ -209,7 +209,7 @@ class JobMetrics(Collector):
         progress: Progress | None,
         in_sync: int | None,
     ) -> None:
-        """A job was reconciled.
+        """Update the series after a reconciliation.
 
         Args:
             key: namespace and name.
@@ -276,7 +276,7 @@ class JobMetrics(Collector):
         self._recover(series, own, progress)
 
     def progress(self, key: JobKey, progress: Progress, *, trains: bool) -> None:
-        """The servers answered; `trains`: the condition Training is not False."""
+        """Update the series after an answer of the servers; `trains`: the condition Training is not False."""
         series = self._job(key)
         with self._lock:
             if progress.step is not None:
@@ -292,7 +292,7 @@ class JobMetrics(Collector):
                 series.set("loss", progress.loss)
 
     def died(self, key: JobKey, death: Death) -> None:
-        """A pod was found dead."""
+        """Count a pod that was found dead."""
         series = self._job(key)
         with self._lock:
             deaths = series.deaths.setdefault((ROLE_OF_LABEL[death.role], str(death.cause)), _Deaths())
@@ -302,11 +302,11 @@ class JobMetrics(Collector):
             missing.incarnation = max(missing.incarnation, death.incarnation)
 
     def forget(self, key: JobKey) -> None:
-        """A job is gone, and its series with it."""
+        """Remove the series of a deleted job."""
         self._jobs.pop(key, None)
 
     def clear(self) -> None:
-        """Another operator acts for the jobs now, and exports their series."""
+        """Remove all series, because another operator acts for the jobs now, and exports them."""
         self._jobs.clear()
 
     # The export.

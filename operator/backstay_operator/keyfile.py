@@ -15,7 +15,7 @@ LENGTH: Final = 32
 
 
 class KeyFileError(Exception):
-    """The key cannot be had; the message says which file and why."""
+    """The key cannot be read or made; the message has the file and the reason."""
 
 
 def read_key(path: str) -> bytes:
@@ -40,7 +40,7 @@ def read_key(path: str) -> bytes:
 
 
 def _make(file: Path) -> None:
-    """Written beside and then linked, so that of two that start at the same time both read the same whole key."""
+    """Make the key. It is written to another file and then linked, so that two operators never use different keys."""
     beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

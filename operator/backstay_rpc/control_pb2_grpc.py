@@ -70,7 +70,7 @@ class ControlServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """A worker, an evaluator or another shard's server introduces itself; asked of every shard.
+        """A worker, an evaluator or another shard's server introduces itself to each shard.
         INVALID_ARGUMENT: the parameters, the optimizer or another argument of `train` differs (the message says which).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -85,8 +85,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Coordinate(self, request, context):
-        """The server of another shard than 0 asks shard 0's server where its link to the coordinator begins. The link is a
-        data stream (see `Hello`). INVALID_ARGUMENT: as for Join. PERMISSION_DENIED: the caller was replaced.
+        """The server of another shard than 0 requests the address of its link to the coordinator from shard 0's server. The
+        link is a data stream (see `Hello`). INVALID_ARGUMENT: as for Join. PERMISSION_DENIED: the caller was replaced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -115,7 +115,7 @@ class Verdict:
 
     Attributes:
         cause: the cause.
-        text: the same for people, without the pod's name: ``exit code 137 (SIGKILL)``.
+        text: the cause in words, without the pod's name, such as ``exit code 137 (SIGKILL)``.
     """
 
     cause: Cause
@@ -263,7 +263,7 @@ def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, re
 
 
 def exit_text(code: int) -> str:
-    """An exit code for people, with the name of the signal that it stands for."""
+    """An exit code in words, with the name of the signal that it stands for."""
     if code > SIGNALLED:
         try:
             return f"exit code {code} ({signal.Signals(code - SIGNALLED).name})"

@@ -53,10 +53,10 @@ def warning(reason: str, message: str, slot: str = "", incarnation: int | None =
 
 
 def one_line(text: str, limit: int = MAX_EVENT) -> str:
-    """The first line of `text` and the one that says why, in at most `limit` characters.
+    """The first line of `text` and the line with the reason, in at most `limit` characters.
 
-    Where `text` ends with the last lines of a log, that is the line that names an exception, or else the last one. The
-    whole text is in the job's conditions, and the log is in the pod.
+    If `text` ends with the last lines of a log, the second line is the one that names an exception, or else the last.
+    The whole text is in the job's conditions, and the log is in the pod.
     """
     first, *rest = [line.strip() for line in shortened(text, len(text)).splitlines() if line.strip()] or [""]
     if rest:
@@ -69,7 +69,7 @@ def one_line(text: str, limit: int = MAX_EVENT) -> str:
 
 
 def shortened(text: str, limit: int = MAX_NOTE) -> str:
-    """`text` in at most `limit` characters, its end kept: the last line of a traceback is the one that says why.
+    """`text` in at most `limit` characters. The end is kept, because the last line of a traceback has the reason.
 
     Without control characters: the output of a script must not move the cursor of a terminal.
     """

@@ -92,14 +92,14 @@ class WorkerPod:
         key: its rank and incarnation.
         start: when a node began to run it.
         end: when it ended; None: it runs.
-        well: whether the pod ended with exit code 0.
+        succeeded: whether the pod ended with exit code 0.
         measured: the seconds of each of `MEASURED` in its termination message; empty: the message has none.
     """
 
     key: Key
     start: float
     end: float | None = None
-    well: bool = False
+    succeeded: bool = False
     measured: Parts = ()
 
 
@@ -127,7 +127,7 @@ def parts_of(pod: WorkerPod, report: Report | None, now: float, *, over: bool = 
         return tuple(found)
     found[_MISSING] += found[_COMPUTING]  # no update will contain it
     found[_COMPUTING] = 0.0
-    found[_ENDING if pod.well or over else _MISSING] += rest
+    found[_ENDING if pod.succeeded or over else _MISSING] += rest
     return tuple(found)
 
 
@@ -277,7 +277,7 @@ class Account:
         return self._kept.get(pod.key) if report is None and not pod.measured else report
 
     def _close(self, pod: WorkerPod, now: float) -> None:
-        """A pod is gone."""
+        """End the account of a pod that is gone."""
         report = self._newest(pod)
         self._reports.pop(pod.key, None)
         self._kept.pop(pod.key, None)

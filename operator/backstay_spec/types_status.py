@@ -115,10 +115,10 @@ class Condition(StatusModel):
     """Whether the condition holds."""
 
     reason: str
-    """Why, as one word in CamelCase for programs."""
+    """The reason, as one word in CamelCase for programs."""
 
     message: str = ""
-    """Why, as a sentence for people."""
+    """The reason, as a sentence for people."""
 
     last_transition_time: Time
     """When `status` last changed."""

@@ -105,7 +105,7 @@ def fresh(kubectl):
 
 @pytest.fixture
 def kubelet():
-    """A kubelet that only has logs; it says what it was asked."""
+    """A kubelet that only has logs. `asked` has the requests that it received."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

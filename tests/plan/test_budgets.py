@@ -77,7 +77,7 @@ def test_a_wait_survives_the_operator(running):
 
 
 def test_the_servers_report_which_ranks_contributed(running):
-    """A gradient handed in counts more than a probe that was never asked."""
+    """A contribution counts more than a probe that never ran."""
     cluster = running(SPEC)
     name = cluster.named(WORKER, 0)
     cluster.run(name, ready=False)

@@ -46,7 +46,7 @@ class FakeHost:
 
 
 class Quiet:
-    """A `Storage` and an `Observer` that are not asked."""
+    """A `Storage` and an `Observer` that the test does not use."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

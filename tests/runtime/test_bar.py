@@ -71,11 +71,11 @@ def test_log_lines_stand_above_the_bar_and_the_last_update_takes_its_place() -> 
     above, shown = terminal.screen()
     assert above.endswith("an epoch has ended")
     assert shown == "████░░░░░░░░░░░░░░░░  20%  1:20 left  step 20/100  loss 0.25  64.0 examples/s"
-    with reporter.aside():
+    with reporter.without_bar():
         terminal.write("printed by the script\n")
     assert terminal.screen()[1:] == ["printed by the script", shown]
     reporter.report(11.0, 100, 0.125, 64.0, force=True)
-    with reporter.aside():
+    with reporter.without_bar():
         pass
     bar.leave()
     assert terminal.screen()[2].endswith("step 100/100  loss 0.125  64.0 examples/s")

@@ -429,11 +429,11 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     until(lambda: "Save" in zero.kinds())
     driving.report(0, Written(term=1, version=1))
     assert driving.unstored()
-    assert driving.unstored_by_the_gone() == []
+    assert driving.unstored_without_server() == []
     driving.detach(1, one)
-    assert driving.unstored_by_the_gone() == [1]
+    assert driving.unstored_without_server() == [1]
     driving.attach(1, one, 1, 1)
-    assert driving.unstored_by_the_gone() == []
+    assert driving.unstored_without_server() == []
     driving.report(1, Written(term=1, version=1))
     until(lambda: not driving.unstored())
     driving.close()

@@ -68,7 +68,7 @@ class Coordinated:
 
 
 class Quiet:
-    """A `Storage` and an `Observer` that are not asked."""
+    """A `Storage` and an `Observer` that the test does not use."""
 
     def __getattr__(self, name: str) -> object:
         return lambda *arguments: None

@@ -37,14 +37,14 @@ def test_what_a_dead_pod_computed_last_is_missing() -> None:
     report = Report(T0 + 20, measured(applied=17, computing=3))
     killed = WorkerPod((0, 1), start=T0, end=T0 + 21)
     assert named(parts_of(killed, report, T0 + 50)) == {"applied": 17, "missing": 4}
-    ended = WorkerPod((0, 1), start=T0, end=T0 + 21, well=True)
+    ended = WorkerPod((0, 1), start=T0, end=T0 + 21, succeeded=True)
     assert named(parts_of(ended, report, T0 + 50)) == {"applied": 17, "missing": 3, "ending": 1}
 
 
 def test_a_termination_message_is_newer_than_every_report() -> None:
     """It was written at 28 s; then the script continued for 2 s."""
     report = Report(T0 + 20, measured(starting=5, applied=10))
-    pod = WorkerPod((0, 1), start=T0, end=T0 + 30, well=True, measured=measured(starting=5, applied=15, wait=3))
+    pod = WorkerPod((0, 1), start=T0, end=T0 + 30, succeeded=True, measured=measured(starting=5, applied=15, wait=3))
     assert named(parts_of(pod, report, T0 + 99)) == {"starting": 5 + 5, "applied": 15, "wait": 3, "ending": 2}
     assert named(parts_of(pod, None, T0 + 99)) == {"starting": 5 + 7, "applied": 15, "wait": 3}
 

@@ -226,14 +226,14 @@ def _alone(script: Script) -> Result:
         if update.model is not None and not last:
             assert script.evaluate is not None
             params, state = update.model
-            with reporter.aside():
+            with reporter.without_bar():
                 metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
                 _log_evaluation(update.step, metrics)
                 stops = script.stop_when is not None and bool(script.stop_when(metrics))
         if last or stops or reporter.due(now):  # reading the loss takes its time
             reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
         if script.on_update is not None and throttle.due(now, force=last or stops):
-            with reporter.aside():
+            with reporter.without_bar():
                 script.on_update(update.step, update.loss, update.metrics)
         if samples is not None:
             samples, ended = samples.add((update.step - 1) * batches, [update.applied] * batches, 0)

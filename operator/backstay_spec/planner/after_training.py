@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def stored(self) -> str:
-        """The place of the result, for people."""
+        """The place of the result in words."""
         if self.checkpoint is None:
             return "the job stores no checkpoint"
         return f"the checkpoint of step {self.checkpoint.step} is {self.checkpoint.uri}"
@@ -76,7 +76,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job ends; `complete` is the condition AfterTrainingComplete."""
+    """The end of the job; `complete` is the condition AfterTrainingComplete."""
 
     ending: Success | Failure
     complete: Statement

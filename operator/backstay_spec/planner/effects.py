@@ -40,7 +40,7 @@ class Obstructed:
 
     @property
     def text(self) -> str:
-        """The slot, for people."""
+        """The slot in words."""
         return f"the standby of {self.slot.text}" if self.standby else self.slot.text
 
 

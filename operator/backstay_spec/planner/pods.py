@@ -135,7 +135,7 @@ def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[Worke
                     (slot.index, view.incarnation),
                     (start or now).timestamp(),
                     ended,
-                    well=view.ended and state.get("exitCode") == 0,
+                    succeeded=view.ended and state.get("exitCode") == 0,
                     measured=_measured(state.get("message")),
                 )
             )

@@ -77,7 +77,7 @@ class Record:
     # Changes.
 
     def including(self, pods: Mapping[Slot, Sequence[PodView]]) -> Record:
-        """Not older than the existing pods: a job restored from a backup must not use an incarnation twice."""
+        """The record with the incarnations of existing pods: a job restored from a backup must not use one twice."""
         seen = {slot.key: found[-1].incarnation for slot, found in pods.items()}
         newer = {key: n for key, n in seen.items() if n > self.incarnations.get(key, 0)}
         return replace(self, incarnations={**self.incarnations, **newer}) if newer else self
@@ -91,21 +91,21 @@ class Record:
         return replace(self, incarnations={**self.incarnations, slot.key: self.newest(slot) + 1})
 
     def with_active(self, slot: Slot, incarnation: int) -> Record:
-        """Another active server of the shard."""
+        """The record with another active server of the shard."""
         return replace(self, active={**self.active, slot.key: incarnation})
 
     def with_backoff(self, key: str, backoff: Backoff | None) -> Record:
-        """Another back-off of a slot; None: it has no crashes in a row."""
+        """The record with another back-off of a slot; None: the slot has no crashes in a row."""
         others = {k: b for k, b in self.backoff.items() if k != key}
         return replace(self, backoff=others if backoff is None else {**others, key: backoff})
 
     def with_backoff_of(self, keys: Sequence[str]) -> Record:
-        """Keep only the back-off of these slots."""
+        """The record with the back-off of these slots only."""
         kept = {key: backoff for key, backoff in self.backoff.items() if key in set(keys)}
         return replace(self, backoff=kept) if len(kept) < len(self.backoff) else self
 
     def without_wait(self, key: str) -> Record:
-        """The next pod is recorded; the number of crashes in a row stays."""
+        """The record after the next pod is recorded; the number of crashes in a row stays."""
         if self.waits_until(key) is None:
             return self
         return self.with_backoff(key, self.backoff[key].model_copy(update={"not_before": None}))

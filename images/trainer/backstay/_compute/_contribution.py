@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Summary:
-    """Facts about a contribution, known once it is computed; they travel with the end mark.
+    """The facts about a contribution that are known once it is computed. They travel with the end mark.
 
     Attributes:
         finite: whether all that is contributed is finite. An update with a contribution that is not is skipped.

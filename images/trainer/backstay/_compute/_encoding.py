@@ -78,11 +78,11 @@ class Sending:
                 self.blocks[shard] = _EncodedBlocks(self, shard, wires[shard], self.blocks[shard], words)
 
     def applied(self) -> None:
-        """The contribution was applied as it was sent."""
+        """Record that the contribution was applied as it was sent."""
         self.left = (self._residuals or {}) | self._new
 
     def dropped(self) -> None:
-        """The contribution was not applied: residuals stay as they were."""
+        """Record that the contribution was not applied: residuals stay as they were."""
         self.left = self._residuals or {}
 
     def encode(self, place: tuple[int, int], wire: BlockWire, values: np.ndarray, words: np.ndarray) -> Encoded:

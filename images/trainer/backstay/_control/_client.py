@@ -46,7 +46,7 @@ _COMPARED = ("batch_wait", "compute", "pull")
 
 
 class Moved(PeerLost):
-    """Another incarnation of the server answers: join again."""
+    """Another incarnation of the server answers, so the caller must join again."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Heartbeats:
                 thread.start()
 
     def expect(self, incarnations: Sequence[int]) -> None:
-        """The servers that were joined."""
+        """Set the servers that were joined."""
         with self._changed:
             self._incarnations = list(incarnations)
             self._answered = [time.monotonic()] * self._client.shards

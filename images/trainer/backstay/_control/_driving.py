@@ -201,8 +201,8 @@ class Driving:
         with self._lock:
             return self._coordinator.schedule.in_flight(self._coordinator.state.version)
 
-    def unstored_by_the_gone(self) -> list[int]:
-        """The shards that have not written that checkpoint, and have no linked server that would write it."""
+    def unstored_without_server(self) -> list[int]:
+        """The shards that have not written that checkpoint, and have no linked server that could write it."""
         with self._lock:
             coordinator = self._coordinator
             flight = coordinator.state.version

@@ -1,4 +1,4 @@
-"""Blame: which rank or shard each update waited for, and in which part of its step. Bookkeeping over reports.
+"""Attributes the waits of updates (blame) to a rank or shard, and to the part of its step, from their reports.
 
 An update waits for the contribution that completes its set. The rank of that contribution is charged with the time
 since the previous contribution: without it, the update would have been decided so much earlier. A contribution may

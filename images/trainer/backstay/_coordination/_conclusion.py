@@ -212,7 +212,7 @@ class Conclusion:
         return [Send(None, self._done()), self.finished]
 
     def farewell(self, shard: int) -> list[Decision]:
-        """The messages for a shard that connects when the job has ended."""
+        """The last messages for a shard that connects after the job has ended."""
         return [] if self.finished is None else [Send(shard, self._done())]
 
     def _end_of(self, now: float, patience: float) -> _Ending:

@@ -222,7 +222,7 @@ class Coordinator:
             return conclusion.farewell(shard)
         if history.lost:
             return []
-        if history.state.version != history.start.version or succession.lives_on(term, version):
+        if history.state.version != history.start.version or succession.has_continued(term, version):
             # Gradients are not stored: a lost shard can be read only from a checkpoint, and then all shards go back.
             return [*out, *succession.lose(shard)]
         # The shard begins the term again, without the contributions that it had.

@@ -75,18 +75,18 @@ class Grace:
         return self._seconds != 0.0
 
     def change(self, seconds: float | None) -> None:
-        """`update.grace` has changed to this value."""
+        """Use this value of `update.grace` from now on."""
         if seconds != self._seconds:
             self._seconds, self._choice, self._updates = seconds, Choice(seconds or 0.0), 0
 
     # ---- What happens ----
 
     def joined(self, rank: int, incarnation: int) -> None:
-        """A worker joined: its older incarnations no longer contribute."""
+        """Record that a worker joined: its older incarnations no longer contribute."""
         self._newest[rank] = max(incarnation, self._newest.get(rank, -1))
 
     def gone(self, rank: int, incarnation: int) -> None:
-        """An incarnation left or its connection ended. It counts again when it contributes again."""
+        """Do not count an incarnation that left or whose connection ended, until it contributes again."""
         if self._contributed.get(rank, -1) <= incarnation:
             self._contributed.pop(rank, None)
 
@@ -101,7 +101,7 @@ class Grace:
         self._arrived.clear()
 
     def arrived(self, now: float, gradient: GradientId) -> None:
-        """A contribution is complete, or arrived too late to be used."""
+        """Record that a contribution is complete, or arrived too late to be used."""
         rank = gradient.rank
         self.joined(rank, gradient.incarnation)
         self._contributed[rank] = max(gradient.incarnation, self._contributed.get(rank, -1))
@@ -142,7 +142,7 @@ class Grace:
         return now >= self._complete_since + self._choice.wait or not self._expected(world) - complete
 
     def incomplete(self) -> None:
-        """The quorum is not complete, or no longer complete."""
+        """Record that the quorum is not complete, or no longer complete."""
         self._complete_since = None
 
     @property

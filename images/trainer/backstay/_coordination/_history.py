@@ -150,7 +150,7 @@ class History:
         return self._round
 
     def next_round(self) -> None:
-        """Contributions that were gathered for the next decision are taken back."""
+        """Begin another round, because contributions that were gathered for the next decision are taken back."""
         self._round += 1
 
     def used_by(self, gradient: GradientId) -> int | None:

@@ -152,7 +152,7 @@ class Ledger:
         return RejectReason.ABANDONED if sent(gradient) < sent(refused) else RejectReason.REJECT_UNSPECIFIED
 
     def clear(self) -> None:
-        """Nothing is held; a new term began."""
+        """Remove everything, because a new term began."""
         self._refused.clear()
         self._by_rank.clear()
         self._complete.clear()

@@ -98,7 +98,7 @@ class Succession:
         self._prepared = ()
         return self._infos
 
-    def lives_on(self, term: int, version: int) -> bool:
+    def has_continued(self, term: int, version: int) -> bool:
         """Whether a shard at (term, version) is past where this term began, or has received a newer term.
 
         The shard continued under a coordinator that stored nothing, or whose successor does not have the term that

@@ -198,7 +198,7 @@ class TokenFile:
         return np.stack(self.samples(numbers, epochs, seed))
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> list[NDArray[np.int32]]:
-        """The same, one by one."""
+        """The windows of these numbers, one by one."""
         shifts: dict[tuple[int, int], int] = {}
         found = []
         for number, epoch in zip(numbers.tolist(), epochs.tolist(), strict=True):

@@ -27,7 +27,7 @@ _KEPT: Final = 1000
 
 
 def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
-    """`train` returns: the process is the script's again.
+    """Prepare the process for the code after `train`, which returns now.
 
     The termination message states that training has ended, even if the process is killed from now on. An exception
     that nothing catches replaces that message. SIGTERM ends the process, as it does any other Python program.

@@ -84,8 +84,8 @@ class Bar(logging.StreamHandler[TextIO]):
             self._draw()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """There is no bar while other code may print."""
+    def without_bar(self) -> Iterator[None]:
+        """Hide the bar while other code may print."""
         with self._drawing:
             visible = self._visible
             self._erase()
@@ -95,12 +95,12 @@ class Bar(logging.StreamHandler[TextIO]):
                 self._draw()
 
     def erase(self) -> None:
-        """There is no bar any more."""
+        """Remove the bar."""
         with self._drawing:
             self._erase()
 
     def leave(self) -> None:
-        """The bar, if there is one, stays in its line, and the next line is free."""
+        """Keep the bar in its line, and begin the next line."""
         with self._drawing:
             if self._visible:
                 self.stream.write("\n")

@@ -70,7 +70,7 @@ class Warnings:
         self._since: Counter[tuple[str, str]] = Counter()
 
     def add(self, host: str, deed: str, count: int = 1) -> None:
-        """`host` did `deed`, such as ``a call without the token was refused``."""
+        """Record that `host` did `deed`, such as ``a call without the token was refused``."""
         key, now = (host, deed), self._clock()
         with self._lock:
             if len(self._warned_at) >= _MAX_HOSTS and key not in self._warned_at:

@@ -128,6 +128,6 @@ class Reporter:
             },
         )
 
-    def aside(self) -> AbstractContextManager[None]:
-        """There is no bar while a function of the script runs, which may print."""
-        return nullcontext() if self._bar is None else self._bar.aside()
+    def without_bar(self) -> AbstractContextManager[None]:
+        """Hide the bar while a function of the script runs, which may print."""
+        return nullcontext() if self._bar is None else self._bar.without_bar()

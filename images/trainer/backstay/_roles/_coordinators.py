@@ -164,11 +164,11 @@ class LocalCoordinator:
         self.driving.do(Coordinator.save)
         wait_until(
             lambda: not self.driving.unstored() or self._ending.done is not None,
-            lambda: not self.driving.unstored_by_the_gone(),
+            lambda: not self.driving.unstored_without_server(),
             self._times.last_save,
             gone=self._times.gone,
         )
-        if self._ending.done is None and self.driving.unstored() and (gone := self.driving.unstored_by_the_gone()):
+        if self._ending.done is None and self.driving.unstored() and (gone := self.driving.unstored_without_server()):
             step = self.driving.state().version
             _LOG.warning("step %d is not stored: the server of shard %d left earlier", step, gone[0])
 

@@ -23,7 +23,7 @@ class Ending:
         self.done: Done | None = None
 
     def fail(self, error: BaseException) -> None:
-        """The process must end with this exception, unless an earlier one ends it."""
+        """End the process with this exception, unless an earlier one ends it."""
         if self.error is None:
             self.error = error
         self._changed.set()

@@ -23,12 +23,12 @@ def request_save(environment: Environment, peer: Peer) -> None:
     client.close()
 
 
-def wait_until(done: Callable[[], bool], hopeful: Callable[[], bool], seconds: float, *, gone: float) -> None:
-    """Wait until `done`, for at most `seconds`, and for at most `gone` seconds while `hopeful` returns false."""
+def wait_until(done: Callable[[], bool], may_succeed: Callable[[], bool], seconds: float, *, gone: float) -> None:
+    """Wait until `done`, for at most `seconds`, and for at most `gone` seconds while `may_succeed` returns false."""
     now = time.monotonic()
     deadline, gone_by = now + seconds, now + gone
     while not done() and now < min(deadline, gone_by):
         time.sleep(0.05)
         now = time.monotonic()
-        if hopeful():
+        if may_succeed():
             gone_by = now + gone

@@ -31,7 +31,7 @@ class Utilization:
         self._peak: float | None = None
 
     def compiled(self, flops: float | None) -> None:
-        """The computation is compiled; `flops` of one contribution, None: not known."""
+        """Record that the computation is compiled. `flops`: operations of one contribution; None: not known."""
         for number, device in enumerate(self._devices()):
             for state, key in _MEMORY.items():
                 if key in _memory_of(device):
@@ -42,7 +42,7 @@ class Utilization:
             self._metrics.contribution_flops.set(flops)
 
     def contributed(self, now: float) -> None:
-        """A contribution is done.
+        """Record that a contribution is done.
 
         Args:
             now: seconds of `time.monotonic`.

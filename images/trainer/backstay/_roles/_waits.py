@@ -1,4 +1,4 @@
-"""The waits of updates, on shard 0: blame over the last minutes, and the contributions that are missing now.
+"""The waits of updates, on shard 0: charges (blame) of the last minutes, and the contributions that are missing now.
 
 Async updates wait for no rank: blame says which ranks are slower than the others.
 """
@@ -98,7 +98,7 @@ class Waits:
             _instrument.record("blame", began, now, commit.version, rank=charge.rank, part=charge.part, **shard)
 
     def restarted(self, now: float, state: CoordinatorState) -> None:
-        """The history begins here."""
+        """Begin again: earlier reports do not count."""
         with self._lock:
             self._blame.restarted(now)
             self._term, self._version, self._world = state.term, state.version, state.world
@@ -126,7 +126,7 @@ class Waits:
         }
 
     def fill(self, now: float, reply: ProgressReply) -> None:
-        """The same for the operator, and a log line about a long wait."""
+        """Add the waits to the reply to the operator, and log a long wait."""
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)

@@ -9,7 +9,7 @@ from backstay_rpc.control_pb2 import HeartbeatRequest, ProgressReply, WorkerSeco
 __all__ = ["WorkerReports"]
 
 _KEPT = 2
-"""Incarnations of each rank. The operator may not have asked since the last heartbeat of one that died."""
+"""Incarnations of each rank whose reports are kept. The operator may not have read the last one of a dead worker."""
 
 
 class WorkerReports:

@@ -57,7 +57,7 @@ class WorkerSeconds:
             self._doing = "wait"
 
     def began_next(self) -> None:
-        """The time since the previous call is computation of the contribution after the one in hand."""
+        """The time since the previous call is computation of the next contribution, which was begun early."""
         with self._lock:
             self._next += self._passed()
             self._doing = "wait"

@@ -1,6 +1,7 @@
 """Which contributions a shard may receive now, so that its memory does not grow with the number of workers.
 
-Only shard 0 decides this. A worker that asked it sends to the other shards too, so shards never wait for each other.
+Only shard 0 decides this. A worker that shard 0 admits sends to the other shards too, so shards never wait for each
+other.
 Not thread-safe: `ShardRuntime` calls it under its own lock.
 """
 
@@ -34,8 +35,8 @@ class Credits:
     """Counts the contributions in memory, and selects the next one.
 
     Where the sums are made in the order of ranks, low ranks come first, and the lowest `BRANCHES` ranks that are not
-    added up never wait. So the contributions in memory can always be completed to a sum. Elsewhere the first one that
-    asked is the next.
+    added up never wait. So the contributions in memory can always be completed to a sum. Elsewhere the first one
+    that waited is the next.
 
     A later attempt never waits. The earlier one may lack a part on another shard. It stays in memory until the later
     one is complete.
@@ -85,12 +86,12 @@ class Credits:
             turn.woken.notify()
 
     def take(self) -> None:
-        """A contribution gets memory."""
+        """Count the memory of a contribution."""
         self._taken += 1
         self._most = max(self._most, self._taken - self._granted)
 
     def give(self) -> None:
-        """The memory of a contribution is free again."""
+        """Record that the memory of a contribution is free again."""
         self._taken -= 1
         self._grant()
 
@@ -100,14 +101,14 @@ class Credits:
         self._grant()
 
     def enter(self, rank: int, *, again: bool = False) -> Turn:
-        """A push asks; `Turn.granted` says whether it may begin. See `Turn` for the arguments."""
+        """Register a push; `Turn.granted` is true once it may begin. See `Turn` for the arguments."""
         turn = Turn(rank, again, threading.Condition(self._lock))
         self._waiting.append(turn)
         self._grant()
         return turn
 
     def leave(self, turn: Turn) -> None:
-        """The push begins, or has ended."""
+        """Remove a push that begins, or has ended."""
         if turn in self._waiting:
             self._waiting.remove(turn)
         elif turn.granted:

@@ -28,7 +28,7 @@ from ._tree import is_low_precision
 
 @dataclass(frozen=True)
 class Mean:
-    """How gradients are averaged. `form` is what is compiled, the rest are values."""
+    """How gradients are averaged. `form` selects the compiled program; the rest are values."""
 
     weights: tuple[float, ...]
     divisor: float

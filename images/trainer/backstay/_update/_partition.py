@@ -96,7 +96,7 @@ class Partition:
             of shards. A checkpoint of another structure cannot be continued.
         program_digest: the digest of the optimizer's computation, with constants such as the learning rate. Pods that
             train together must agree about it; a later run of the job may change it.
-        digest: the digest of both and of the layout.
+        digest: the digest of these two and of the layout.
         fragments: the number of fragments.
     """
 

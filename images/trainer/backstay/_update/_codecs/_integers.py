@@ -17,7 +17,7 @@ import numpy as np
 
 from ._codec import GROUP, Bound, CodecName
 
-__all__ = ["Integers", "made_good", "seed_of"]
+__all__ = ["Integers", "seed_of", "with_residual"]
 
 _UINT8 = np.dtype(np.uint8)
 _INT8 = np.dtype(np.int8)
@@ -32,7 +32,7 @@ def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.random.SeedSequence(entropy=words).generate_state(2, np.uint32).astype(np.uint32)
 
 
-def made_good(values: Any, residual: Any) -> Any:
+def with_residual(values: Any, residual: Any) -> Any:
     """``values + residual``, traced. A sum beyond the largest number of the dtype becomes that number.
 
     Otherwise a finite element would become infinite, and its group would be lost.

@@ -16,7 +16,7 @@ from ...errors import ConfigurationError
 from .._tree import TreeSpec
 from ._bfloat16 import BFloat16
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded, exact_bound
-from ._integers import Integers, made_good, seed_of
+from ._integers import Integers, seed_of, with_residual
 
 __all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
 
@@ -198,7 +198,7 @@ class BlockWire:
         return block
 
     def encode_with(self, values: Array, residual: Any, seed: Array) -> tuple[Encoded, Any]:
-        """`encode` of `made_good` values, and what rounding took from these: 1-D as `values`.
+        """`encode` of `with_residual` values, and what rounding took from these: 1-D as `values`.
 
         Values that are not finite leave a residual of zero where they are.
         """
@@ -310,7 +310,7 @@ def _encode(codec: Codec) -> Callable[..., Any]:
 def _encode_with(codec: Codec) -> Callable[..., Any]:
     def encode(values: Any, residual: Any, numbers: Any, seed: Any) -> Any:
         body = body_of(values.size)
-        wanted = made_good(values[:body], residual[:body])
+        wanted = with_residual(values[:body], residual[:body])
         sections = codec.encode(wanted, numbers, seed)
         # Apart, so that the compiler does not contract the two into one operation: what one process keeps is the same.
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
@@ -415,7 +415,7 @@ class Rounding:
         """
         if not self._wire.error_feedback:
             return self._rounded(self._wire.gradients, leaves, words), []
-        wanted = [made_good(leaf, rest) for leaf, rest in zip(leaves, residual, strict=True)]
+        wanted = [with_residual(leaf, rest) for leaf, rest in zip(leaves, residual, strict=True)]
         rounded = self._rounded(self._wire.gradients, wanted, words)
         return rounded, [leaf - value for leaf, value in zip(wanted, rounded, strict=True)]
 
