@@ -20,7 +20,8 @@ __all__ = ["ScriptOutput"]
 _NOT_THE_SCRIPTS = re.compile(
     r"\d\d:\d\d:\d\d worker-0: |[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] |WARNING: All log messages before absl::"
 )
-_TRACEBACK = "Traceback (most recent call last):"
+# The second form precedes a traceback without the frames of libraries (`backstay._process._failure`).
+_TRACEBACK = ("Traceback (most recent call last):", "(the traceback is shown without the frames of Backstay and JAX: ")
 _MOST_BYTES = 1 << 20  # of one reading
 _MOST_LINES = 100
 _LINE_LENGTH = 1000

@@ -48,9 +48,14 @@ async def stop_job(api: Api, namespace: str, name: str) -> None:
 
 
 def stored_step(view: JobView, logs: Path) -> int | None:
-    """The step of the newest checkpoint that shard 0's servers stored in this run; None: they stored none."""
+    """The step of the newest checkpoint that shard 0's servers stored in this run; None: they stored none.
+
+    The status counts too if it names a checkpoint of the job's newest step: the pod that stored it may be gone.
+    """
     newest = stored(view, logs)
-    return None if newest is None else newest[0]
+    if newest is not None:
+        return newest[0]
+    return view.checkpoint_step if view.checkpoint_step == view.step else None
 
 
 def with_stored(view: JobView, logs: Path) -> JobView:

@@ -28,6 +28,10 @@ _NOT_TRAINED: Final = (
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
+# The last line of argparse and click, and a line of absl, when they refuse the arguments of a script.
+_USAGE: Final = re.compile(r"(?:\S+: )?[Ee]rror: (.+)$")
+_USAGE_CODE: Final = 2
+_ABSL_USAGE: Final = "FATAL Flags parsing error:"
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<")
 # Exceptions after which the same call may succeed: of the network, of memory, or of a storage.
 _TRANSIENT: Final = re.compile(
@@ -47,7 +51,8 @@ class Raised:
 
     Attributes:
         type: the name of the exception's type without its module, such as ``KeyError``; ``python`` and ``StartError``
-            where no Python code ran; `NOT_TRAINED` where the script ended without an exception.
+            where no Python code ran; ``SystemExit`` where the script refused its arguments; `NOT_TRAINED` where the
+            script ended without an exception.
         at: ``file:line`` of the innermost frame of the script; empty where none is known.
         text: the exception's message.
         traceback: a bounded traceback; empty if there is none.
@@ -89,7 +94,7 @@ def raised_by(pod: Manifest) -> Raised | None:
     try:
         parsed = json.loads(message)
     except ValueError:
-        return _from_log(message)
+        return _from_log(message) or _usage_error(message, code)
     return _from_message(parsed) if isinstance(parsed, dict) else None
 
 
@@ -118,6 +123,17 @@ def _from_log(log: str) -> Raised | None:
     transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
     start = next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), frames[0][0])
     return Raised(name, f"{own[-1][1]}:{own[-1][2]}", text, "\n".join(lines[start:]), transient)
+
+
+def _usage_error(log: str, code: int) -> Raised | None:
+    """The refusal of the script's arguments, which each pod repeats."""
+    lines = [line.strip() for line in log.rstrip().splitlines()]
+    if _ABSL_USAGE in lines:
+        after = lines[lines.index(_ABSL_USAGE) + 1 :]
+        return Raised("SystemExit", "", after[0] if after else _ABSL_USAGE)
+    if code == _USAGE_CODE and lines and _USAGE.match(lines[-1]):
+        return Raised("SystemExit", "", lines[-1])
+    return None
 
 
 def _is_transient(name: str, text: str) -> bool:

@@ -209,6 +209,13 @@ def test_t8_errors_that_may_pass_and_permanent_errors_differ(
         probe(PosixFolder(tmp_path))
 
 
+def test_t8_a_file_with_the_name_of_the_folder_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "ck"
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointFolderUnusable, match="File exists"):
+        probe(PosixFolder(path))
+
+
 def test_t8_a_file_system_without_rename_and_links_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")

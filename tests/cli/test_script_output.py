@@ -53,6 +53,14 @@ def test_only_the_report_prints_the_traceback_of_a_failed_job(tmp_path: Path) ->
     assert output.end(failed=True) == []
 
 
+def test_the_note_before_a_traceback_belongs_to_it(tmp_path: Path) -> None:
+    note = b"(the traceback is shown without the frames of Backstay and JAX: 9)\n"
+    output = ScriptOutput(tmp_path)
+    write(tmp_path, pod(), b"hello\n" + note + TRACEBACK)
+    assert output.new_lines([pod()]) == ["hello"]
+    assert output.end(failed=True) == []
+
+
 def test_before_the_first_update_the_traceback_of_a_replaced_pod_waits_for_the_jobs_end(tmp_path: Path) -> None:
     def output_of_two_pods() -> tuple[ScriptOutput, list[str]]:
         output = ScriptOutput(tmp_path)

@@ -67,6 +67,12 @@ def test_the_last_lines_state_which_checkpoint_was_stored(
     assert stores(job) == bool(checkpoint)
 
 
+def test_a_checkpoint_of_a_pod_that_is_gone_counts_if_it_has_the_newest_step(tmp_path: Path) -> None:
+    pods = (server(2),)
+    assert stored_step(JobView("a", "default", step=90, checkpoint_step=90, pods=pods), tmp_path) == 90
+    assert stored_step(JobView("a", "default", step=97, checkpoint_step=90, pods=pods), tmp_path) is None
+
+
 def test_a_run_with_volumes_continues_in_its_own_folder() -> None:
     """The volumes of a run are in its folder, and another run would begin with empty ones."""
     argv = ["/usr/bin/backstay", "run", "my job.yaml"]

@@ -321,6 +321,32 @@ def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
     assert (cluster.status["phase"], cluster.condition("Succeeded")["reason"]) == ("Succeeded", "AlreadyComplete")
 
 
+def test_o1_a_job_that_resumes_with_its_last_checkpoint_ends(running):
+    """O1: a server that finds the end may not know who has the result. A pod that never was Ready has none."""
+    cluster = after(running)
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    cluster.bury()
+    cluster.settle()
+    cluster.tick(500)
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.settle()
+    before = leader(cluster)
+    cluster.run(before, ready=False)
+    cluster.run(cluster.named(SERVER, 0))
+    cluster.train(result="AlreadyComplete", returned=None)
+    cluster.settle()
+    restored = leader(cluster)
+    assert restored != before
+    cluster.tick(90)
+    cluster.run(restored)
+    cluster.settle()
+    assert leader(cluster) == restored
+    cluster.end(restored, 0, RETURNED)
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.condition("Succeeded")["reason"]) == ("Succeeded", "AlreadyComplete")
+
+
 def test_the_other_deadlines_still_count(running):
     cluster = after(running, {**SPEC, "runPolicy": {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 5}})
     cluster.tick(60)

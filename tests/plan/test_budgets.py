@@ -57,6 +57,29 @@ def test_a_rank_that_crashes_before_its_first_gradient_backs_off(running):
     assert "backoff" not in cluster.status or cluster.status["backoff"] == {}
 
 
+def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running):
+    """A pod is Ready before its first step; an answer of the servers from before its start says nothing about it."""
+    cluster = running(SPEC)
+    cluster.answer(step=0)
+    waits = []
+    for _ in range(4):
+        cluster.tick(1)
+        cluster.run_all()
+        cluster.settle()
+        cluster.answer(step=0)
+        cluster.end(cluster.named(WORKER, 0), 1)
+        cluster.settle()
+        waits.append(cluster.status["backoff"]["worker-0"]["failures"])
+        cluster.tick(10)
+        cluster.settle()
+    assert waits == [1, 2, 3, 4]
+    cluster.tick(1)
+    cluster.run_all()
+    cluster.answer(step=1, contributed={0: cluster.status["roles"]["Worker"]["restarts"] + 1})
+    cluster.settle()
+    assert not cluster.status.get("backoff")
+
+
 def test_a_wait_survives_the_operator(running):
     """O5: no count lost, and no crash counted twice."""
     cluster = running(SPEC)

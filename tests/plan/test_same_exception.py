@@ -213,6 +213,36 @@ def test_what_python_prints_names_the_exception(make_cluster, log, key):
     assert raised_by(cluster.pods[name]).key == key
 
 
+USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"
+CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option: --rl\n"
+ABSL = "FATAL Flags parsing error:\n  Unknown command line flag 'rl'\nPass --helpshort or --helpfull to see help.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "says"),
+    [
+        (2, USAGE, "SystemExit: train.py: error: unrecognized arguments: --rl 1"),
+        (2, CLICK, "SystemExit: Error: No such option: --rl"),
+        (1, ABSL, "SystemExit: Unknown command line flag 'rl'"),
+        (1, USAGE, None),
+        (2, "error: the disk is full\nhello\n", None),
+        (2, "", None),
+    ],
+)
+def test_o4_a_script_that_refuses_its_arguments_fails_the_job_immediately(make_cluster, code, log, says):
+    """O4: Python ends without a traceback, before `train`, and every pod gets the same arguments."""
+    cluster = started(make_cluster)
+    for role in (SERVER, WORKER):
+        for index in (0, 1):
+            if cluster.status["phase"] != "Failed":
+                crash(cluster, role, index, log, code)
+    assert (cluster.status["phase"] == "Failed") == (says is not None)
+    if says is not None:
+        failed = cluster.condition("Failed")
+        assert failed["reason"] == "ScriptFailed"
+        assert failed["message"].startswith(f"{says}: raised by 2 of 2 parameter servers before the first update")
+
+
 MESSAGES = st.sampled_from(["a", "b", "transient", "signal"])
 
 

@@ -93,17 +93,19 @@ def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path)
 
 
 def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_checkpoint(job, tmp_path: Path) -> None:
-    """T7, T8: a worker is killed when it has the result. The server reports it. A later pod returns the same result."""
+    """T7, T8: a worker is killed when it has the result. The server reports it. A later pod returns the same result,
+    and evaluates it where no evaluation is known, as after `AlreadyComplete`."""
     tiny = stored(job, tmp_path, 1, **{ENV_FAULTS: "kill worker/0 @0 done"})
     server, dies = tiny.server(0, 1), tiny.worker(0, 1)
     assert [dies.wait(), server.wait()] == [KILLED, 0]
     words = server.final_message()
     assert (words["result"], words["returned"]) == ("Succeeded", 0)
     assert not dies.termination.exists()
-    said = {name: words[name] for name in ("step", "checkpoint", "metrics")}
+    said = {name: words[name] for name in ("step", "checkpoint")}
     comes = tiny.worker(0, 2, BACKSTAY_TRAINED=json.dumps(said))
     assert comes.wait() == 0
     assert comes.final_message()["result"] == "Trained"
+    assert comes.final_message()["metrics"] == words["metrics"] != {}
     same(tiny.params(comes), tiny.reference())
     assert tiny.params(comes)["leads"]
 

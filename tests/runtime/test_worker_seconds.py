@@ -166,6 +166,15 @@ def test_what_is_being_done_counts_as_what_it_most_likely_is() -> None:
     assert worker.named() == {"starting": 1, "computing": 2, "wait": 3}
 
 
+def test_a_worker_that_ends_before_the_last_update_was_not_ending() -> None:
+    waiting, done = Worker(), Worker()
+    waiting.now += 50
+    assert waiting.named() == {"starting": 50}
+    done.seconds.ended("checkpoint")
+    done.now += 2
+    assert done.named() == {"ending": 2}
+
+
 def test_a_rollback_discards_what_was_applied_after_its_version() -> None:
     worker = Worker()
     for version in range(1, 11):

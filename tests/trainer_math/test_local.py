@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +107,8 @@ def test_what_is_reported():
 def test_no_steps_is_the_start():
     result = train_local(init, loss, batches, optax.sgd(0.1), 0, seed=2)
     assert result.step == 0
-    assert result.loss is None
+    assert math.isnan(result.loss)
+    assert str(result).startswith("Result(step=0, loss=nan"), "the arrays are not a part of what a notebook prints"
     np.testing.assert_allclose(result.params["w"], init(jax.random.key(2))["w"], rtol=1e-6, atol=1e-7)
 
 

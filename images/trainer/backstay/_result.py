@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ class Result:
         params: the parameters after the last update, the same pytree as `init` returned.
         state: the model state after the last update; None for a model without state.
         step: how many updates were applied.
-        loss: the loss of the newest gradient that this process computed; None when it computed none.
+        loss: the loss of the newest gradient that this process computed; NaN if it computed none, such as when the
+            checkpoint already had the last step.
         metrics: the metrics that `evaluate` returned for `params`, the same in every worker of a job. Empty if
             `evaluate` was not called, or failed.
         checkpoint: the URI of the last checkpoint; None if there is none.
@@ -25,14 +27,14 @@ class Result:
         rank: the rank of this worker; 0 in a single process.
     """
 
-    params: Any
+    params: Any = field(repr=False)
     step: int
-    loss: float | None = None
+    loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
-    state: Any = None
+    state: Any = field(default=None, repr=False)
 
     @property
     def is_leader(self) -> bool:

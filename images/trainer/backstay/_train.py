@@ -297,7 +297,7 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
         else:
             from ._roles import restored
 
-            result = restored(environment, environment.trained, plan, metrics)
+            result = restored(environment, environment.trained, script, plan, metrics)
     except Stopped:
         write_termination(environment.termination_log, _spent(worker))
         sys.exit(SIGTERM_EXIT)

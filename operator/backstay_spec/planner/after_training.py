@@ -179,10 +179,21 @@ def _judge_leader(facts: Facts, record: Record, end: Trained) -> Verdict:
             return Decision(record, look_up(facts, LEADER, current))
         return _lost(end, f"worker 0 (pod {name}) no longer exists")
     if pod.alive:
-        if end.returned == 0 and not is_restored(pod):
+        if _lacks_result(end, pod):
             return _replaced(facts, record, end, pod)
         return Decision(record)
     return _judge_dead(facts, record, end, pod)
+
+
+def _lacks_result(end: Trained, pod: PodView) -> bool:
+    """Whether this living pod waits for servers that have left.
+
+    A server that finds the training complete does not know whether worker 0 has reported to a previous one. But a pod
+    that never was Ready, such as one that was created with that server after a suspension, has no result.
+    """
+    if is_restored(pod):
+        return False
+    return end.returned == 0 or (end.returned is None and end.reason == "AlreadyComplete" and not has_worked(pod, None))
 
 
 def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:

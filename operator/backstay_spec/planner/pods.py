@@ -174,6 +174,19 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
     return started is not None and turned is not None and turned > started
 
 
+def is_settled(view: PodView, progress: Progress | None) -> bool:
+    """Whether a living pod has worked, by an answer of the servers that is newer than its start.
+
+    An older answer cannot say what this pod did, and the next one comes within seconds. A worker may be Ready, and then
+    crash in its first step: it has not worked.
+    """
+    started = _started_at(view.raw)
+    is_old = progress is not None and 0 in progress.reached and started is not None and progress.taken < started
+    if view.slot.role == contract.ROLE_WORKER and is_old:
+        return False
+    return has_worked(view, progress)
+
+
 def is_restored(view: PodView) -> bool:
     """Whether the pod was created after training: it gets the result from the last checkpoint."""
     containers = (view.raw.get("spec") or {}).get("containers") or ()

@@ -27,7 +27,7 @@ from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
 from backstay_spec.planner.creating import create, death_event, look_up, lost, try_again
 from backstay_spec.planner.effects import Decision, Effects, Failure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, created_at, has_worked, silent_since
+from backstay_spec.planner.pods import PodView, created_at, is_settled, silent_since
 from backstay_spec.planner.promotion import GONE
 from backstay_spec.planner.record import Record
 
@@ -87,7 +87,7 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     stalled = hung.reported_stalled(facts, pod)
     if stalled is not None:
         return _end_hung(facts, record, pod, stalled)
-    if pod.slot.key in record.backoff and has_worked(pod, facts.progress):
+    if pod.slot.key in record.backoff and is_settled(pod, facts.progress):
         record = record.with_backoff(pod.slot.key, None)
     obstacle = None if pod.ready else obstacle_of(pod.raw)
     if obstacle is None:

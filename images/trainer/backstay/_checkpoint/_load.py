@@ -29,12 +29,12 @@ class Checkpoint:
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
 
-    params: Any
+    params: Any = field(repr=False)
     step: int
     uri: str
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
-    state: Any = None
+    state: Any = field(default=None, repr=False)
 
 
 def load(uri: str, like: Any = None) -> Checkpoint:

@@ -20,6 +20,7 @@ _PERMANENT: Final = frozenset(
         errno.EROFS,
         errno.ENOTDIR,
         errno.ENOENT,
+        errno.EEXIST,  # a file has the name of the folder
         errno.EISDIR,
         errno.ENAMETOOLONG,
         errno.ELOOP,

@@ -8,6 +8,7 @@ the devices. It reads the loss and the finite flag of a step after it has dispat
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -153,7 +154,7 @@ def train_alone(
         params=params,
         state=state,
         step=ended,
-        loss=None if newest is None else newest.loss,
+        loss=math.nan if newest is None else newest.loss,
         metrics=metrics,
         train_metrics={} if newest is None else newest.metrics,
     )

@@ -190,7 +190,7 @@ def train_local(
         params=params,
         state=model_state,
         step=steps,
-        loss=None if newest is None else newest.loss,
+        loss=math.nan if newest is None else newest.loss,
         metrics=metrics,
         train_metrics={} if newest is None else newest.metrics,
     )

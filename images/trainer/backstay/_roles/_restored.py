@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -11,24 +12,28 @@ from .._checkpoint import load
 from .._result import Result
 from ..errors import CheckpointError
 from ._metrics import HttpPort, Metrics
+from ._script import evaluation_of
 from ._storing import patiently
 
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
 
     from .._process import Environment
-    from ._script import Plan
+    from ._script import Plan, Script
 
 __all__ = ["restored"]
 
 _LOG = logging.getLogger(__name__)
 
 
-def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Metrics) -> Result:
+def restored(environment: Environment, trained: Trained, script: Script, plan: Plan, metrics: Metrics) -> Result:
     """The result of the training, for a worker whose predecessor was lost before `train` returned there.
+
+    If the servers have reported no evaluation, because the checkpoint was complete already, this worker evaluates.
 
     Args:
         trained: how training ended.
+        script: the arguments of `train`.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the parameters of this script.
@@ -43,13 +48,24 @@ def restored(environment: Environment, trained: Trained, plan: Plan, metrics: Me
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
     params, state = jax.device_put((checkpoint.params, checkpoint.state))
     metrics.step.set(checkpoint.step)
+    evaluation = trained.metrics or _evaluated(script, params, state)
     ready = True
     _LOG.info("training has ended: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(
         params=params,
         state=state,
         step=checkpoint.step,
-        metrics=trained.metrics,
+        metrics=evaluation,
         checkpoint=trained.checkpoint,
         rank=environment.index,
     )
+
+
+def _evaluated(script: Script, params: Any, state: Any) -> Mapping[str, float]:
+    if script.evaluate is None:
+        return {}
+    try:
+        return evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+    except Exception:  # noqa: BLE001  # an error of the script costs the metrics, as after the last update
+        _LOG.exception("evaluate raised")
+        return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -459,7 +460,7 @@ class Worker:
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
         params, state = model if self._script.has_state else (model, None)
-        loss = None if self._last is None else self._last.loss
+        loss = math.nan if self._last is None else self._last.loss
         train_metrics = {} if self._last is None else dict(self._last.metrics)
         metrics = self._end.evaluate(self._term, pulled.version, params, state)
         job = self._end.wait(pulled.version, lambda: self._moved)
@@ -478,7 +479,6 @@ class Worker:
 
     def _close(self) -> None:
         self._heart.activity = LEAVING
-        self.seconds.ended("ending")
         measured = {part: seconds for part, seconds in zip(MEASURED, self.seconds.rounded, strict=True) if seconds}
         shown = "  ".join(f"{part} {seconds:.3g}" for part, seconds in measured.items())
         _LOG.info("seconds of this worker: %s", shown, extra={"fields": {"workerSeconds": measured}})

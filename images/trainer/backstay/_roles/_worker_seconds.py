@@ -18,7 +18,13 @@ __all__ = ["WorkerSeconds", "process_age"]
 _MOST: Final = 4096
 """Versions that are remembered; of more, every second one is forgotten, which makes a rollback's share less precise."""
 
-_NEXT: Final = {"data": "computing", "starting": "compiling", "compiling": "starting"}
+_NEXT: Final = {
+    "data": "computing",
+    "starting": "compiling",
+    "compiling": "starting",
+    "checkpoint": "ending",
+    "ending": "ending",
+}
 """The likely part of a worker's time after each part, until a method names the part."""
 
 
