@@ -17,6 +17,7 @@ from backstay_operator.cluster import Cluster
 from backstay_operator.collector import Collector
 from backstay_operator.dispatch import Dispatcher
 from backstay_operator.errors import KubeError
+from backstay_operator.events import EventSender
 from backstay_operator.execute import Executor
 from backstay_operator.health import Health, Verdict
 from backstay_operator.kube import Kube
@@ -82,11 +83,10 @@ class App:
             self.cluster,
             key,
             self.metrics,
+            EventSender(self._kube, self._leader.me, self.metrics, now=_now, draw=draw),
             clock=clock,
             now=_now,
-            draw=draw,
             backoffs=backoffs,
-            instance=self._leader.me,
         )
         # Jobs that lost a pod and were not reconciled since. They come first when this operator acts again.
         self._lost_pods: set[JobKey] = set()

@@ -21,7 +21,7 @@ from typing import Any
 from backstay_operator import errors
 from backstay_operator.backoff import Backoffs
 from backstay_operator.cluster import Cluster
-from backstay_operator.events import send_event
+from backstay_operator.events import EventSender
 from backstay_operator.kube import Kube
 from backstay_operator.memory import JobMemory
 from backstay_operator.merge import merge_patch
@@ -59,10 +59,9 @@ class Executor:
         cluster: records what was written.
         key: the operator's key, for the jobs' tokens.
         metrics: counts pods, deaths and errors.
+        events: sends the events of the plans.
         clock: seconds, monotonic; `now` the time of day.
-        draw: returns a random number in [0, 1), for back-offs and names of events.
         backoffs: the back-offs of the actions, by (job, action).
-        instance: the name of this operator in events.
         parallel: the number of requests of one plan that are in progress at the same time.
     """
 
@@ -72,23 +71,21 @@ class Executor:
         cluster: Cluster,
         key: bytes,
         metrics: Metrics,
+        events: EventSender,
         *,
         clock: Callable[[], float],
         now: Callable[[], datetime],
-        draw: Callable[[], float],
         backoffs: Backoffs[tuple[JobKey, str]],
-        instance: str,
         parallel: int = 8,
     ) -> None:
         self._kube = kube
         self._cluster = cluster
         self._key = key
         self._metrics = metrics
+        self._events = events
         self._clock = clock
         self._now = now
-        self._draw = draw
         self._backoffs = backoffs
-        self._instance = instance
         self._parallel = parallel
 
     async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: JobMemory) -> Done:
@@ -118,9 +115,7 @@ class Executor:
 
     async def _send_events(self, key: JobKey, job: Json, events: Sequence[Event], memory: JobMemory) -> None:
         for event in events:
-            await send_event(
-                self._kube, key, job, event, memory, self._instance, self._now(), self._draw, self._metrics
-            )
+            await self._events.send(key, job, event, memory)
 
     async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
         waits: list[float] = []

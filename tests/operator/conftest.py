@@ -15,6 +15,7 @@ import pytest
 from backstay_operator import errors
 from backstay_operator.backoff import Backoffs, Curve
 from backstay_operator.cluster import Cluster
+from backstay_operator.events import EventSender
 from backstay_operator.execute import Executor
 from backstay_operator.kube import Kube
 from backstay_operator.metrics import Metrics
@@ -224,11 +225,10 @@ class Operator:
             self.cluster,
             SECRET_KEY,
             self.metrics,
+            EventSender(cast(Kube, kube), "test", self.metrics, now=self.now, draw=draw),
             clock=self.clock,
             now=self.now,
-            draw=draw,
             backoffs=Backoffs(Curve(first=0.2, most=30.0), draw),
-            instance="test",
         )
         self.reconciler = Reconciler(
             self.cluster,
