@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -94,3 +95,16 @@ def test_the_two_commands_of_the_readme_exist() -> None:
     for command in ("demo", "test"):
         assert f"make {command}" in readme
         assert f"\n{command}:" in makefile
+
+
+def test_the_page_about_the_runtime_names_modules_and_classes_that_exist() -> None:
+    page = (ROOT / "docs" / "internals" / "runtime.md").read_text()
+    trainer = ROOT / "images" / "trainer" / "backstay"
+    named = set(re.findall(r"`(_\w+(?:/\w+)*/_?\w+\.py)`", page))
+    assert len(named) > 15
+    assert sorted(name for name in named if not (trainer / name).exists()) == []
+    path = page.split("## The path of a contribution")[1].split("\n## ")[0]
+    source = "\n".join(module.read_text() for module in trainer.rglob("*.py"))
+    classes = set(re.findall(r"`([A-Z]\w+)`", path)) - {"GradientId", "Staged", "Commit"}  # messages
+    assert len(classes) > 10
+    assert sorted(name for name in classes if not re.search(rf"^class {name}\b", source, re.M)) == []
