@@ -459,20 +459,22 @@ class CoordinateReply(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., data_address: _Optional[str] = ..., link: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("term", "version", "last", "prepared", "begun", "link")
+    __slots__ = ("term", "version", "last", "prepared", "begun", "link", "saves")
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
     term: int
     version: int
     last: Commit
     prepared: _containers.RepeatedCompositeFieldContainer[Contribution]
     begun: int
     link: int
-    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., begun: _Optional[int] = ..., link: _Optional[int] = ...) -> None: ...
+    saves: int
+    def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., last: _Optional[_Union[Commit, _Mapping]] = ..., prepared: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., begun: _Optional[int] = ..., link: _Optional[int] = ..., saves: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("term", "version", "files", "error")

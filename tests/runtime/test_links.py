@@ -29,9 +29,11 @@ from backstay_rpc.control_pb2 import (
     Pull,
     Refused,
     Rollback,
+    Save,
     ShardMessage,
     Spans,
     Staged,
+    Written,
 )
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
@@ -417,3 +419,50 @@ def test_a_shard_confirms_the_end(driving: Driving, monkeypatch: pytest.MonkeyPa
         assert not any(message.HasField("ended") for message in end.sent)
         end.say(done=Done(version=3))
         until(lambda: any(message.HasField("ended") for message in end.sent))
+
+
+def test_t8_a_shard_that_did_not_receive_the_request_for_a_checkpoint_gets_it_again() -> None:
+    """Otherwise the checkpoint of a server that stops is never complete, and the next ones wait for it."""
+    received: list[Any] = []
+
+    class Sink:
+        def deliver(self, message: Any) -> None:
+            received.append(message)
+
+    rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    driving.start()
+    driving.attach(0, Nothing(), 1, 0)
+    driving.attach(1, broken := Nothing(), 1, 0)
+    for shard in (0, 1):
+        driving.report(shard, staged(0))
+        driving.report(shard, Applied(version=1))
+    driving.detach(1, broken)
+    driving.do(Coordinator.save)
+    for saves, times in ((1, 0), (0, 1), (1, 1)):
+        driving.attach(1, Sink(), 1, 1, saves=saves)
+        assert received.count(Save(term=1, version=1)) == times
+    driving.report(1, Written(term=1, version=1))
+    driving.attach(1, Sink(), 1, 1, saves=0)
+    assert received.count(Save(term=1, version=1)) == 1
+    driving.close()
+
+
+def test_a_link_begins_with_the_newest_version_that_is_to_be_stored(
+    driving: Driving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [FakeEnd() for _ in range(4)]
+    messages: list[dict[str, Any]] = [
+        {"save": Save(term=1, version=3)},
+        {"commit": Commit(term=1, version=6, checkpoint=True)},
+        {"rollback": Rollback(term=2, version=5)},
+    ]
+    with Ends(driving, monkeypatch, *ends) as link:
+        link.inherit(1, 3, None, ())
+        link.start(Nothing())
+        for number, message in enumerate(messages):
+            ends[number].say()
+            ends[number].say(**message)
+            ends[number].incoming.put(None)
+        until(lambda: ends[3].sent)
+    assert [end.sent[0].position.saves for end in ends] == [0, 3, 7, 0]

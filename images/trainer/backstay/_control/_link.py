@@ -31,6 +31,7 @@ from backstay_rpc.control_pb2 import (
     Position,
     Reject,
     Rollback,
+    Save,
     ShardFailed,
     ShardMessage,
     Spans,
@@ -100,6 +101,7 @@ class Link:
         self._opened = 0  # how often the link was opened
         self._number = 0  # of this link, from the coordinator
         self._begun = 0  # the newest term that it received
+        self._saves = 0  # the newest version of the term that it was requested to store
         self._cancel: Callable[[], object] = lambda: None  # ends the attempt to link, or the link
         self._closed = threading.Event()
         self._unanswered, self._ping_at = 0, 0.0
@@ -303,6 +305,7 @@ class Link:
                     prepared=self._prepared,
                     begun=self._begun,
                     link=self._number,
+                    saves=self._saves,
                 )
                 held: list[Report] = [*self._held.values(), Applied(version=self._version), *self._written]
                 self._unsent = [ShardMessage(position=position), *map(wrap_report, held)]
@@ -344,6 +347,8 @@ class Link:
                 case Commit():
                     if self._last is None or message.version > self._last.version:
                         self._last = message
+                    if message.checkpoint:
+                        self._saves = max(self._saves, message.version + 1)
                     # A request from before it was answered or withdrawn.
                     for number, request in list(self._requests.items()):
                         if request.version <= message.version:
@@ -355,6 +360,8 @@ class Link:
                             del self._held[key]
                 case Reject():
                     self._held.pop(_key(message.id), None)
+                case Save():
+                    self._saves = max(self._saves, message.version)
                 case Done():
                     self._put(ShardMessage(ended=Ended()))
                 case Rollback() if message.term > self._term:  # else the shard reports again that it has `started`
@@ -363,5 +370,5 @@ class Link:
                     self._written.clear()
                     # No term is recorded until the shard has `started`: after a break meanwhile, it comes again.
                     self._term = self._version = 0
-                    self._last, self._requests, self._prepared = None, {}, ()
+                    self._last, self._requests, self._prepared, self._saves = None, {}, (), 0
         sink.deliver(message)

@@ -134,6 +134,7 @@ class Links:
                     last=position.last if position.HasField("last") else None,
                     prepared=position.prepared,
                     begun=position.begun,
+                    saves=position.saves,
                 )
             while (item := stream.read()) is not None:
                 frame, body = item

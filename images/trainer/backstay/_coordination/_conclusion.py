@@ -139,6 +139,15 @@ class Conclusion:
                 self.schedule.give_up(due)
         return out
 
+    def send_again(self, shard: int, version: int, requested: int) -> list[Decision]:
+        """The shard at `version` linked again: send it the `Save` of this version, if that was lost with a broken link.
+
+        Args:
+            requested: the newest version that the shard was requested to store.
+        """
+        lost = version in self.schedule.waited_for(shard) and requested < version
+        return [Send(shard, Save(term=self._history.state.term, version=version))] if lost else []
+
     def _begin_checkpoint(self, now: float) -> None:
         state = self._history.state
         self.schedule.begin(now, state.term, state.version, state.copy().to_json())

@@ -182,6 +182,7 @@ class Coordinator:
         last: Commit | None = None,
         prepared: Iterable[Contribution] = (),
         begun: int = 0,
+        saves: int | None = None,
     ) -> list[Decision]:
         """A shard's server connected. It holds (term, version), or (0, 0) if it has no state yet.
 
@@ -192,6 +193,7 @@ class Coordinator:
             last: the newest commit of the term that the shard received, applied or not; None in a job without standbys.
             prepared: the contributions whose mean the shard holds for `version`; only in a job with standbys.
             begun: the newest term that the shard received, though it may hold nothing of the term yet.
+            saves: the newest version of the term that the shard was requested to store, 0 for none; None: not known.
         """
         history, conclusion, succession = self._history, self._conclusion, self._succession
         replaces = succession.connected(shard, incarnation, max(term, begun))
@@ -216,6 +218,8 @@ class Coordinator:
             if conclusion.is_storing_the_end and succession.all_connected:
                 out += conclusion.save(now)  # taken over at the end: no commit requests it
         if current and history.replays_from(version):
+            if saves is not None and not replaces:
+                out += conclusion.send_again(shard, version, saves)  # before the commits that follow
             out += [Send(shard, message) for message in (*history.replay(shard, version), *self._intake.gathers)]
             return out + conclusion.farewell(shard)
         if self.finished is not None:
