@@ -14,7 +14,7 @@ from rich.text import Text
 from backstay_cli.follow import JobView
 from backstay_cli.picture import Losses, Picture
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import duration, number, plain, shown
+from backstay_cli.words import duration, number, plain, shown, without_folder
 
 SCRIPT = "worker 0"
 """Prefix of the script's output."""
@@ -104,7 +104,7 @@ class LineDisplay:
         known = shown_events(view.events)
         for kind, reason, message in known[self._events :]:
             if not (view.ended and reason == view.phase):  # the report after the end has the same text
-                self._write_line(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {message}")
+                self._write_line(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {without_folder(message)}")
         self._events = max(self._events, len(known))
         waiting = waiting_for(view)
         if view.phase != self._phase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,12 @@ def shortened(place: str) -> str:
     with contextlib.suppress(ValueError):
         return str(Path(place).relative_to(Path.cwd()))
     return place
+
+
+def without_folder(message: str) -> str:
+    """A message in which paths inside the current folder are relative to it; URIs stay as they are."""
+    folder = str(Path.cwd())
+    return message if folder == os.sep else re.sub(rf"(?<![\w./:-]){re.escape(folder + os.sep)}", "", message)
 
 
 def count(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from backstay_cli import report
 from backstay_cli.follow import JobView, RoleView, view_of
 from backstay_cli.view import LineDisplay
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import number, on_one_line, plain, printable
+from backstay_cli.words import number, on_one_line, plain, printable, without_folder
 from backstay_spec import contract
 
 TRACEBACK = """Traceback (most recent call last):
@@ -93,6 +93,14 @@ def test_every_number_can_be_shown(value: float | None) -> None:
     assert number(value)
     if value is not None and math.isnan(value):
         assert number(value) == "nan"
+
+
+def test_paths_in_a_message_are_relative_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = f"stored as {tmp_path}/ck/a.json; {tmp_path}-2/b, /c{tmp_path}/d and file://{tmp_path}/e stay"
+    assert without_folder(message) == message.replace(f"as {tmp_path}/", "as ")
+    monkeypatch.chdir("/")
+    assert without_folder(message) == message
 
 
 def test_the_same_output_of_several_pods_is_shown_once(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
     ("changes", "said"),
     [
         ({"init": 3}, "init is int: must be a function"),
+        ({"batches": [1]}, "batches is list: must be a function, such as backstay.from_dataset"),
         ({"optimizer": "adam"}, "optimizer is str: must be an optax.GradientTransformation"),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"steps": -1}, "steps is -1"),

@@ -101,7 +101,8 @@ class Script:
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
             if not callable(getattr(self, name)):
-                raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function")
+                hint = ", such as backstay.from_dataset(data, batch_size=32) makes" if name == "batches" else ""
+                raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function{hint}")
         for name in ("evaluate", "on_update", "stop_when"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
