@@ -302,14 +302,14 @@ def explained(job: Job, faults: Sequence[Fault]) -> int:
     backs = sorted(at for term, at in began.items() if term > 1)
     filled = [(fact.at, shard_of(fact.pod)) for fact in job.facts("in_sync")]
     killed = [fact for fact in job.facts("fault") if fact.notes["action"] in ("kill", "exit")]
-    struck = [(fact.at, float("inf"), fact.pod) for fact in killed]
+    hit = [(fact.at, float("inf"), fact.pod) for fact in killed]
     for fault in faults:
         paused = fault.target.seconds
         until = float("inf") if paused is None else fault.at + paused + AFTER_PAUSE_SECONDS
-        struck += [(fault.at, until, pod) for pod in fault.target.pods]
+        hit += [(fault.at, until, pod) for pod in fault.target.pods]
     faulted = [
         (at, until, shard, f"{shard}#{incarnation_of(pod)}")
-        for at, until, pod in struck
+        for at, until, pod in hit
         if (shard := shard_of(pod)) is not None
     ]
     for entry in job.history:

@@ -161,8 +161,8 @@ def many_leaves(leaves: int) -> None:
     for role, name in named.items():  # one at a time, each in a process that has compiled nothing
         with processes() as running:
             running.append(process := Process("step.py", role, "--leaves", str(leaves)))
-            told = process.receive()
-        rows.append((name, f"{told['first']:.1f}", f"{told['step'] * 1e3:.2f}"))
+            received = process.receive()
+        rows.append((name, f"{received['first']:.1f}", f"{received['step'] * 1e3:.2f}"))
     print("\n" + table(rows))
 
 

@@ -277,5 +277,5 @@ def ago(death: Death, now: float) -> str:
 
 
 def who(slot: str) -> str:
-    """A slot for people; an older operator does not report it."""
+    """A slot in words; an older operator does not report it."""
     return slot_words(slot) if slot else "a pod"

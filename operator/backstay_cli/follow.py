@@ -152,7 +152,7 @@ async def look(api: Api, namespace: str, name: str, before: JobView | None = Non
 def view_of(
     job: dict[str, Any], pods: list[dict[str, Any]], events: list[dict[str, Any]], before: JobView | None = None
 ) -> JobView:
-    """The same, only from the given objects."""
+    """The state of the job, only from the given objects."""
     status = job.get("status") or {}
     roles = {
         role: RoleView(*(int(values.get(key, 0)) for key in ("desired", "ready", "restarts", "disruptions")))

@@ -167,7 +167,7 @@ def as_object(history: History) -> dict[str, Any]:
 
 
 def lines(history: History, now: float) -> Iterator[str]:
-    """The history for people, oldest entry first.
+    """The history as lines to print, oldest entry first.
 
     Args:
         now: Unix time, for a job that still runs.

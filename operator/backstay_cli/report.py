@@ -65,7 +65,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
-    """The report for people."""
+    """The report as lines to print."""
     desired = {role: values.desired for role, values in view.roles.items()}
     standbys = min(view.standbys, desired.get("ParameterServer", 0))
     shape = count(desired.get("ParameterServer", 0) - standbys, "server")
@@ -124,10 +124,10 @@ def ends(view: JobView, logs: Path) -> Iterator[End]:
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
     """How each pod ended. Pods with the same end are reported together, with one traceback or the end of one log."""
-    alike: dict[tuple[str, tuple[str, ...]], list[End]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[End]] = {}
     for end in ends(view, logs):
-        alike.setdefault((end.how, tuple(tail(end.log))), []).append(end)
-    for (how, output), group in alike.items():
+        groups.setdefault((end.how, tuple(tail(end.log))), []).append(end)
+    for (how, output), group in groups.items():
         yield f"  {group[0].pod} ended with {how}: {shortened(str(group[0].log))}"
         yield from output or ("    | (it printed nothing)",)
         if len(group) > 1:

@@ -106,11 +106,11 @@ def run_job(
             _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None))
         )
     except asyncio.CancelledError:
-        farewell = list(stopping.farewell(following.view, job, folder / _LOGS, again))
-        for line in farewell:
+        closing = list(stopping.closing_lines(following.view, job, folder / _LOGS, again))
+        for line in closing:
             write_line(line)
         keep_trace(trace, following, folder / _LOGS, write_line)
-        conclude("Interrupted", farewell[0])
+        conclude("Interrupted", closing[0])
         return INTERRUPTED
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)

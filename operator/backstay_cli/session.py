@@ -36,7 +36,7 @@ class Keeper:
     """Records how the operator has ended last; it is started again when it ends.
 
     Attributes:
-        last_end: a description of the last end; empty: the operator has not ended.
+        last_end: how the operator last ended, in words; empty: the operator has not ended.
         at: the time at which it died, on the event loop's clock.
     """
 
@@ -65,8 +65,8 @@ class Session:
     @property
     def trouble(self) -> str:
         """How the operator ended a moment ago; empty: it runs, or has run for some time since."""
-        ended_lately = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
-        return self.operator.last_end if ended_lately else ""
+        ended_recently = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
+        return self.operator.last_end if ended_recently else ""
 
     def death(self) -> SessionError:
         """The exception to raise once `died` is complete: the process that died, and the end of its log."""
@@ -181,7 +181,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
 
 
 async def _keep(keeper: Keeper, name: str, folder: Path, module: str, *arguments: str, restarts: int) -> None:
-    """Run it, and again when it dies; returns after too many deaths."""
+    """Run the operator, and start it again when it dies; returns after too many deaths."""
     loop = asyncio.get_running_loop()
     deaths = 0
     while deaths <= restarts:

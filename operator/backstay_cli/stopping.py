@@ -16,7 +16,7 @@ from backstay_cli.kube import Api, ApiError
 from backstay_cli.words import number, shortened
 from backstay_spec import contract
 
-__all__ = ["STORING_SECONDS", "farewell", "stop_job", "stored", "stored_step", "stores", "with_stored"]
+__all__ = ["STORING_SECONDS", "closing_lines", "stop_job", "stored", "stored_step", "stores", "with_stored"]
 
 STORING_SECONDS = 60.0
 """How long the servers may take to store a checkpoint; the same time as in a cluster."""
@@ -84,7 +84,7 @@ def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
     return max(found, default=None)
 
 
-def farewell(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:
+def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:
     """The lines that are printed after Ctrl-C.
 
     Args:

@@ -117,7 +117,7 @@ class Job:
     dropped: int = 0
 
     def newest(self, seconds: float) -> Job:
-        """The same of the last `seconds` before the newest span ended."""
+        """The timeline of the last `seconds` before the newest span ended."""
         ends = [pod.at(span.ended) for pod in self.pods for span in pod.spans]
         first = max(ends, default=0.0) - seconds
         kept = [replace(pod, spans=[span for span in pod.spans if pod.at(span.ended) >= first]) for pod in self.pods]

@@ -57,7 +57,7 @@ class Written:
     profile_error: float | None = None
 
     def summary(self) -> str:
-        """A text for people about the file."""
+        """A description of the file."""
         pods = [pod for pod in self.job.pods if pod.spans]
         number, own = sum(len(pod.spans) for pod in pods), sum(not pod.title for pod in pods)
         known = [pod.clock.error for pod in pods if pod.clock.error is not None]

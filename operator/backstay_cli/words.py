@@ -1,4 +1,4 @@
-"""Texts for people. Those of pods are made safe: a pod may print control characters, which a terminal would execute."""
+"""Texts to print. Those of pods are made safe: a pod may print control characters, which a terminal would execute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain(message: str) -> list[str]:
 
 
 def on_one_line(message: str) -> str:
-    """The same on one line."""
+    """A message on one line; of each traceback only the end."""
     return " ".join(line.strip() for line in plain(message))
 
 
@@ -51,7 +51,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """A duration in words: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 0.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)
@@ -72,7 +72,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number for people: a dash for None, few digits, and an exponent only if necessary."""
+    """A number to print: a dash for None, few digits, and an exponent only if necessary."""
     if value is None:
         return "–"
     if not math.isfinite(value):

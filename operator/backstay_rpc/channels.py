@@ -123,7 +123,7 @@ class Credentials:
         return bool(self.token) and hmac.compare_digest(given, self.token.encode())
 
     def admits_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """The same, of all metadata of a gRPC call."""
+        """Whether the metadata of a gRPC call carry the token, and no second one."""
         return self.admits(value for key, value in metadata if key == AUTHORIZATION)
 
 

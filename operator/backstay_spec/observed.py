@@ -189,7 +189,7 @@ class Updates:
     began: datetime | None = None
 
     def after(self, step: int, at: datetime, coordinator: int = 0) -> Updates:
-        """The same after the coordinator, of this incarnation, reported `step`."""
+        """The record after the coordinator of this incarnation reported `step`."""
         same = coordinator == self.coordinator
         began = (self.began or (at if step != self.step else None)) if same else None
         if step == self.step:

@@ -78,7 +78,7 @@ _POD_START_ACTION: Final = (
     "has passed."
 )
 _FAILED_ACTION: Final = "Remove the cause that the message names. Delete the job and apply it again."
-_FAILS_AT_ONCE: Final = ("InvalidImageName", "InvalidPod")
+_FAILS_IMMEDIATELY: Final = ("InvalidImageName", "InvalidPod")
 
 CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
     ConditionDoc(
@@ -330,7 +330,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc("Deleted", "Warning", f"A person or another controller deleted a pod. {_FREE}", "None."),
     EventDoc("Vanished", "Warning", f"A pod no longer exists, and no deletion was observed. {_FREE}", "None."),
     *(
-        EventDoc(reason, "Warning", meaning, _FAILED_ACTION if reason in _FAILS_AT_ONCE else _POD_START_ACTION)
+        EventDoc(reason, "Warning", meaning, _FAILED_ACTION if reason in _FAILS_IMMEDIATELY else _POD_START_ACTION)
         for reason, meaning in _POD_WAITS.items()
     ),
 )
@@ -396,7 +396,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     *(
         FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` has passed.", _FAILED_ACTION)
         for reason, meaning in _POD_START.items()
-        if reason not in (*_FAILS_AT_ONCE, "SchedulingGated")
+        if reason not in (*_FAILS_IMMEDIATELY, "SchedulingGated")
     ),
     FailureDoc("InvalidImageName", "The name of an image is invalid.", "Correct `image`."),
     FailureDoc(

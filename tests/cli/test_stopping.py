@@ -9,7 +9,7 @@ import pytest
 
 from backstay_cli.follow import JobView
 from backstay_cli.main import command_again
-from backstay_cli.stopping import farewell, stored_step, stores, with_stored
+from backstay_cli.stopping import closing_lines, stored_step, stores, with_stored
 from backstay_spec import contract
 
 AGAIN = "backstay run --checkpoint ck train.py"
@@ -59,7 +59,7 @@ def test_the_last_lines_state_which_checkpoint_was_stored(
     log(tmp_path, server(1), *lines)
     view = JobView("a", "default", step=step, pods=(server(1),))
     job = {"spec": {"checkpoint": checkpoint}}
-    text = "\n".join(farewell(view, job, tmp_path, AGAIN))
+    text = "\n".join(closing_lines(view, job, tmp_path, AGAIN))
     assert says in text
     assert "nothing is left running" in text
     assert str(tmp_path) in text

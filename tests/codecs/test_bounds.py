@@ -147,7 +147,7 @@ def test_what_is_not_finite_is_encoded_as_valid_data(codec: Codec, wrong: float)
 
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
-    """The same as `ml_dtypes`, for every upper half and the lower halves around a tie."""
+    """The result equals that of `ml_dtypes`, for every upper half and the lower halves around a tie."""
     upper = np.arange(0, 1 << 16, dtype=np.uint32) << 16
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         values = (upper | np.uint32(lower)).view(np.float32)

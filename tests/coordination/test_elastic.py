@@ -70,8 +70,8 @@ def test_a_shard_that_starts_receives_the_world_and_its_offset() -> None:
         job.report(0, 0, staged(rank, 0))
     saved = CoordinatorState.from_json(job.state.to_json())
     saved.term = 2
-    (told,) = (d.message for d in job.restart(0.0, saved, "uri") if isinstance(d, Send))
-    assert told == Rollback(term=2, version=1, checkpoint="uri", world=2, offset=0)
+    (sent,) = (d.message for d in job.restart(0.0, saved, "uri") if isinstance(d, Send))
+    assert sent == Rollback(term=2, version=1, checkpoint="uri", world=2, offset=0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,25 +133,25 @@ def test_t3_async_ranks_never_draw_a_number_twice_over_changes(seed: int, world:
     job = job_of(world, mode="Async", batches=batches)
     for rank in range(5):
         job.joined(0.0, rank, 0)
-    told = (world, 0)
+    sent = (world, 0)
     under_way: dict[int, tuple[int, list[int]]] = {}
     numbers: list[int] = []
     for _ in range(120):
         if random.random() < 0.1:
             job.configure(0.0, random.randint(1, 5))
-        rank = random.randrange(told[0])
+        rank = random.randrange(sent[0])
         key_step = job.state.key_steps.get(rank, 0)
         if rank not in under_way:
             steps = range(key_step * batches, (key_step + 1) * batches)
-            found = [BatchKey(step, rank, told[0], 0, told[1], batches).number for step in steps]
+            found = [BatchKey(step, rank, sent[0], 0, sent[1], batches).number for step in steps]
             assert min(found) >= 0
             under_way[rank] = (key_step, found)
             continue
         key_step, found = under_way.pop(rank)
         for commit in commits(job.report(0.0, 0, staged(rank, job.state.version, key_step))):
             numbers += found
-            told = (commit.world, commit.offset)
-        under_way = {r: drawn for r, drawn in under_way.items() if r < told[0]}
+            sent = (commit.world, commit.offset)
+        under_way = {r: drawn for r, drawn in under_way.items() if r < sent[0]}
     assert len(numbers) == len(set(numbers))
 
 

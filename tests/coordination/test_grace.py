@@ -88,13 +88,13 @@ def test_t2_a_rank_that_is_known_to_be_dead_is_not_waited_for(how: str) -> None:
     decided = hand_in(coordinator, 1.1, 2, 1)
     if how != "known before":
         assert decided == []
-        tell = {
+        report = {
             "disconnected": lambda: coordinator.disconnected(1.2, 3, 0),
             "replaced": lambda: coordinator.joined(1.2, 3, 1),
             "silent": lambda: coordinator.silent(1.2, {3}),
             "left": lambda: coordinator.left(1.2, 3, 0),
         }
-        decided = commits(tell[how]())
+        decided = commits(report[how]())
     (commit,) = decided
     assert ranks(commit) == [0, 1, 2]
 

@@ -466,10 +466,10 @@ def test_a_commit_of_the_previous_coordinator_is_reported_with_its_loss() -> Non
         infos=[GradientInfo(loss=0.5)],
     )
     said = resumed.hello(0.0, 1, 1, 3, incarnation=1, last=commit, prepared=contributions)
-    (told,) = [decision for decision in said if isinstance(decision, Updated)]
-    assert told.adopted
-    assert [info.loss for info in told.infos] == [0.5]
-    assert told.commit == commit
+    (updated,) = [decision for decision in said if isinstance(decision, Updated)]
+    assert updated.adopted
+    assert [info.loss for info in updated.infos] == [0.5]
+    assert updated.commit == commit
 
 
 def test_t8_a_job_taken_over_at_its_end_does_not_wait_for_an_evaluator_that_left() -> None:

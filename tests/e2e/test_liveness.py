@@ -106,8 +106,8 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     roles = ended["roles"]
     assert (roles["Worker"]["restarts"], roles["Worker"]["disruptions"]) == (1, 1), cluster.describe(name)
     assert roles["ParameterServer"]["restarts"] == 1, cluster.describe(name)
-    told_of = json.dumps([[event["reason"], event["message"]] for event in cluster.events(name)])
-    assert "no heartbeat for" in told_of
-    assert "its server has not answered for" in told_of
-    assert "CheckpointFailed" in told_of
+    event_texts = json.dumps([[event["reason"], event["message"]] for event in cluster.events(name)])
+    assert "no heartbeat for" in event_texts
+    assert "its server has not answered for" in event_texts
+    assert "CheckpointFailed" in event_texts
     assert backstay.load(str(folder)).step == 600

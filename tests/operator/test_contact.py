@@ -10,7 +10,7 @@ from backstay_operator.contact import TICK, Attention, Calls
 from backstay_operator.progress import reported
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-NOBODY: frozenset[int] = frozenset()
+NO_PODS: frozenset[int] = frozenset()
 
 
 class Clock:
@@ -52,13 +52,13 @@ def test_only_calls_that_prove_something_count_and_an_answer_ends_the_silence() 
     for second, proves in enumerate([True, False, True], 1):
         calls.missed("a", NOW + timedelta(seconds=second), proves=proves)
     calls.long_missed("a")
-    contact = calls.contact(NOW, NOBODY, NOBODY)
+    contact = calls.contact(NOW, NO_PODS, NO_PODS)
     assert (contact.silent["a"].calls, contact.silent["a"].long_calls, contact.silent["a"].since) == (2, 1, NOW)
     assert not contact.answers("a")
     calls.long_answered("a")
-    assert calls.contact(NOW, NOBODY, NOBODY).silent["a"].long_calls == 0
+    assert calls.contact(NOW, NO_PODS, NO_PODS).silent["a"].long_calls == 0
     calls.answered("a", NOW)
-    assert calls.contact(NOW, NOBODY, NOBODY).answers("a")
+    assert calls.contact(NOW, NO_PODS, NO_PODS).answers("a")
 
 
 def test_a_call_that_proves_nothing_is_still_no_answer() -> None:
@@ -66,7 +66,7 @@ def test_a_call_that_proves_nothing_is_still_no_answer() -> None:
     calls = Calls()
     calls.answered("a", NOW)
     calls.missed("a", NOW, proves=False)
-    assert not calls.contact(NOW, NOBODY, NOBODY).answers("a")
+    assert not calls.contact(NOW, NO_PODS, NO_PODS).answers("a")
     assert calls.silent() == {"a"}
 
 
@@ -75,7 +75,7 @@ def test_after_a_pause_everything_is_called_again() -> None:
     calls.answered("a", NOW)
     calls.missed("b", NOW, proves=True)
     calls.reset()
-    contact = calls.contact(NOW, NOBODY, NOBODY)
+    contact = calls.contact(NOW, NO_PODS, NO_PODS)
     assert not contact.silent
     assert not contact.answers("a")
 

@@ -125,8 +125,8 @@ class Cluster:
             if "-ps-" in name and pod["status"]["phase"] == "Running"
         }
         silent = {uid: self._counted(silence) for uid, silence in self.silent.items() if uid in servers}
-        heard = {uid: silent[uid].since if uid in silent else self.now for uid in servers - self.never_answered}
-        return Contact(self.now, heard, silent, self.reachable, self.unreachable)
+        answered = {uid: silent[uid].since if uid in silent else self.now for uid in servers - self.never_answered}
+        return Contact(self.now, answered, silent, self.reachable, self.unreachable)
 
     def _counted(self, silence: Silence) -> Silence:
         """The calls of an operator that was never late: one every 2 s, and a long one beside the second."""

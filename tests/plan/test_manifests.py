@@ -145,9 +145,9 @@ def test_a_server_and_its_standby_would_rather_be_on_two_nodes():
     assert set(pod["spec"]["affinity"]) == {"podAntiAffinity", "nodeAffinity"}
     (kind,) = pod["spec"]["affinity"]["podAntiAffinity"]
     assert kind == "preferredDuringSchedulingIgnoredDuringExecution"
-    (wish,) = pod["spec"]["affinity"]["podAntiAffinity"][kind]
-    assert wish["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
-    selector = wish["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    (preference,) = pod["spec"]["affinity"]["podAntiAffinity"][kind]
+    assert preference["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    selector = preference["podAffinityTerm"]["labelSelector"]["matchLabels"]
     carried = [selector.items() <= build(*who, **spec)["metadata"]["labels"].items() for who in
                ((SERVER, 1, 3), (SERVER, 1, 5), (SERVER, 0, 4), (WORKER, 1, 4))]  # fmt: skip
     assert carried == [True, True, False, False]
@@ -291,12 +291,12 @@ def test_the_network_policy_admits_the_pods_of_the_job():
     """O7: RPC from the job's pods and the operator; health and metrics from every client; ingress only."""
     policy = manifests.network_policy(job().metadata, PlanSettings("backstay-system", {"app": "backstay"}))
     assert policy["spec"]["policyTypes"] == ["Ingress"]
-    peers, operator, anybody = policy["spec"]["ingress"]
+    peers, operator, everyone = policy["spec"]["ingress"]
     assert [p["port"] for p in peers["ports"]] == [7077, 7078]
     assert peers["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
     assert [p["port"] for p in operator["ports"]] == [7077]
     assert operator["from"][0]["podSelector"] == {"matchLabels": {"app": "backstay"}}
-    assert anybody == {"ports": [{"port": 9400, "protocol": "TCP"}]}
+    assert everyone == {"ports": [{"port": 9400, "protocol": "TCP"}]}
 
 
 @pytest.mark.parametrize("ip", ["10.0.0.1", "fd00::12"])

@@ -18,8 +18,8 @@ def test_a_dead_worker_is_replaced_immediately_and_once(running):
     dead = cluster.named(WORKER, 1)
     cluster.end(dead, 137)
     todo = cluster.plan()
-    (birth,) = [a for a in todo.actions if isinstance(a, CreatePod)]
-    assert (birth.role, birth.index, birth.incarnation, birth.cause) == (WORKER, 1, 2, "Crashed")
+    (created,) = [a for a in todo.actions if isinstance(a, CreatePod)]
+    assert (created.role, created.index, created.incarnation, created.cause) == (WORKER, 1, 2, "Crashed")
     assert todo.status["incarnations"][f"{WORKER}-1"] == 2
     assert [(e.type, e.reason) for e in todo.events] == [("Warning", "Crashed")]
     assert "exit code 137 (SIGKILL)" in todo.events[0].message

@@ -20,6 +20,7 @@ _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Attributes|Exampl
 _ENTRY = re.compile(r"^(\*?\*?[A-Za-z_][\w.\[\], |]*?)( \(.*?\))?: +(?=\S)")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 _NAME_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_USUAL = {"err", "err_r", "err_w"}  # variables for standard error
 _HASH_SUFFIXES = {".yaml", ".yml", ".toml", ".sh", ".ini", ".cfg"}
 _HASH_NAMES = {"Makefile", "Dockerfile"}
 
@@ -154,9 +155,13 @@ def _messages(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
 
 
 def _names(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
-    """Names that the file defines for functions, classes and parameters, split into words."""
+    """Names that the file defines for functions, classes, parameters and variables, split into words."""
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id not in _USUAL:
+            words = " ".join(_NAME_PARTS.findall(node.id)).lower()
+            if words:
+                yield Paragraph(node.lineno, f"Name: {words}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = [node.name]
             if not isinstance(node, ast.ClassDef):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -101,13 +101,19 @@ def test_names_and_long_lines_are_found(tmp_path: Path) -> None:
         tmp_path,
         {
             "names.py": "def bear_pod(): ...\n",
+            "variables.py": "told = [1]\nout, err = 1, 2\n",
             "long.md": "word, " * 20 + "\n",
             "code.md": f"```sh\nrun {'--an-option ' * 8}\n```\n",
             "short.md": f"```sh\nrun {'--an-option ' * 7}\n```\n",
         },
     )
     found = {(finding.file, finding.rule) for finding in lint.check(files, tmp_path)}
-    assert found == {("names.py", "dialect"), ("long.md", "line_length"), ("code.md", "line_length")}
+    assert found == {
+        ("names.py", "dialect"),
+        ("variables.py", "dialect"),
+        ("long.md", "line_length"),
+        ("code.md", "line_length"),
+    }
 
 
 @pytest.mark.parametrize(

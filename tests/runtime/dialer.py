@@ -21,7 +21,7 @@ from backstay_rpc.channels import open_aio_channel, open_channel
 from backstay_rpc.control_pb2 import CoordinateRequest, Hello, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
 
-CALLS, AT_ONCE = 60, 4
+CALLS, PARALLEL = 60, 4
 MEMORY_BYTES = 300 << 20
 TOO_MUCH = 3
 
@@ -67,10 +67,10 @@ def main(dial: Callable[[str], None], address: str) -> None:
     threading.Thread(target=watch, args=(done,), daemon=True).start()
 
     def some() -> None:
-        for _ in range(CALLS // AT_ONCE):
+        for _ in range(CALLS // PARALLEL):
             dial(address)
 
-    threads = [threading.Thread(target=some) for _ in range(AT_ONCE)]
+    threads = [threading.Thread(target=some) for _ in range(PARALLEL)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -305,7 +305,7 @@ def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 2, 4])
 def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
-    """Also the one that it requests before a contribution: a stream of data cannot go back."""
+    """This includes the key that it requests before a contribution: a stream of data cannot go back."""
     model = init(jax.random.key(0))
     tree = describe(model, has_state=True)
     arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 1))

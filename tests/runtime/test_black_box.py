@@ -195,13 +195,13 @@ def test_only_a_pod_that_does_the_same_for_long_hangs() -> None:
 def test_a_server_that_takes_over_makes_the_reports_that_are_missing(tmp_path: Path) -> None:
     """More deaths than the queue has room for, and a folder that is slow: none is left out, none is made twice."""
     box = Box(tmp_path)
-    go_on = threading.Event()
-    box.records._add("", lambda folder: go_on.wait(30) and None)
+    proceed = threading.Event()
+    box.records._add("", lambda folder: proceed.wait(30) and None)
     deaths = [{**DEATH, "incarnation": number} for number in range(1, 41)]
     box.record("a", *({**death, "report": "file"} if death["incarnation"] <= 10 else death for death in deaths))
     box.now += 4
     box.box.tick()
-    go_on.set()
+    proceed.set()
     while len(box.files("report")) < 30:
         box.box.tick()
     box.box.tick()

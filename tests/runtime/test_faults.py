@@ -50,13 +50,13 @@ def test_t7_a_server_that_dies_before_a_file_is_renamed_leaves_the_checkpoint_be
     worker = tiny.worker(0, 1)
     dies.wait()
     # No checkpoint of a version is written while the previous checkpoint is still being written.
-    struck = re.search(r"fault injected at step (\d+): kill server/1 @8 rename", dies.output())
+    injected = re.search(r"fault injected at step (\d+): kill server/1 @8 rename", dies.output())
     tiny.server(1, 2)
     assert worker.wait() == 0
     for name, value in tiny.reference().items():
         if name.isdigit():
             np.testing.assert_allclose(tiny.params(worker)[name], value, rtol=1e-9, atol=1e-12)
     again = re.search(r"back to step (\d+) in term 2", tiny.pods[0].output())
-    assert struck
+    assert injected
     assert again
-    assert 0 < int(again[1]) < int(struck[1])
+    assert 0 < int(again[1]) < int(injected[1])

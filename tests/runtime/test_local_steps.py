@@ -52,7 +52,7 @@ def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) 
 
 
 def test_the_local_steps_of_the_first_contribution_count_as_compiling(job) -> None:
-    """Also the time between two of its batches, in which JAX compiles; it was goodput."""
+    """This includes the time between two of its batches, in which JAX compiles. That time was counted as goodput."""
     tiny = job(1, 1)
     tiny.environment = {"STEPS": "1", "LOCAL": json.dumps({"count": 3})}
     server, worker = tiny.server(0), tiny.worker(0)

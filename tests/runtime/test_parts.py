@@ -30,8 +30,8 @@ def test_every_public_name_is_there() -> None:
         _ = backstay.nothing
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), errors.BackstayError)
-    told = errors.JobFailed.from_text(str(errors.JobFailed("NonFiniteGradients", "rank 3: at step 4")))
-    assert (told.reason, told.message) == ("NonFiniteGradients", "rank 3: at step 4")
+    parsed = errors.JobFailed.from_text(str(errors.JobFailed("NonFiniteGradients", "rank 3: at step 4")))
+    assert (parsed.reason, parsed.message) == ("NonFiniteGradients", "rank 3: at step 4")
 
 
 def test_a_batch_key_is_all_that_its_randomness_depends_on() -> None:
@@ -148,12 +148,12 @@ def test_termination_messages_fit_into_kubernetes_limit() -> None:
 def test_sigterm_is_received_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread may be inside a call that no handler can interrupt."""
     before = signal.getsignal(signal.SIGTERM)
-    stop, heard = Stop(), threading.Event()
-    stop.then(heard.set)
+    stop, called = Stop(), threading.Event()
+    stop.then(called.set)
     stop.install()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.wait(30)
+        assert called.wait(30)
         assert stop.requested.is_set()
         late = threading.Event()
         stop.then(late.set)

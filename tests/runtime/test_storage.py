@@ -33,15 +33,15 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
         tiny.wait_for(server, f"of step {step} could not be stored")
     tiny.let()
     tiny.wait_for(server, "the job fails unless it is stored within 600 s")
-    told = progress(tiny, world=1, stall_seconds=60)
-    assert "cannot write" in told.checkpoint.error
-    assert (told.checkpoint.step, told.step) == (2, 10)
+    reply = progress(tiny, world=1, stall_seconds=60)
+    assert "cannot write" in reply.checkpoint.error
+    assert (reply.checkpoint.step, reply.step) == (2, 10)
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     failures = next(line for line in lines if line.startswith("backstay_checkpoint_failures_total"))
     assert float(failures.split()[-1]) >= 2
     stored = next(line for line in lines if line.startswith("backstay_checkpoint_timestamp_seconds"))
-    assert float(stored.split()[-1]) == told.checkpoint.unix_seconds > 0
+    assert float(stored.split()[-1]) == reply.checkpoint.unix_seconds > 0
     put(real)
     assert [server.wait(), worker.wait()] == [0, 0]
     assert server.final_message()["result"] == "Succeeded"

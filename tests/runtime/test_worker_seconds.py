@@ -217,7 +217,7 @@ def test_shard_0_keeps_the_newest_reports_of_two_incarnations_of_each_rank() -> 
 
 
 def test_the_age_of_this_process_is_known() -> None:
-    born = psutil.Process().create_time()
-    least = time.time() - born
+    created = psutil.Process().create_time()
+    least = time.time() - created
     age = process_age()
-    assert least - 2 <= age <= time.time() - born + 2, "psutil takes the system's start in whole seconds"
+    assert least - 2 <= age <= time.time() - created + 2, "psutil takes the system's start in whole seconds"

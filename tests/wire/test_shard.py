@@ -368,11 +368,11 @@ def test_closing_refuses_waiting_streams(kit: SimpleNamespace, make_shard: Make,
     """T8: for a version, and for a block of one."""
     shard = make_shard((4,))
     waiting = background(lambda: shard.runtime.answer(None, 99, ALIVE))
-    shard.runtime.close("told to stop")
-    with pytest.raises(Refusal, match="told to stop") as refusal:
+    shard.runtime.close("the test stops it")
+    with pytest.raises(Refusal, match="the test stops it") as refusal:
         waiting.result(kit.wait)
     assert refusal.value.code == "UNAVAILABLE"
-    with pytest.raises(Refusal, match="told to stop"):
+    with pytest.raises(Refusal, match="the test stops it"):
         shard.runtime.admit(kit.hello(0))
     shard.runtime.close()
 

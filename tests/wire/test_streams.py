@@ -55,7 +55,7 @@ def test_a_gradient_there_and_the_parameters_back(
 def test_the_bytes_of_tensors_are_counted_of_every_exchange(
     kit: SimpleNamespace, make_shard: Make, dial: Make, sizes: tuple[int, ...]
 ) -> None:
-    """Also of pulls without a push, and of a push that the server refuses."""
+    """This includes pulls without a push, and a push that the server refuses."""
     shard, carried = make_shard(sizes, serve=True), []
     shard.coordination.decide = commit_alone(kit, shard)
     client = pulled(dial(shard, carried=lambda *counts: carried.append(counts)), shard)

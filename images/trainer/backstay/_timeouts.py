@@ -42,7 +42,7 @@ class Timeouts:
         held: how long a standby may need for one message before its server disconnects it.
         compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
-        stood_still: a server without a tick for this time was paused, and the silence of its peers does not count.
+        paused_after: a server without a tick for this time was paused, and the silence of its peers does not count.
         restoring: how long training waits for checkpoints that cannot be read, before the job fails.
         restore_again: the pause between two attempts to read them.
         evaluation: how long a job waits for the evaluation of its last version.
@@ -81,7 +81,7 @@ class Timeouts:
     held: float = 10.0
     compiling: float = 10.0
     compile: float = 1800.0
-    stood_still: float = 4.0
+    paused_after: float = 4.0
     restoring: float = 600.0
     restore_again: float = 1.0
     evaluation: float = 600.0

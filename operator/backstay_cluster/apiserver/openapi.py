@@ -41,7 +41,7 @@ def v2_protobuf() -> bytes:
 
 
 def v2_json() -> Obj:
-    """The same in JSON."""
+    """The document in JSON."""
     return {"swagger": "2.0", "info": {"title": "Kubernetes", "version": "v1.36.2"}, "paths": {}, "definitions": {}}
 
 

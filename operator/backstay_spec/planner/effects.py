@@ -111,7 +111,7 @@ class Decision:
     effects: Effects = NOTHING
 
     def also(self, effects: Effects) -> Decision:
-        """The same with more effects."""
+        """The decision with more effects."""
         return Decision(self.record, self.effects + effects)
 
     def then(self, later: Decision) -> Decision:

@@ -13,9 +13,9 @@ from backstay_rpc.control_pb2 import ClockOffset, Peer, Spans
 
 from .. import _instrument
 
-__all__ = ["KEPT_BYTES", "MOST_AT_ONCE", "Kept", "Outbox", "columns"]
+__all__ = ["KEPT_BYTES", "MOST_OF_MESSAGE", "Kept", "Outbox", "columns"]
 
-MOST_AT_ONCE: Final = 2000
+MOST_OF_MESSAGE: Final = 2000
 """Spans of one message. Steps of less than a few milliseconds make more: then older ones are left out."""
 
 KEPT_BYTES: Final = 1 << 20
@@ -36,7 +36,7 @@ class Outbox:
         *,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
-        most: int = MOST_AT_ONCE,
+        most: int = MOST_OF_MESSAGE,
     ) -> None:
         """
         Args:

@@ -220,7 +220,7 @@ class Conclusion:
         self.finished = Finished(self._history.state.version, reason, why)
         return [Send(None, self._done()), self.finished]
 
-    def farewell(self, shard: int) -> list[Decision]:
+    def final_messages(self, shard: int) -> list[Decision]:
         """The last messages for a shard that connects after the job has ended."""
         return [] if self.finished is None else [Send(shard, self._done())]
 

@@ -221,9 +221,9 @@ class Coordinator:
             if saves is not None and not replaces:
                 out += conclusion.send_again(shard, version, saves)  # before the commits that follow
             out += [Send(shard, message) for message in (*history.replay(shard, version), *self._intake.gathers)]
-            return out + conclusion.farewell(shard)
+            return out + conclusion.final_messages(shard)
         if self.finished is not None:
-            return conclusion.farewell(shard)
+            return conclusion.final_messages(shard)
         if history.lost:
             return []
         if history.state.version != history.start.version or succession.has_continued(term, version):

@@ -65,7 +65,7 @@ class Pending:
 
 
 class History:
-    """See the module.
+    """The decisions of one term.
 
     Attributes:
         state: the newest decided state.

@@ -54,7 +54,7 @@ class Liveness:
         self._ticked = now
 
     def _wake(self, now: float) -> None:
-        if self._ticked is None or (still := now - self._ticked) < self._times.stood_still:
+        if self._ticked is None or (still := now - self._ticked) < self._times.paused_after:
             return
         self._ticked = now
         self._version_since += still

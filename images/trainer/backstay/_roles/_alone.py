@@ -324,11 +324,11 @@ def _where(finite: Any, after: Callable[[], Any], before: Any, *, branch: bool) 
 
 def _any_nonzero(leaves: list[Any]) -> Any:
     """Whether each leaf has an element that is not zero. One reduction for all leaves of a shape compiles faster."""
-    alike: dict[Any, list[int]] = {}
+    of_one_shape: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        alike.setdefault((leaf.shape, leaf.dtype), []).append(index)
+        of_one_shape.setdefault((leaf.shape, leaf.dtype), []).append(index)
     flags = jnp.ones(len(leaves), bool)
-    for same in alike.values():
+    for same in of_one_shape.values():
         stacked = jnp.stack([leaves[index].reshape(-1) for index in same])
         flags = flags.at[np.asarray(same)].set(jnp.any(stacked != 0, axis=1))
     return flags

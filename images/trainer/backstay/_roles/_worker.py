@@ -47,7 +47,7 @@ from ._key_steps import KEY_STEPS
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script
 from ._utilization import Utilization
-from ._worker_end import MENDED, Stopped, WorkerEnd
+from ._worker_end import FIXED_BY_JOINING, Stopped, WorkerEnd
 from ._worker_seconds import WorkerSeconds, process_age
 
 __all__ = ["Worker"]
@@ -381,7 +381,7 @@ class Worker:
             raise Stopped
         if isinstance(error, WaitedTooLong):
             raise error
-        if isinstance(error, Refused) and error.code not in MENDED:
+        if isinstance(error, Refused) and error.code not in FIXED_BY_JOINING:
             raise error
         self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .._process import Environment, Stop
     from ._worker_seconds import WorkerSeconds
 
-__all__ = ["MENDED", "Stopped", "WorkerEnd", "raise_end", "report_evaluation"]
+__all__ = ["FIXED_BY_JOINING", "Stopped", "WorkerEnd", "raise_end", "report_evaluation"]
 
 _LOG = logging.getLogger(__name__)
 
 # Refusals that a new join fixes: the server was replaced, restarted its history, or still holds an older attempt.
-MENDED = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL"}
+FIXED_BY_JOINING = {"FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ALREADY_EXISTS", "UNAVAILABLE", "INTERNAL"}
 
 
 class Stopped(Exception):  # noqa: N818
@@ -135,7 +135,7 @@ class WorkerEnd:
                 return True
             except (PeerLost, Refused) as error:
                 raise_end(self._heart, JobState(), self._stop)
-                if isinstance(error, Refused) and error.code not in MENDED:
+                if isinstance(error, Refused) and error.code not in FIXED_BY_JOINING:
                     raise
                 if moved():
                     return False

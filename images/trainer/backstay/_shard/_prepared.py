@@ -114,7 +114,7 @@ class Prepared:
         return cls(version, contributions, mean, infos)
 
     def kept(self) -> Prepared:
-        """The same, in its own memory: it may be sent after it is applied."""
+        """A copy of the mean in its own memory, which may be sent after the mean is applied."""
         if not self._borrowed:
             return self
         blocks = [None if block is None else block.copy() for block in self._blocks]

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ConfigurationError
 from ._tree import LeafSpec, TreeSpec, leaf_names
 
-_ADDED_AT_ONCE = 64
+_ADDED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ def all_finite(arrays: Sequence[Any]) -> Any:
     Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer than the
     loss itself.
     """
-    alike: dict[Any, list[Any]] = {}
+    of_one_shape: dict[Any, list[Any]] = {}
     for array in arrays:
-        alike.setdefault((array.shape, array.dtype), []).append(array)
+        of_one_shape.setdefault((array.shape, array.dtype), []).append(array)
     flags = []
-    for same in alike.values():
-        for at in range(0, len(same), _ADDED_AT_ONCE):
+    for same in of_one_shape.values():
+        for at in range(0, len(same), _ADDED_TOGETHER):
             zero = same[at] * 0
-            for array in same[at + 1 : at + _ADDED_AT_ONCE]:
+            for array in same[at + 1 : at + _ADDED_TOGETHER]:
                 zero = zero + array * 0
             flags.append(jnp.sum(zero) == 0)
     return jnp.all(jnp.asarray(flags, jnp.bool_))

@@ -65,7 +65,7 @@ class Wire:
             )
 
     def resolved(self, *, local: bool) -> Wire:
-        """The same with `error_feedback` true or false.
+        """The settings with `error_feedback` set to true or false.
 
         Args:
             local: whether workers make local steps: a contribution then stands for many steps.
