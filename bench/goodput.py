@@ -115,7 +115,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
 def main() -> None:
     """Parse arguments, measure, judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30, help="of computation that a job makes one after another")
+    parser.add_argument("--seconds", type=float, default=30, help="seconds of successive computation in a job")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--standbys", type=int, choices=(0, 1), default=1)
     parser.add_argument("--keep", help="a folder for logs and checkpoints, which is kept")

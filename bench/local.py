@@ -76,7 +76,7 @@ def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of each loop and turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="seconds of each loop in each turn")
     parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--size", choices=SIZES, help="one of them only")
     arguments = parser.parse_args()

@@ -157,7 +157,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
-    parser.add_argument("--seconds", type=float, default=120, help="within which each job must end")
+    parser.add_argument("--seconds", type=float, default=120, help="the time limit of each job")
     parser.add_argument("--standbys", type=int, choices=(0, 1), help="only scripts with this number of standbys")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--mib", type=int, default=64, help="MiB of the shard")
     parser.add_argument("--backups", type=int, default=0)
-    parser.add_argument("--held", type=int, default=0, help="as in `Rules`; 0: the default")
+    parser.add_argument("--held", type=int, default=0, help="`Rules.held`; 0: the default")
     parser.add_argument("--role", choices=("server", "worker"), help=argparse.SUPPRESS)
     for name in ("--world", "--rank", "--count", "--port"):
         parser.add_argument(name, type=int, default=0, help=argparse.SUPPRESS)

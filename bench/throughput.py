@@ -79,7 +79,7 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each run, about")
+    parser.add_argument("--seconds", type=float, default=6.0, help="approximate seconds of each run")
     arguments = parser.parse_args()
     asyncio.run(measure(arguments.rounds, arguments.seconds))
 

@@ -47,11 +47,11 @@ def main():
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--worker-steps", type=int, required=True, help="of each worker")
+    parser.add_argument("--worker-steps", type=int, required=True, help="steps of each worker")
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--local", type=json.loads, help="arguments of LocalSteps")
     outer = parser.add_mutually_exclusive_group()
-    outer.add_argument("--outer-rate", type=float, help="of plain SGD; default: the default of the mode")
+    outer.add_argument("--outer-rate", type=float, help="learning rate of plain SGD; default: the mode's optimizer")
     outer.add_argument("--warm-up", type=int, help="updates in which the momentum of the default grows")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

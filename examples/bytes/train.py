@@ -101,7 +101,7 @@ def evaluate(params):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local-steps", type=int, default=0, help="of each worker between two updates; 0: none")
+    parser.add_argument("--local-steps", type=int, default=0, help="local steps of a worker for each update; 0: none")
     count = parser.parse_args().local_steps
     adam = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 50, 700, 1e-4), weight_decay=0.01)
     if count:

@@ -348,7 +348,7 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Wait for the quorum",
-            "From the first contribution to a version at the coordinator to the decision of its update: what backups"
+            "Seconds from the first contribution of an update to the decision about the update: what backups"
             " shorten. The slowest wait is between the mean and the upper line, which is a bucket's edge.",
             query(mean("backstay_quorum_wait_seconds", COORDINATOR), "mean"),
             query(most("backstay_quorum_wait_seconds", COORDINATOR), "slowest, at most"),
@@ -358,7 +358,7 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Update by shard",
-            "From a commit's arrival at a shard to its update being applied: the mean of the five slowest shards."
+            "Seconds from the arrival of a commit at a shard until its update is applied: the mean of the five slowest shards."
             " The upper line is a bucket's edge: none took longer.",
             query(f"topk(5, {mean('backstay_apply_seconds', SERVERS, 'by (index)')})", "shard {{index}}"),
             query(most("backstay_apply_seconds", SERVERS), "slowest, at most"),

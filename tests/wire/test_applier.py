@@ -96,7 +96,7 @@ def test_t1_a_commit_that_names_what_is_not_here_changes_nothing(bench: Bench, k
 def test_t3_a_commit_that_names_a_gradient_twice_or_none_is_refused(bench: Bench, kit: SimpleNamespace) -> None:
     bench.stage(kit.gid(0), 1.0)
     for named in ([kit.gid(0), kit.gid(0)], []):
-        with pytest.raises(RuntimeError, match="names no gradient, or one of them twice"):
+        with pytest.raises(RuntimeError, match="names no gradient, or one gradient twice"):
             bench.apply(kit.commit(0, named))
     assert bench.engine.applied == []
 

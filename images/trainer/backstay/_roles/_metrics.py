@@ -94,11 +94,11 @@ class Metrics:
         self.quorum_seconds = self._histogram(
             of,
             "quorum_wait_seconds",
-            "From the first contribution of an update to the decision about the update.",
+            "Seconds from the first contribution of an update to the decision about the update.",
             _SECONDS,
         )
         self.grace_seconds = self._gauge(
-            of, "grace_seconds", "How long an update waits for more gradients after its quorum."
+            of, "grace_seconds", "Seconds that an update waits for more gradients after its quorum."
         )
         self.grace_rate = self._gauge(
             of,
@@ -158,7 +158,10 @@ class Metrics:
         of = _SERVER
         self.joins = self._counter(of, "joins", "Pods that joined this server; an incarnation counts once.")
         self.apply_seconds = self._histogram(
-            of, "apply_seconds", "From the arrival of a commit at a shard until the update is applied.", _SECONDS
+            of,
+            "apply_seconds",
+            "Seconds from the arrival of a commit at a shard until it is applied.",
+            _SECONDS,
         )
         self.staged_bytes = self._gauge(
             of, "staged_bytes", "Contributions in this server's memory, the most at one time in the last second."
@@ -167,7 +170,7 @@ class Metrics:
             of, "staged_bytes_limit", "Contributions that may be in this server's memory at one time."
         )
         self.checkpoint_seconds = self._histogram(
-            of, "checkpoint_write_seconds", "Writing a shard's part of a checkpoint.", _SECONDS
+            of, "checkpoint_write_seconds", "Seconds to write a shard's part of a checkpoint.", _SECONDS
         )
         self.checkpoint_bytes = self._counter(
             of, "checkpoint_written_bytes", "Bytes of checkpoints written by this server."
@@ -180,9 +183,11 @@ class Metrics:
             of, "worker_examples", "Examples in this worker's contributions, applied or not."
         )
         self.gradient_seconds = self._histogram(
-            of, "gradient_seconds", "A worker's own part of a step: its batch and its gradient.", _SECONDS
+            of, "gradient_seconds", "Seconds of a worker's own part of a step: batch and gradient.", _SECONDS
         )
-        self._step = self._family(of, Summary, "step_part_seconds", "Parts of a worker's step.", (*_WHO, "part"))
+        self._step = self._family(
+            of, Summary, "step_part_seconds", "Seconds of a worker's step by part.", (*_WHO, "part")
+        )
         self._fates = self._family(
             of,
             Counter,
@@ -224,7 +229,7 @@ class Metrics:
         )
 
         self.evaluation_seconds = self._histogram(
-            _EVALUATOR, "evaluation_seconds", "Loading and evaluating one checkpoint.", _SECONDS
+            _EVALUATOR, "evaluation_seconds", "Seconds to load and evaluate one checkpoint.", _SECONDS
         )
 
         # Of every pod.

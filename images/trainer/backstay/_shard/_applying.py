@@ -202,7 +202,7 @@ class Applier:
         """Apply an update, and publish its version. `arrived`: when the commit did, by `time.monotonic`."""
         names = {identity(contribution.id) for contribution in commit.contributions}
         if len(names) != len(commit.contributions) or not (names or commit.skip):
-            raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one of them twice")
+            raise RuntimeError(f"the commit of version {commit.version} names no gradient, or one gradient twice")
         prepared = self._prepared(term, commit.version, commit.contributions)
         if prepared is None:
             raise RuntimeError(self._missing("commit", commit.version, commit.contributions))
