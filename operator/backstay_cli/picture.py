@@ -12,9 +12,9 @@ from rich.text import Text
 
 from backstay_cli import explain
 from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import LONG_WAIT, JobView, ready_of, spent
+from backstay_cli.follow import JobView, ready_of, spent
 from backstay_cli.pods import PodRow, rows, summary
-from backstay_cli.waiting import waiting_for
+from backstay_cli.waiting import no_update, waiting_for
 from backstay_cli.words import clock, count, duration, number, on_one_line, shown
 from backstay_spec import contract
 
@@ -116,7 +116,7 @@ class Picture:
                 yield _line((f"{label}  ", "dim"), shown(values))
         if view.evaluation_error:
             yield _line(("the evaluation failed: ", "red"), on_one_line(view.evaluation_error))
-        if waits := self._waits():
+        if waits := no_update(view):
             yield _line((waits, "yellow"))
         yield Text()
 
@@ -149,12 +149,6 @@ class Picture:
             labels = [highest, *[""] * (len(lines) - 2), lowest]
             for label, line in zip(labels, lines, strict=True):
                 yield Text.assemble((f"{label:>8} ", "dim"), (line, "cyan"), no_wrap=True)
-
-    def _waits(self) -> str:
-        """The rank or server that the next update waits for, after a long wait."""
-        waits = self._view.waits
-        seconds = float(waits.get("seconds") or 0.0)
-        return f"no update for {duration(seconds)}: {waits.get('text', '')}" if seconds >= LONG_WAIT else ""
 
     # ---- The pods ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -13,11 +14,14 @@ from rich.text import Text
 
 from backstay_cli.follow import JobView
 from backstay_cli.picture import Losses, Picture
-from backstay_cli.waiting import waiting_for
+from backstay_cli.waiting import no_update, waiting_for
 from backstay_cli.words import duration, number, plain, shown, without_folder
 
 SCRIPT = "worker 0"
 """Prefix of the script's output."""
+
+_STANDS_AGAIN = 60.0
+"""Seconds between two lines about the same wait."""
 
 
 def shown_events(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -89,6 +93,7 @@ class LineDisplay:
         self._last = clock()
         self._step: int | None = None
         self._waiting = ""
+        self._stood = -math.inf
         self._evaluated: int | None = None
 
     def __enter__(self) -> Self:
@@ -115,6 +120,12 @@ class LineDisplay:
         if waiting and waiting != self._waiting and not view.restarts:
             self._write_line(waiting)
         self._waiting = waiting
+        standing = no_update(view)
+        if standing and not view.ended and now - self._stood >= _STANDS_AGAIN:
+            self._stood = now
+            self._write_line(standing)
+        elif not standing:
+            self._stood = -math.inf
         if (
             view.step
             and view.loss is not None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from backstay_cli.follow import JobView
+from backstay_cli.follow import LONG_WAIT, JobView
 from backstay_cli.pods import obstacle as obstacle_of
-from backstay_cli.words import count, on_one_line
+from backstay_cli.words import count, duration, on_one_line
 from backstay_spec import contract
 
 _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
@@ -42,6 +42,12 @@ def waiting_for(view: JobView) -> str:
     if len(ready_servers) < len(servers):
         return f"preparing the parameters: {len(ready_servers)} of {count(len(servers), 'server')} ready"
     return f"compiling the first step: {len(ready)} of {count(len(running), 'pod')} ready"
+
+
+def no_update(view: JobView) -> str:
+    """The rank or server that the next update waits for, after a long wait."""
+    seconds = float(view.waits.get("seconds") or 0.0)
+    return f"no update for {duration(seconds)}: {view.waits.get('text', '')}" if seconds >= LONG_WAIT else ""
 
 
 def _role(pod: dict[str, Any]) -> str:

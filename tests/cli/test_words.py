@@ -132,6 +132,22 @@ def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> No
     assert view_of(job, [], [], before).loss == 0.5
 
 
+def test_a_long_wait_is_a_line_once_a_minute() -> None:
+    now = 0.0
+    lines: list[str] = []
+    display = LineDisplay(lambda line: lines.append(line.partition("] ")[2]), clock=lambda: now)
+    for at, waited in ((10.0, 5), (30.0, 25), (31.0, 26), (91.0, 86), (92.0, 0), (120.0, 21)):
+        now = at
+        waits: dict[str, Any] = {"seconds": waited, "text": "worker 1 waits for its input batch"} if waited else {}
+        display.show(JobView("a", "default", phase="Running", step=3, waits=waits))
+    said = "worker 1 waits for its input batch"
+    assert [line for line in lines if said in line] == [
+        f"no update for 25 s: {said}",
+        f"no update for 1 min 26 s: {said}",
+        f"no update for 21 s: {said}",
+    ]
+
+
 def test_a_message_of_several_lines_stays_one_entry() -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Starting"}}
     lines: list[str] = []
