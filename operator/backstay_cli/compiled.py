@@ -45,7 +45,10 @@ def seed(store: Path, cache: Path) -> int:
 def keep(cache: Path, store: Path) -> int:
     """Keep the entries of a run's cache. Returns how many are new. Above `MOST_BYTES`, the oldest ones are deleted."""
     new = _link(cache, store)
-    entries = [(entry, entry.stat()) for entry in store.glob(_PATTERN)]
+    entries = []
+    for entry in store.glob(_PATTERN):
+        with contextlib.suppress(FileNotFoundError):  # another run has deleted it meanwhile
+            entries.append((entry, entry.stat()))
     size = sum(found.st_size for _, found in entries)
     for entry, found in sorted(entries, key=lambda one: one[1].st_mtime):
         if size <= MOST_BYTES:

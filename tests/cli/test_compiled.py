@@ -42,6 +42,14 @@ def test_the_store_is_bounded_and_loses_the_oldest(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "run") == ["middle", "new", "old"], "a run that goes on keeps what it has"
 
 
+def test_two_runs_that_end_at_the_same_time_keep_their_programs(tmp_path: Path) -> None:
+    """The other one deletes an entry while this one looks at it."""
+    entry(tmp_path / "run", "jit_loss")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "deleted-cache").symlink_to("nowhere")
+    assert compiled.keep(tmp_path / "run", tmp_path / "store") == 1
+
+
 def test_another_processor_has_its_own_store(tmp_path: Path) -> None:
     def info(text: str) -> Path:
         (tmp_path / "cpuinfo").write_text(text)
