@@ -112,10 +112,11 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -> None:
     """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""
-    process = start(folder, SCRIPT)
+    # Held, so that the job cannot end before the signal. On a busy machine, a state may be too short to be shown.
+    process = start(folder, SCRIPT, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
     assert process.stdout is not None
     for line in process.stdout:
-        if "starting Python and JAX" in line:
+        if re.search("starting Python and JAX|preparing the parameters|compiling the first step|step [0-9]+ of", line):
             break
     assert len(processes(folder)) > 4
     process.send_signal(number)
