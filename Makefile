@@ -58,7 +58,7 @@ SECONDS_OF_CHAOS ?= 600
 SEED ?= 0
 STANDBYS ?= 1
 
-bench: $(VENV)/.installed  ## the design's numbers, measured here; about 12 minutes
+bench: $(VENV)/.installed  ## the design's numbers, measured here, without bench/torchft.py; about 12 minutes
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/spans.py

@@ -75,13 +75,19 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(keep: str | None = None) -> AsyncIterator[Cluster]:
-    """A cluster in a folder that is deleted at the end, or in `keep`."""
+async def cluster(keep: str | None = None, *, forked: bool = True) -> AsyncIterator[Cluster]:
+    """A cluster in a folder that is deleted at the end, or in `keep`.
+
+    Args:
+        keep: a folder that is kept.
+        forked: whether pods are forked from a process that has imported their libraries.
+    """
     with contextlib.ExitStack() as files:
         folder = (
             Path(keep) if keep else Path(files.enter_context(tempfile.TemporaryDirectory(prefix="backstay-bench-")))
         )
-        async with start_session(folder, preload=preload(environ=PLATFORM)) as session:
+        modules = preload(environ=PLATFORM) if forked else None
+        async with start_session(folder, preload=modules) as session:
             made = Cluster(folder, session.kubeconfig, session.api)
             try:
                 yield made
@@ -225,10 +231,7 @@ class Job:
 
     def marks(self, pod: str) -> list[tuple[float, str]]:
         """The marks that a pod wrote: time and name."""
-        path = self.timeline / pod
-        lines = path.read_text().splitlines() if path.exists() else []
-        # A killed process may leave half a line.
-        return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
+        return marks_in(self.timeline / pod)
 
     def pods(self, slot: str) -> list[str]:
         """The pods that ran in a slot, such as ``worker-1``, in order of incarnation."""
@@ -289,6 +292,13 @@ class Job:
         return False
 
 
+def marks_in(file: Path) -> list[tuple[float, str]]:
+    """The marks in a file of a timeline (`scripts/_timeline.py`): time and name. None if the file does not exist."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    # A killed process may leave half a line.
+    return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
+
+
 def incarnation_of(pod: str) -> int:
     """The incarnation in a pod's name: ``<job>-worker-3-<incarnation>-<hash>``."""
     return int(pod.rsplit("-", 2)[1])
@@ -330,8 +340,7 @@ async def alone(script: str, arguments: Sequence[str] = (), **environment: str) 
         finally:
             if process.returncode is None:
                 process.kill()
-        lines = (Path(folder) / "alone").read_text().splitlines()
-        return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines)]
+        return marks_in(Path(folder) / "alone")
 
 
 def stored(job: Job) -> tuple[int, dict[str, np.ndarray]]:

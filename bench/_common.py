@@ -100,6 +100,12 @@ def reply(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
+def free_address() -> str:
+    """A free port of the loopback interface, with its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 class RawServer:
     """Sends `RAW_BYTES` over a plain TCP connection for each byte that it gets."""
 

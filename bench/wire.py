@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import time
 from collections import defaultdict
@@ -37,6 +36,7 @@ from _common import (
     Worker,
     commands,
     float_tree,
+    free_address,
     median,
     processes,
     reply,
@@ -135,12 +135,6 @@ def gloo(rank: int, coordinator: str) -> None:
             params = jax.block_until_ready(step(params, gradients))
             seconds.append(time.perf_counter() - begin)
         reply(seconds=seconds)
-
-
-def free_address() -> str:
-    """A free port of the loopback interface, with its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def started_gloo(running: list[Process]) -> list[Process]:
