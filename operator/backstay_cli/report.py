@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from backstay_cli.follow import JobView, spent
 from backstay_cli.words import count, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
+_MISSING_PACKAGE = "ModuleNotFoundError: No module named"
 _TRACEBACK = "Traceback (most recent call last):"
 _TRACEBACK_LINES = 40
 _TAIL_BYTES = 64_000
@@ -80,6 +82,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         first, *more = plain(view.message)
         for line in (first, *(line for line in more if line not in first)):
             yield f"  {line}"
+        if view.phase == "Failed" and _MISSING_PACKAGE in view.message:
+            yield f"  the pods run the Python of this command, {sys.executable}: install the package there"
     if view.loss is not None or view.examples_per_second is not None:
         rate = "" if not view.examples_per_second else f", {number(view.examples_per_second, 3)} examples/s"
         yield f"  loss {number(view.loss)}{rate}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> No
     assert (view.step, view.loss, view.examples_per_second, view.evaluation_error) == (9, 0.25, 12.0, "E: no")
     assert "  the evaluation failed: E: no" in list(report.lines(view, 1.0, Path("/logs")))
     assert view_of(job, [], [], before).loss == 0.5
+
+
+def test_a_missing_package_names_the_python_of_the_pods() -> None:
+    """Another environment may be active: `backstay run` starts pods with its own Python."""
+    view = JobView(
+        "a", "default", phase="Failed", message="ScriptFailed: ModuleNotFoundError: No module named 'x' (a.py:1)"
+    )
+    assert any(sys.executable in line for line in report.lines(view, 1.0, Path("/logs")))
+    other = JobView("a", "default", phase="Failed", message="ScriptFailed: KeyError: 'x' (a.py:1)")
+    assert not any(sys.executable in line for line in report.lines(other, 1.0, Path("/logs")))
 
 
 def test_a_long_wait_is_a_line_once_a_minute() -> None:
