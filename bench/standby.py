@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from _common import TOKEN, Process, Quorum, Server, Worker, commands, float_tree, median, processes, reply, table
+from _common import HOST, TOKEN, Process, Quorum, Server, Worker, commands, float_tree, median, processes, reply, table
 
 CASES = ("sgd", "sgd+standby", "adam", "adam+standby")
 WORKERS = 4
@@ -92,7 +92,7 @@ class Replicated:
             layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", standbys=self.replication
         )
         coordination.lead(self.shard)
-        self.server = DataServer(self.shard, host="127.0.0.1", port=0, token=TOKEN, replicate=self.replication.serve)
+        self.server = DataServer(self.shard, host=HOST, port=0, token=TOKEN, replicate=self.replication.serve)
         self.shard.reset(1, engine, WORKERS)
 
     def _admit(self) -> None:
@@ -126,7 +126,7 @@ def standby(mib: int) -> None:
                 layout = partition(described, rule, 1)
                 peer = Peer(role="parameter-server", incarnation=2)
                 hello = Hello(peer=peer, expected_incarnation=1, term=1, partition_digest=layout.digest)
-                stream = ClientStream(f"127.0.0.1:{port}", hello, TOKEN)
+                stream = ClientStream(f"{HOST}:{port}", hello, TOKEN)
                 follower = Follower(layout, 0, rule)
                 threading.Thread(target=follow, args=(follower, stream), daemon=True).start()
         reply()
