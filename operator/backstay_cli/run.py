@@ -212,10 +212,12 @@ async def _run(
                 except asyncio.CancelledError:
                     if stopping.stores(job) and following.view is not None and following.view.step:
                         following.stage("stopping: the servers store a checkpoint; Ctrl-C again stops them now")
+                        before = following.view.pods
                         await stopping.stop_job(session.api, following.namespace, following.name)
                         # The phase, the step and the checkpoint have changed since.
                         with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):
                             await following.look(session.api)
+                        following.view = stopping.with_former(following.view, before)
                     raise
         finally:
             following.end()

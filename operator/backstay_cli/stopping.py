@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from backstay_cli.kube import Api, ApiError
 from backstay_cli.words import number, shortened
 from backstay_spec import contract
 
-__all__ = ["STORING_SECONDS", "closing_lines", "stop_job", "stored", "stored_step", "stores", "with_stored"]
+__all__ = [
+    "STORING_SECONDS",
+    "closing_lines",
+    "stop_job",
+    "stored",
+    "stored_step",
+    "stores",
+    "with_former",
+    "with_stored",
+]
 
 STORING_SECONDS = 60.0
 """How long the servers may take to store a checkpoint; the same time as in a cluster."""
@@ -64,6 +73,12 @@ def with_stored(view: JobView, logs: Path) -> JobView:
     if newest is None:
         return view
     return replace(view, step=max(newest[0], view.step or 0), checkpoint=newest[1])
+
+
+def with_former(view: JobView, pods: Sequence[dict[str, Any]]) -> JobView:
+    """`view` with these pods too: the operator has deleted some of them, and their logs are still there."""
+    known = {pod["metadata"]["name"] for pod in view.pods}
+    return replace(view, pods=(*view.pods, *(pod for pod in pods if pod["metadata"]["name"] not in known)))
 
 
 def stored(view: JobView, logs: Path) -> tuple[int, str] | None:

@@ -9,7 +9,7 @@ import pytest
 
 from backstay_cli.follow import JobView
 from backstay_cli.main import command_again
-from backstay_cli.stopping import closing_lines, stored_step, stores, with_stored
+from backstay_cli.stopping import closing_lines, stored_step, stores, with_former, with_stored
 from backstay_spec import contract
 
 AGAIN = "backstay run --checkpoint ck train.py"
@@ -65,6 +65,15 @@ def test_the_last_lines_state_which_checkpoint_was_stored(
     assert str(tmp_path) in text
     assert (AGAIN in text) == bool(lines)
     assert stores(job) == bool(checkpoint)
+
+
+def test_the_log_of_a_pod_that_is_deleted_meanwhile_counts(tmp_path: Path) -> None:
+    log(tmp_path, server(1), stored(132))
+    left = JobView("a", "default", pods=(server(2),))
+    assert stored_step(left, tmp_path) is None
+    view = with_former(left, (server(1), server(2)))
+    assert stored_step(view, tmp_path) == 132
+    assert view.pods == (server(2), server(1))
 
 
 def test_a_checkpoint_of_a_pod_that_is_gone_counts_if_it_has_the_newest_step(tmp_path: Path) -> None:
