@@ -466,3 +466,36 @@ def test_a_link_begins_with_the_newest_version_that_is_to_be_stored(
             ends[number].incoming.put(None)
         until(lambda: ends[3].sent)
     assert [end.sent[0].position.saves for end in ends] == [0, 3, 7, 0]
+
+
+@pytest.mark.parametrize("field", ["term", "begun", "version"])
+def test_a_position_that_the_coordinator_cannot_count_on_from_is_refused(driving: Driving, field: str) -> None:
+    links, stream = Links(FakeHost(driving), Peers()), MemoryStream()  # type: ignore[arg-type]
+    stream.say(position=Position(**{field: 1 << 63}))
+    refused: list[str] = []
+    stream.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
+    links.serve(HELLO, stream)
+    assert refused == ["INVALID_ARGUMENT"]
+
+
+def test_t8_a_job_fails_if_a_term_cannot_begin() -> None:
+    """The thread that begins it stays, and no shard waits forever."""
+
+    class Storage(Quiet):
+        def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
+            return CoordinatorState(term=above_term, version=0, world=1), ""  # it is not above
+
+    received: list[Any] = []
+
+    class Sink:
+        def deliver(self, message: Any) -> None:
+            received.append(message)
+
+    rules = Rules(mode="Sync", shards=1, steps=10)
+    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Storage(), Quiet())
+    driving.start()
+    driving.attach(0, Sink(), 1, 7)  # it lives on after a coordinator that is gone
+    until(lambda: received)
+    assert received[0].reason == "RestoreFailed"
+    assert "could not carry out a decision: term 1 is not above" in received[0].failed
+    driving.close()

@@ -259,11 +259,16 @@ class Driving:
 
     def _do_slow(self) -> None:
         while (decision := self._slow.get()) is not None:
-            match decision:
-                case WriteManifest():
-                    self._write(decision)
-                case Restart():
-                    self._restart(decision)
+            try:
+                match decision:
+                    case WriteManifest():
+                        self._write(decision)
+                    case Restart():
+                        self._restart(decision)
+            except Exception as error:  # noqa: BLE001  # training waits for the decision, so the job must end (T8)
+                _LOG.exception("a decision of the coordinator could not be carried out")
+                reason = "RestoreFailed" if isinstance(decision, Restart) else "CheckpointFailed"
+                self.do(Coordinator.fail, reason, f"the coordinator could not carry out a decision: {error}")
 
     def _write(self, order: WriteManifest) -> None:
         uri, error = "", ""

@@ -30,6 +30,10 @@ ACCEPTED: Final = Frame(to_shard=CoordinatorMessage())
 """The coordinator's first message, and its answer to a ping: a message without content."""
 
 
+MOST: Final = (1 << 63) - 1
+"""The largest term and version of a position: the coordinator must be able to count on from it."""
+
+
 class LinkHost(Protocol):
     """Shard 0's server. Thread-safe."""
 
@@ -118,6 +122,8 @@ class Links:
         if not first.HasField("position"):
             raise Refusal("INVALID_ARGUMENT", "the first message of a link must be a position")
         position, peer, ended = first.position, hello.peer, False
+        if max(position.term, position.begun, position.version) > MOST:
+            raise Refusal("INVALID_ARGUMENT", f"the numbers of a position must be at most {MOST}")
         sink = _RemoteSink(peer.index, stream)
         try:
             with self._attaching:
