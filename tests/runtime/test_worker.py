@@ -33,23 +33,25 @@ def test_a_worker_reports_the_outcome(outcome: Any, fate: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("term", "next_key_step", "known"),
+    ("term", "next_key_step", "skipped", "outcome"),
     [
-        (1, 6, True),
-        (1, 0, False),
-        (2, 6, False),
+        (1, 6, False, "applied"),
+        (1, 6, True, "skipped"),
+        (1, 0, False, "lost"),
+        (2, 6, False, "lost"),
     ],
-    ids=["the newest update has it", "it is unknown", "the servers went back"],
+    ids=["the newest update has it", "it was skipped", "it is unknown", "the servers went back"],
 )
 def test_t4_a_worker_that_lost_the_answer_reports_the_outcome_that_it_receives(
-    term: int, next_key_step: int, known: bool
+    term: int, next_key_step: int, skipped: bool, outcome: str
 ) -> None:
     worker = Mock(_attempt=0, _term=1, _rank=0)
     worker._env.config.mode, worker._env.incarnation = "Sync", 1
     worker._plan.wires = [Mock()]
     worker._key_steps = KEY_STEPS["Sync"]()
     at = Pulled(term=1, version=5, world=1)
-    now = Pulled(term=term, version=6, world=1, outcome=RejectReason.SKIPPED, next_key_step=next_key_step)
+    reason = RejectReason.SKIPPED if skipped else RejectReason.REJECT_UNSPECIFIED
+    now = Pulled(term=term, version=6, world=1, outcome=reason, next_key_step=next_key_step)
 
     def reconnect(_: Exception) -> tuple[Pulled, list[Any]]:
         worker._term = term
@@ -57,7 +59,9 @@ def test_t4_a_worker_that_lost_the_answer_reports_the_outcome_that_it_receives(
 
     worker._pull.side_effect = PeerLost("the server was killed")
     worker._reconnect.side_effect = reconnect
-    assert Worker._send(worker, at, 5, [], Mock()) == (now, [], known)
+    assert Worker._send(worker, at, 5, [], Mock()) == (now, [], outcome != "lost")
+    worker._metrics.worker_contributions.assert_called_once_with(outcome)
+    assert [name for name, *_ in worker.seconds.method_calls] == ["applied" if outcome == "applied" else "abandoned"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,17 @@ CALLS = st.lists(
     st.tuples(
         st.floats(0, 100),
         st.sampled_from(
-            ["starting", "data", "computed", "began next", "exchanged", "reconnecting", "abandoned", "rolled back"]
+            [
+                "starting",
+                "data",
+                "computed",
+                "began next",
+                "exchanged",
+                "reconnecting",
+                "applied",
+                "abandoned",
+                "rolled back",
+            ]
         ),
         st.floats(-1, 200),
         st.floats(-1, 200),
@@ -62,6 +72,8 @@ def test_the_parts_of_a_workers_time_add_up_to_its_age(calls: list[tuple[Any, ..
                 worker.seconds.exchanged(sent, answered, applied_at=applied_at, beside=beside)
             case "began next":
                 worker.seconds.began_next()
+            case "applied":
+                worker.seconds.applied(applied_at or 0)
             case "abandoned":
                 worker.seconds.abandoned()
             case "rolled back":
@@ -173,6 +185,21 @@ def test_a_worker_that_ends_before_the_last_update_was_not_ending() -> None:
     done.seconds.ended("checkpoint")
     done.now += 2
     assert done.named() == {"ending": 2}
+
+
+def test_an_update_whose_answer_was_lost_counts_as_applied() -> None:
+    worker = Worker()
+    worker.step(1)
+    worker.seconds.ended("data")
+    worker.now += 4
+    worker.seconds.computed()
+    worker.now += 3
+    worker.seconds.ended("reconnecting")
+    worker.seconds.applied(2)
+    assert (worker.named()["applied"], worker.named()["reconnecting"]) == (8, 3)
+    assert "dropped" not in worker.named()
+    worker.seconds.rolled_back(1)
+    assert (worker.named()["applied"], worker.named()["redone"]) == (4, 4)
 
 
 def test_a_rollback_discards_what_was_applied_after_its_version() -> None:

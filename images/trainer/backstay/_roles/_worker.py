@@ -68,6 +68,11 @@ def end_sending(sending: Sending, outcome: RejectReason | None) -> None:
         sending.dropped()
 
 
+def _outcome_of(pulled: Pulled, info: GradientInfo) -> Outcome:
+    """The outcome of a contribution, where `Pulled.outcome` is about it."""
+    return OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info.finite else Outcome.NON_FINITE
+
+
 class _Once:
     """A function of no arguments that is called once, by the first thread that needs its result."""
 
@@ -306,10 +311,15 @@ class Worker:
                     # As with the lost answer: other fragments did not change, and this worker keeps its own of them.
                     exchanged = MODES[self._env.config.mode].exchanged(key_step, at.version, pulled.version)
                     self._fragments = self._plan.wires[0].fragments_of(exchanged)
-                self.seconds.abandoned()
-                self._metrics.worker_contributions("lost").inc()
-                return pulled, params, self._term == term and pulled.next_key_step == key_step + 1
-            outcome = OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if info().finite else Outcome.NON_FINITE
+                known = self._term == term and pulled.next_key_step == key_step + 1
+                outcome = _outcome_of(pulled, info()) if known else None
+                if outcome is Outcome.APPLIED:
+                    self.seconds.applied(pulled.version)
+                else:
+                    self.seconds.abandoned()
+                self._metrics.worker_contributions("lost" if outcome is None else outcome.value).inc()
+                return pulled, params, known
+            outcome = _outcome_of(pulled, info())
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None

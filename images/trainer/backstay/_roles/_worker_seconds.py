@@ -91,6 +91,12 @@ class WorkerSeconds:
                 self._remember(applied_at)
             self._doing = "data"
 
+    def applied(self, version: int) -> None:
+        """Count the current computation as applied: the update that made `version` contains it."""
+        with self._lock:
+            self._resolve("applied")
+            self._remember(version)
+
     def abandoned(self) -> None:
         """Count the current computation as dropped: no update will contain it, or that is not known."""
         with self._lock:
