@@ -68,7 +68,7 @@ def test_t6_a_writer_that_was_stopped_stores_nothing_more(job, tmp_path: Path) -
     assert "continuing from the checkpoint of step 2: " in said
     assert "this run of job default/a continues the run with uid 1 at step 2" in said
     assert "changed since the checkpoint of step 2: the optimizer computes another update" in said
-    assert "examples of a contribution were 4 and are 8" in said
+    assert "a contribution had 4 examples and has 8 now" in said
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     stopped.process.send_signal(signal.SIGCONT)
     first.let()
