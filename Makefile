@@ -21,6 +21,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file bench/mypy.ini
 	$(BIN)/lint-imports
 
 prose: $(VENV)/.installed  ## the wording of docs, docstrings, comments and messages; lowers tests/prose/exempt.txt

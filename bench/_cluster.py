@@ -163,7 +163,7 @@ class Job:
             **(env or {}),
         }
         update: dict[str, Any] = {"mode": mode} | ({"backups": backups} if mode == "Sync" else {"overlap": overlap})
-        self.spec = {
+        self.spec: dict[str, Any] = {
             "image": "backstay.dev/trainer:local",
             "command": ["python", script],
             "workingDir": str(SCRIPTS),

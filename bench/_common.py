@@ -115,7 +115,7 @@ class RawServer:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        data = memoryview(np.ones(RAW_BYTES, np.uint8))
+        data = memoryview(bytearray(b"\1") * RAW_BYTES)
         while True:
             connection, _ = self._listener.accept()
             threading.Thread(target=self._serve, args=(connection, data), daemon=True).start()
@@ -132,7 +132,7 @@ class RawClient:
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
-        self._buffer = memoryview(np.ones(RAW_BYTES, np.uint8))
+        self._buffer = memoryview(bytearray(b"\1") * RAW_BYTES)
 
     def seconds(self) -> float:
         begin = time.perf_counter()

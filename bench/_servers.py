@@ -38,7 +38,7 @@ class Trains(control_pb2_grpc.ControlServicer):
 async def main(address: str) -> None:
     """Serve until the parent closes standard input."""
     server = grpc.aio.server()
-    control_pb2_grpc.add_ControlServicer_to_server(Trains(), server)  # type: ignore[no-untyped-call]
+    control_pb2_grpc.add_ControlServicer_to_server(Trains(), server)
     server.add_insecure_port(f"{address}:{contract.PORT_CONTROL}")
     await server.start()
     print("ready", flush=True)

@@ -52,7 +52,12 @@ def main() -> None:
     for leaf in flat:
         leaf[...] = 0.01
     target = [aligned(side * side) for _ in range(leaves)]
-    copy = median_ms(lambda: [np.copyto(a, b) for a, b in zip(target, flat, strict=True)], options.repeats)
+
+    def copies() -> None:
+        for to, of in zip(target, flat, strict=True):
+            np.copyto(to, of)
+
+    copy = median_ms(copies, options.repeats)
     print(f"{'memcpy':10} {copy:7.1f} ms   {options.megabytes} MB")
     tree = describe(params)
     for name, make in OPTIMIZERS.items():

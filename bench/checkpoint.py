@@ -46,7 +46,7 @@ def raw_write_ms(folder: Path, content: np.ndarray) -> float:
     path = folder / "raw"
     start = time.perf_counter()
     with path.open("wb") as file:
-        file.write(memoryview(content))
+        file.write(content.data)
         file.flush()
         os.fsync(file.fileno())
     took = (time.perf_counter() - start) * 1e3
@@ -86,7 +86,7 @@ def main() -> None:
         folder, reports = Path(scratch), Reports()
         writer = CheckpointWriter(
             CheckpointStore(str(folder / "checkpoints")),
-            reports,  # type: ignore[arg-type]
+            reports,
             shard=0,
             shards=1,
             incarnation=0,

@@ -161,9 +161,9 @@ def evaluated(manifest: Path, times: dict[int, float], ended: dict[int, tuple[in
     if not checkpoint.step:
         return None
     example = runpy.run_path(str(EXAMPLE))
-    accuracy = adapt(example["ResNet"], example["loss"], example["evaluate"]).evaluate(
-        checkpoint.params, checkpoint.state
-    )["accuracy"]
+    evaluate = adapt(example["ResNet"], example["loss"], example["evaluate"]).evaluate
+    assert evaluate is not None
+    accuracy = evaluate(checkpoint.params, checkpoint.state)["accuracy"]
     samples = json.loads(manifest.read_text())["state"]["samples"]
     before = [counts for epoch, counts in ended.items() if epoch < samples["epoch"]]
     used, dropped = (sum(column) for column in zip((samples["used"], samples["dropped"]), *before, strict=True))

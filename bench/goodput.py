@@ -85,7 +85,7 @@ async def run(on: Cluster, arguments: argparse.Namespace, case: int) -> tuple[Jo
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measure all cases in one cluster; return whether each passed."""
     fine, quiet = True, 0.0
-    rows = [("", "killed", "s/update", "of quiet", "goodput", "witness", "logs", *PARTS[1:])]
+    rows: list[tuple[str, ...]] = [("", "killed", "s/update", "of quiet", "goodput", "witness", "logs", *PARTS[1:])]
     async with cluster(arguments.keep) as on:
         for case, (name, what, _, _) in enumerate(CASES):
             job, pace, killed = await run(on, arguments, case)

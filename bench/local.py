@@ -65,10 +65,11 @@ def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> floa
     """Seconds of one step of `train`."""
     times = []
 
-    def on_update(report: Any) -> None:
+    def on_update(report: Any) -> bool:
         if report.step in (WARM, steps):
             jax.block_until_ready(report.applied)
             times.append(time.perf_counter())
+        return False  # continue
 
     train_alone(Script(init=init, loss=loss, batches=batches, optimizer=optimizer, steps=steps), on_update=on_update)
     return (times[1] - times[0]) / (steps - WARM)
@@ -85,7 +86,7 @@ def main() -> None:
         width, batch = SIZES[name]
         data = np.random.default_rng(0).normal(size=(4096, width)).astype(np.float32)
         batches = backstay.from_dataset((data, np.sin(data)), batch_size=batch, seed=0)
-        what = (*model(width), batches, optax.adam(1e-3))
+        what: tuple[Any, Any, Any, Any] = (*model(width), batches, optax.adam(1e-3))
         steps = WARM + max(20, int(arguments.seconds / plain(*what, WARM + 20)))
         pairs = [(plain(*what, steps), ours(*what, steps)) for _ in range(arguments.turns)]
         middle = [statistics.median(column) for column in zip(*pairs, strict=True)]

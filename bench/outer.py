@@ -25,7 +25,7 @@ from scripts.text import SIZES, example, inner, warmed_up
 
 import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
-from backstay._coordination import MODES
+from backstay._coordination import MODES, Mode
 from backstay._roles._local import train_local
 from backstay._update._local_steps import default_outer
 from backstay._update._tree import describe
@@ -49,7 +49,7 @@ class Row:
     used: int
     local: dict[str, Any] | None = None
     wire: backstay.Wire | None = None
-    mode: str = "Sync"
+    mode: Mode = "Sync"
     outer: tuple[optax.GradientTransformation, bool] | None = None
 
 

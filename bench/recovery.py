@@ -110,7 +110,7 @@ async def backup(on: Cluster, kills: int) -> None:
         slot = f"worker-{number % job.workers}"
         await job.wait(
             "it is replaced and computes",
-            lambda slot=slot, old=victim: any(
+            lambda slot=slot, old=victim: any(  # type: ignore[misc]
                 incarnation_of(pod) > incarnation_of(old) and any(w.startswith("step") for _, w in job.marks(pod))
                 for pod in job.pods(slot)
             ),
@@ -136,11 +136,14 @@ async def server(on: Cluster, kills: int, standbys: int) -> None:
         job.signal(active, signal.SIGKILL)
         await job.wait(
             "there is a new update",
-            lambda killed=killed: any(update.at > killed + 0.3 for update in job.updates()),
+            lambda killed=killed: any(update.at > killed + 0.3 for update in job.updates()),  # type: ignore[misc]
         )
         after = next(update for update in job.updates() if update.at > killed + 0.3)
         found[shard].append((after.at - killed, max(0, before + 1 - after.step)))
-        await job.wait("training continues", lambda before=before: job.updates()[-1].step > before + 25)
+        await job.wait(
+            "training continues",
+            lambda before=before: job.updates()[-1].step > before + 25,  # type: ignore[misc]
+        )
         await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # until a new standby has the whole state
     await job.delete()
     with_standby = "with a standby" if standbys else "without a standby, checkpoint every 20 updates"

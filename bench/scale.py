@@ -84,7 +84,8 @@ def server(world: int, mib: int, backups: int, held: int) -> None:
     engine = ShardEngine(layout, 0, rule, params)
     del params
     engine.compile([world - backups])
-    rules = Rules(mode="Sync", shards=1, steps=1 << 30, backups=backups, **({"held": held} if held else {}))
+    given: dict[str, Any] = {"held": held} if held else {}
+    rules = Rules(mode="Sync", shards=1, steps=1 << 30, backups=backups, **given)
     loop = Loop(rules, world)
     wire = ShardWire.exactly(layout.shards[0].blocks)
     shard = ShardRuntime(layout.shards[0], layout.digest, loop, incarnation=1, mode="Sync", wire=wire, rules=rules)

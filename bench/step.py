@@ -173,7 +173,7 @@ def empty(steps: int) -> None:
         running.append(worker_process := Process("step.py", "worker"))
         seconds = sorted(worker_process.ask(port=server_process.receive()["port"], steps=steps)["seconds"])
     quantiles = [seconds[int(q * (len(seconds) - 1))] * 1e3 for q in (0.5, 0.9, 0.99)]
-    rows = [("empty step", "median ms", "90 %", "99 %", "goal")]
+    rows: list[tuple[str, ...]] = [("empty step", "median ms", "90 %", "99 %", "goal")]
     rows.append(("1 server, 1 worker", *(f"{q:.2f}" for q in quantiles), "1 ms"))
     print(table(rows))
 
@@ -237,10 +237,10 @@ def alone(workers: int, steps: int) -> tuple[str, ...]:
 async def one_job(on: Cluster, workers: int, steps: int) -> tuple[str, ...]:
     """The row of one job."""
     name = f"step-{workers}"
-    shape = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
+    shape: dict[str, Any] = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
     job = Job(on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": str(SIZE), "LOG_EVERY": "1"}, **shape)
     await job.submit()
-    await job.wait("20 steps", lambda: (job.updates() or [None])[-1] and job.updates()[-1].step >= 20, 300)
+    await job.wait("20 steps", lambda: any(update.step >= 20 for update in job.updates()), 300)
     before, began = processor_seconds(job), job.updates()[-1]
     await job.wait("the last steps", lambda: job.updates()[-1].step >= steps + 18, 300)
     after, ended = processor_seconds(job), job.updates()[-1]
@@ -257,7 +257,9 @@ async def one_job(on: Cluster, workers: int, steps: int) -> tuple[str, ...]:
 
 async def jobs(sizes: Sequence[int], steps: int) -> None:
     """The table of whole jobs."""
-    rows = [("2 servers, standbys, 1 MB", "step ms", "beside computation", "data", "send", "wait", "receive")]
+    rows: list[tuple[str, ...]] = [
+        ("2 servers, standbys, 1 MB", "step ms", "beside computation", "data", "send", "wait", "receive")
+    ]
     rows[0] += ("processor: workers", "servers", "standbys")
     async with cluster() as on:
         for workers in sizes:

@@ -66,6 +66,8 @@ OF_GLOO = {"sgd2": "1.00", "bfloat16x2": "0.67"}
 def wire_of(case: str) -> Any:
     import backstay
 
+    gradients: Any
+    parameters: Any
     gradients, parameters = WIRES.get(case, ("Exact", "Exact"))
     return backstay.Wire(gradients=gradients, parameters=parameters)
 
@@ -263,7 +265,7 @@ def main() -> None:
                 f"{of_exact / of_bytes:.2f}" if case in WIRES else "",
                 f"{seconds[case] / seconds['gloo']:.2f}" if raw and workers == 2 else "",
                 OF_GLOO.get(case, "") if raw else "",
-                *([f"{seconds[case] / seconds[name]:.2f}"] if (name := TENSORFLOW.get(case)) in seconds else []),
+                *(f"{seconds[case] / seconds[name]:.2f}" for name in (TENSORFLOW.get(case, ""),) if name in seconds),
             )
         )
     print(table([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]))
