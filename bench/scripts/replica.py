@@ -60,6 +60,8 @@ def main() -> None:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=float(os.environ["TIMEOUT"])))
     module = Witness()
+    # Before the manager, whose heartbeats let the others wait for this replica: it imports for about a second.
+    inner = torch.optim.SGD(module.parameters(), lr=1.0)
 
     def state_dict() -> dict:
         return {"model": module.state_dict(), "optim": optimizer.state_dict()}
@@ -83,7 +85,7 @@ def main() -> None:
         store_port=store.port,
     )
     model = torchft.DistributedDataParallel(manager, module)
-    optimizer = torchft.Optimizer(manager, torch.optim.SGD(module.parameters(), lr=1.0))
+    optimizer = torchft.Optimizer(manager, inner)
     mark("joined")
     step = 0
     while (last := last_step()) is None or step < last:
