@@ -15,7 +15,7 @@ import backstay
 from backstay._faults import ENV_FAULTS
 from backstay._process._exit import Stop, termination_message
 from backstay._process._failure import describe, printed
-from backstay._roles._farewell import Farewell
+from backstay._roles._shutdown import Shutdown
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, StorageError
 from backstay.testing import KILLED, TERMINATED
@@ -124,16 +124,16 @@ def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_agai
 
 def test_t8_how_long_a_server_stays() -> None:
     """T8: for peers 15 s, for a result that no checkpoint holds 2 minutes, and never longer."""
-    farewell = Farewell(TIMES, incarnation=1, took_over=False)
-    assert not farewell.stays(0.0, stored=True, awaited=False)
-    assert farewell.stays(TIMES.farewell - 1, stored=True, awaited=True)
-    assert not farewell.stays(TIMES.farewell, stored=True, awaited=True)
-    assert farewell.stays(TIMES.result - 1, stored=False, awaited=False)
-    assert not farewell.stays(TIMES.result, stored=False, awaited=True)
-    assert farewell.report(7)
-    assert not farewell.stays(0.0, stored=False, awaited=False)
-    assert farewell.end(already_complete=False) == {"returned": 7}
-    assert not farewell.report(8), "what the message does not say must not be promised to the worker"
+    shutdown = Shutdown(TIMES, incarnation=1, took_over=False)
+    assert not shutdown.stays(0.0, stored=True, awaited=False)
+    assert shutdown.stays(TIMES.shutdown - 1, stored=True, awaited=True)
+    assert not shutdown.stays(TIMES.shutdown, stored=True, awaited=True)
+    assert shutdown.stays(TIMES.result - 1, stored=False, awaited=False)
+    assert not shutdown.stays(TIMES.result, stored=False, awaited=True)
+    assert shutdown.report(7)
+    assert not shutdown.stays(0.0, stored=False, awaited=False)
+    assert shutdown.end(already_complete=False) == {"returned": 7}
+    assert not shutdown.report(8), "what the message does not say must not be promised to the worker"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_t8_how_long_a_server_stays() -> None:
 )
 def test_a_server_that_cannot_know_who_returned_does_not_say(incarnation, took_over, already, said) -> None:
     """A server before this one may have reached the end, and rank 0 may have reported to that one."""
-    assert Farewell(TIMES, incarnation=incarnation, took_over=took_over).end(already_complete=already) == said
+    assert Shutdown(TIMES, incarnation=incarnation, took_over=took_over).end(already_complete=already) == said
 
 
 def raised(error: BaseException, cause: BaseException | None = None):

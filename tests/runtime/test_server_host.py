@@ -15,10 +15,10 @@ from backstay._process._environment import Environment
 from backstay._roles._arbiter import Arbiter
 from backstay._roles._desired import Desired
 from backstay._roles._ending import Ending
-from backstay._roles._farewell import Farewell
 from backstay._roles._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server_host import ServerHost
+from backstay._roles._shutdown import Shutdown
 from backstay._timeouts import Timeouts
 from backstay.errors import Superseded
 from backstay_rpc.control_pb2 import CheckpointSettings, Done, HeartbeatRequest, JoinReply, Peer, ProgressRequest
@@ -67,8 +67,8 @@ class Server:
         self.coordinator, self.data = Here(driving=None), Recorder(port=7078)
         self.link = Recorder() if shard else None
         self.served = Recorder(ready=False, world=4, replication=None, runtime=Recorder(term=1, version=5))
-        farewell = Farewell(Timeouts(), incarnation=3, took_over=False)
-        farewell.end(already_complete=False)
+        shutdown = Shutdown(Timeouts(), incarnation=3, took_over=False)
+        shutdown.end(already_complete=False)
         self.host = ServerHost(
             environment,
             SCRIPT.plan(2).agreement,
@@ -82,7 +82,7 @@ class Server:
             ending=self.ending,
             desired=self.desired,
             arbiter=Arbiter(shard, Timeouts(), self.ending),
-            farewell=farewell,
+            shutdown=shutdown,
             page=Recorder(),  # type: ignore[arg-type]
             tracing=Recorder(black_box=Recorder(), copies=lambda _: [b"kept"]),  # type: ignore[arg-type]
         )

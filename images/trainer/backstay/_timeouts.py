@@ -24,7 +24,7 @@ class Timeouts:
         message: how long a server waits for the message of a call whose token is valid.
         second_look: how long a server that waits for the operator's report delays such a call. The operator may have
             cancelled the call already, which shows after the delay.
-        farewell: how long a server stays for workers that did not receive the end of the job.
+        shutdown: how long a server stays for workers that did not receive the end of the job.
         result: how long the servers of a job without checkpoints stay for a worker of rank 0 without the result.
         confirm: how long the worker of rank 0 tries to report that it has the result. Shard 0's server stays 15 s.
         newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
@@ -65,7 +65,7 @@ class Timeouts:
     link_pauses: tuple[float, ...] = (0.02, 0.05, 0.1, 0.25)
     message: float = 10.0
     second_look: float = 0.1
-    farewell: float = 15.0
+    shutdown: float = 15.0
     result: float = 120.0
     confirm: float = 20.0
     newcomer: float = 3.0

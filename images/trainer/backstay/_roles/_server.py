@@ -21,12 +21,12 @@ from ._arbiter import Arbiter
 from ._coordinators import CoordinatorAccess, LocalCoordinator, RemoteCoordinator
 from ._desired import Desired
 from ._ending import Ending
-from ._farewell import Farewell, wait_applied
 from ._metrics import Metrics
 from ._ports import control_port, http_port
 from ._script import Plan, Script
 from ._served_shard import ServedShard
 from ._server_host import ServerHost
+from ._shutdown import Shutdown, wait_applied
 from ._standby import Inherited
 from ._status_page import StatusPage
 from ._storing import open_store
@@ -62,7 +62,7 @@ class Server:
         stop.then(self._ending.notice)
         self._liveness, self._lock = Liveness(config.mode, times), threading.Lock()
         self._arbiter = Arbiter(environment.index, times, self._ending)
-        self._farewell = Farewell(times, incarnation=environment.incarnation, took_over=inherited is not None)
+        self._shutdown = Shutdown(times, incarnation=environment.incarnation, took_over=inherited is not None)
         self._newcomers_until = 0.0 if inherited is None else time.monotonic() + times.newcomer
 
         peer = Peer(
@@ -141,7 +141,7 @@ class Server:
             ending=self._ending,
             desired=self._desired,
             arbiter=self._arbiter,
-            farewell=self._farewell,
+            shutdown=self._shutdown,
             page=page,
             tracing=self._tracing,
         )
@@ -220,14 +220,14 @@ class Server:
     def _end(self, done: Done) -> int:
         complete = self._local is not None and self._local.already_complete
         if not done.failed and not complete:
-            wait_applied(self.served.runtime, done.version, self._times.farewell)
+            wait_applied(self.served.runtime, done.version, self._times.shutdown)
         _instrument.reach("done", done.version)
         # Any server reports a failure: the operator may read another server's end before shard 0's.
         if self._local is not None or done.failed:
             self._write_outcome(done)
-        self._farewell.wait(self._stop.requested, self._awaited, stored=bool(done.checkpoint or done.failed))
+        self._shutdown.wait(self._stop.requested, self._awaited, stored=bool(done.checkpoint or done.failed))
         if self._local is not None and not done.failed:
-            self._write_outcome(done, self._farewell.end(already_complete=complete))
+            self._write_outcome(done, self._shutdown.end(already_complete=complete))
         return 1 if done.failed else 0
 
     def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:

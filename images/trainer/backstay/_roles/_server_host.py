@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ._coordinators import LocalCoordinator
     from ._desired import Desired
     from ._ending import Ending
-    from ._farewell import Farewell
     from ._metrics import Metrics
     from ._served_shard import ServedShard
+    from ._shutdown import Shutdown
     from ._status_page import StatusPage
     from ._timeline import Tracing
 
@@ -55,7 +55,7 @@ class ServerHost:
         ending: Ending,
         desired: Desired,
         arbiter: Arbiter,
-        farewell: Farewell,
+        shutdown: Shutdown,
         page: StatusPage,
         tracing: Tracing,
     ) -> None:
@@ -69,7 +69,7 @@ class ServerHost:
         self._env, self._metrics, self._data = environment, metrics, data
         self._served, self._coordinator, self._link = served, coordinator, link
         self._liveness, self._lock = liveness, lock
-        self._ending, self._desired, self._arbiter, self._farewell = ending, desired, arbiter, farewell
+        self._ending, self._desired, self._arbiter, self._shutdown = ending, desired, arbiter, shutdown
         self._page, self._tracing = page, tracing
 
     @property
@@ -129,7 +129,7 @@ class ServerHost:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """See `Host`."""
         if peer.role != contract.ROLE_SERVER:
-            if trained and self._ending.complete and peer.index == 0 and not self._farewell.report(peer.incarnation):
+            if trained and self._ending.complete and peer.index == 0 and not self._shutdown.report(peer.incarnation):
                 return False
             with self._lock:
                 self._liveness.left(peer)

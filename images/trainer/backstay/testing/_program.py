@@ -72,6 +72,6 @@ def main() -> None:
     files = Path(os.environ.pop(ENV_RECORD))
     _record_events(files.with_suffix(f".{EVENTS}"))
     silent = float(os.environ.pop(ENV_SILENT))
-    _timeouts.use(replace(_timeouts.Timeouts(), silent=silent, heartbeat=silent / 5, farewell=1.5 * silent))
+    _timeouts.use(replace(_timeouts.Timeouts(), silent=silent, heartbeat=silent / 5, shutdown=1.5 * silent))
     backstay.train = _record_result(files.with_suffix(f".{RESULT}"))
     _run(sys.argv[1], sys.argv[2:])

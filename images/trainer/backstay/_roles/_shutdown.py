@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from .._shard import ShardRuntime
     from .._timeouts import Timeouts
 
-__all__ = ["Farewell", "wait_applied"]
+__all__ = ["Shutdown", "wait_applied"]
 
 
-class Farewell:
+class Shutdown:
     """Records in which incarnation of rank 0 `train` has returned. Thread-safe."""
 
     def __init__(self, times: Timeouts, *, incarnation: int, took_over: bool) -> None:
         """
         Args:
-            times: `farewell` is how long the server stays for peers, `result` how long for a worker of rank 0 without
+            times: `shutdown` is how long the server stays for peers, `result` how long for a worker of rank 0 without
                 the result, where no checkpoint holds it.
             incarnation: this server's incarnation.
             took_over: whether this server was the standby of another one.
@@ -49,7 +49,7 @@ class Farewell:
         """
         with self._lock:
             lacking = not stored and not self._returned
-        return (lacking and waited < self._times.result) or (awaited and waited < self._times.farewell)
+        return (lacking and waited < self._times.result) or (awaited and waited < self._times.shutdown)
 
     def wait(self, stopped: threading.Event, awaited: Callable[[], bool], *, stored: bool) -> None:
         """Return when the server may leave; the arguments are those of `stays`, and the event of SIGTERM."""
