@@ -133,7 +133,18 @@ def test_t6_a_newer_coordinator_is_expected_on_the_other_shards(shard: int, expe
     assert server.data.calls == [("fence", (incarnations,))]
 
 
-def test_a_report_of_the_result_is_too_late_once_the_last_message_is_written(server: Server) -> None:
+def test_t8_another_shard_keeps_a_report_of_the_result_that_comes_before_the_end() -> None:
+    """The link of the shard may be broken then. The server would wait 2 minutes for that report."""
+    for shard in (0, 1):
+        server = Server(shard)
+        shutdown = server.host._shutdown = Shutdown(Timeouts(), incarnation=3, took_over=False)
+        assert server.host.left(WORKER, trained=True)
+        server.ending.done = Done(version=10)
+        assert shutdown.stays(1.0, stored=False, awaited=False) == (shard == 0)
+
+
+def test_a_report_of_the_result_is_too_late_once_the_last_message_is_written() -> None:
+    server = Server(shard=0)
     assert server.host.left(WORKER, trained=True)  # before the end it says nothing
     server.ending.done = Done(version=10)
     assert not server.host.left(WORKER, trained=True)

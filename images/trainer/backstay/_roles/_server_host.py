@@ -129,7 +129,9 @@ class ServerHost:
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """See `Host`."""
         if peer.role != contract.ROLE_SERVER:
-            if trained and self._ending.complete and peer.index == 0 and not self._shutdown.report(peer.incarnation):
+            # On another shard than 0, the report may arrive before the end, which comes on the link.
+            ended = self._ending.complete or self.shard != 0
+            if trained and ended and peer.index == 0 and not self._shutdown.report(peer.incarnation):
                 return False
             with self._lock:
                 self._liveness.left(peer)
