@@ -34,15 +34,20 @@ def on_one_line(message: str) -> str:
 
 def shortened(place: str) -> str:
     """A path relative to the current folder if it is inside; other paths unchanged."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # the current folder may be deleted
         return str(Path(place).relative_to(Path.cwd()))
     return place
 
 
 def without_folder(message: str) -> str:
     """A message in which paths inside the current folder are relative to it; URIs stay as they are."""
-    folder = str(Path.cwd())
-    return message if folder == os.sep else re.sub(rf"(?<![\w./:-]){re.escape(folder + os.sep)}", "", message)
+    try:
+        folder = str(Path.cwd())
+    except OSError:  # the current folder was deleted
+        return message
+    if folder == os.sep:
+        return message
+    return re.sub(rf"(?<![\w./:-]){re.escape(folder + os.sep)}(?=[\w.])", "", message)
 
 
 def count(number: int, noun: str) -> str:

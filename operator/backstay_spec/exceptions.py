@@ -28,8 +28,12 @@ _NOT_TRAINED: Final = (
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
-# The last line of argparse and click, and a line of absl, when they refuse the arguments of a script.
-_USAGE: Final = re.compile(r"(?:\S+: )?[Ee]rror: (.+)$")
+# The last line of argparse and click, and a line of absl, when they refuse the arguments of a script. Other programs
+# exit with 2 and such a line too, but not after their usage. Of a long usage, the message may lack the first lines.
+_USAGE_ERROR: Final = re.compile(r"(?:[\w./ -]+: )?[Ee]rror: (.+)$")
+_USAGE: Final = re.compile(r"[Uu]sage: \S")
+_ARGUMENTS: Final = re.compile(r"unrecognized arguments: |the following arguments are required: |argument \S+: ")
+_SYSTEM_ERROR: Final = "[Errno "  # argparse.FileType could not open a file, and its storage may recover
 _USAGE_CODE: Final = 2
 _ABSL_USAGE: Final = "FATAL Flags parsing error:"
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<")
@@ -131,9 +135,12 @@ def _usage_error(log: str, code: int) -> Raised | None:
     if _ABSL_USAGE in lines:
         after = lines[lines.index(_ABSL_USAGE) + 1 :]
         return Raised("SystemExit", "", after[0] if after else _ABSL_USAGE)
-    if code == _USAGE_CODE and lines and _USAGE.match(lines[-1]):
-        return Raised("SystemExit", "", lines[-1])
-    return None
+    refused = _USAGE_ERROR.match(lines[-1]) if code == _USAGE_CODE and lines else None
+    if refused is None or _SYSTEM_ERROR in refused[1]:
+        return None
+    if not (_ARGUMENTS.match(refused[1]) or any(_USAGE.match(line) for line in lines)):
+        return None
+    return Raised("SystemExit", "", lines[-1])
 
 
 def _is_transient(name: str, text: str) -> bool:

@@ -195,8 +195,14 @@ def test_t8_an_object_store_that_denies_something_is_found(denied: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(13, CheckpointFolderUnusable), (30, CheckpointFolderUnusable), (28, StorageError), (5, StorageError)],
-    ids=["EACCES", "EROFS", "ENOSPC", "EIO"],
+    [
+        (13, CheckpointFolderUnusable),
+        (30, CheckpointFolderUnusable),
+        (28, StorageError),
+        (5, StorageError),
+        (17, StorageError),
+    ],
+    ids=["EACCES", "EROFS", "ENOSPC", "EIO", "EEXIST"],
 )
 def test_t8_errors_that_may_pass_and_permanent_errors_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[CheckpointError]

@@ -15,7 +15,7 @@ from backstay_cli import report
 from backstay_cli.follow import JobView, RoleView, view_of
 from backstay_cli.view import LineDisplay
 from backstay_cli.waiting import waiting_for
-from backstay_cli.words import number, on_one_line, plain, printable, without_folder
+from backstay_cli.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
 
 TRACEBACK = """Traceback (most recent call last):
@@ -100,8 +100,18 @@ def test_paths_in_a_message_are_relative_to_the_folder(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     message = f"stored as {tmp_path}/ck/a.json; {tmp_path}-2/b, /c{tmp_path}/d and file://{tmp_path}/e stay"
     assert without_folder(message) == message.replace(f"as {tmp_path}/", "as ")
+    assert without_folder(f"{tmp_path}/ does not exist") == f"{tmp_path}/ does not exist"
     monkeypatch.chdir("/")
     assert without_folder(message) == message
+
+
+def test_paths_stay_as_they_are_where_the_folder_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    path = f"{tmp_path}/gone/a.json"
+    assert without_folder(f"stored as {path}") == f"stored as {path}"
+    assert shortened(path) == path
 
 
 def test_the_same_output_of_several_pods_is_shown_once(tmp_path: Path) -> None:

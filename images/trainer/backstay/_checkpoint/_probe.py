@@ -20,7 +20,6 @@ _PERMANENT: Final = frozenset(
         errno.EROFS,
         errno.ENOTDIR,
         errno.ENOENT,
-        errno.EEXIST,  # a file has the name of the folder
         errno.EISDIR,
         errno.ENAMETOOLONG,
         errno.ELOOP,
@@ -44,7 +43,7 @@ def probe(folder: Folder) -> None:
         listed = name in folder.names()
         folder.delete(name)
     except CheckpointError as error:
-        if _is_permanent(error):
+        if _is_permanent(error) or _is_file(folder):
             raise CheckpointFolderUnusable(f"{error}; {_who(folder)}{_advice(folder)}") from error
         raise StorageError(f"{error}; {_who(folder)}") from error
     if found != content or not listed:
@@ -61,6 +60,15 @@ def _is_permanent(error: BaseException) -> bool:
             return True  # object stores raise them without a number
         cause = cause.__cause__
     return False
+
+
+def _is_file(folder: Folder) -> bool:
+    """Whether a file has the name of the folder. EEXIST does not prove that: a network file system may return it after
+    another process has created the folder."""
+    try:
+        return isinstance(folder, PosixFolder) and folder.path.is_file()
+    except OSError:
+        return False
 
 
 def _who(folder: Folder) -> str:
