@@ -65,6 +65,25 @@ def test_t4_a_worker_that_lost_the_answer_reports_the_outcome_that_it_receives(
 
 
 @pytest.mark.parametrize(
+    ("outcome", "known"), [(RejectReason.LATE, False), (RejectReason.REJECT_UNSPECIFIED, True)], ids=["late", "applied"]
+)
+def test_a_late_second_attempt_does_not_show_that_the_first_one_was_not_applied(
+    outcome: RejectReason, known: bool
+) -> None:
+    """With backups, the newest update may come after the one that has the first attempt."""
+    worker = Mock(_attempt=0, _term=1, _rank=0)
+    worker._env.config.mode, worker._env.incarnation = "Sync", 1
+    worker._key_steps = KEY_STEPS["Sync"]()
+    at, now = Pulled(term=1, version=5, world=3), Pulled(term=1, version=7, world=3, outcome=outcome)
+    worker._pull.side_effect = [PeerLost("the stream broke"), (now, [])]
+    worker._reconnect.return_value = at, []
+    assert Worker._send(worker, at, 5, [], Mock()) == (now, [], known)
+    assert worker._attempt == 2
+    worker._pull.side_effect = [(now, [])]
+    assert Worker._send(worker, at, 5, [], Mock()) == (now, [], True)
+
+
+@pytest.mark.parametrize(
     ("received", "count", "done", "kept"),
     [
         (None, 2, True, True),

@@ -131,22 +131,22 @@ class Conclusion:
 
     def write_again(self, shard: int, version: int) -> list[Decision]:
         """A server ended while it wrote checkpoints: its successor, at `version`, can write that version again."""
-        out: list[Decision] = []
         for due in self.schedule.waited_for(shard):
-            if due == version:
-                out.append(Send(shard, Save(term=self._history.state.term, version=due)))
-            elif due < version:
+            if due < version:
                 self.schedule.give_up(due)
-        return out
+        return self.send_again(shard, version, 0)
 
     def send_again(self, shard: int, version: int, requested: int) -> list[Decision]:
-        """The shard at `version` linked again: send it the `Save` of this version, if that was lost with a broken link.
+        """The shard at `version` linked again: send it each `Save` that was lost with a broken link.
+
+        A `Save` of a later version may be lost together with the commit of that version, which is sent again too.
 
         Args:
             requested: the newest version that the shard was requested to store.
         """
-        lost = version in self.schedule.waited_for(shard) and requested < version
-        return [Send(shard, Save(term=self._history.state.term, version=version))] if lost else []
+        term, kept = self._history.state.term, self._history.stores
+        lost = (due for due in self.schedule.waited_for(shard) if due >= version and due > requested)
+        return [Send(shard, Save(term=term, version=due)) for due in lost if due == version or due not in kept]
 
     def _begin_checkpoint(self, now: float) -> None:
         state = self._history.state

@@ -139,6 +139,12 @@ class History:
         return self._pending
 
     @property
+    def stores(self) -> set[int]:
+        """The versions whose commit requests a checkpoint, of the commits that some shard may not have applied."""
+        commits = (*self._commits, *(pending.commit for pending in self._pending))
+        return {commit.version + 1 for commit in commits if commit.checkpoint}
+
+    @property
     def certain(self) -> CoordinatorState:
         """The newest state that is never withdrawn."""
         before = self._pending[0].before if self._pending else None

@@ -287,6 +287,7 @@ class Worker:
         self, at: Pulled, key_step: int, blocks: Sequence[Sequence[Any]], info: Callable[[], GradientInfo]
     ) -> tuple[Pulled, Sequence[Any], bool]:
         """Like `_exchange`, and also return whether `Pulled.outcome` is that of this contribution."""
+        again = False
         while True:
             self._attempt += 1
             identity = GradientId(
@@ -306,6 +307,7 @@ class Worker:
                 term = self._term
                 pulled, params = self._reconnect(error)
                 if self._term == term and self._key_steps.undecided(key_step, at, pulled):
+                    again = True
                     continue  # send the same again
                 if self._term == term:
                     # As with the lost answer: other fragments did not change, and this worker keeps its own of them.
@@ -327,7 +329,8 @@ class Worker:
             self.seconds.exchanged(sent - began, answered - began, applied_at=applied_at, beside=beside)
             self._key_steps.answered(key_step, pulled)
             self._count(pulled, info())
-            return pulled, params, True
+            # The attempt that is late may be the second one, and an update before the newest may have the first one.
+            return pulled, params, not (again and pulled.outcome == RejectReason.LATE)
 
     def _count(self, pulled: Pulled, info: GradientInfo) -> None:
         now = time.monotonic()
