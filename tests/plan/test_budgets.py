@@ -80,6 +80,25 @@ def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running
     assert not cluster.status.get("backoff")
 
 
+def test_o4_crashes_between_two_answers_of_the_servers_continue_the_count(running):
+    """A pod that is Ready, and crashes before the servers can report what it did, has not worked."""
+    cluster = running(SPEC)
+    cluster.answer(step=0)
+    for crashes in range(1, 7):
+        cluster.run_all()
+        cluster.tick(1)
+        cluster.settle()
+        cluster.end(cluster.named(WORKER, 0), 1)
+        cluster.settle()
+        if crashes < 6:
+            assert cluster.status["backoff"]["worker-0"]["failures"] == crashes
+        cluster.tick(61)
+        cluster.answer(step=0)
+        cluster.settle()
+        cluster.tick(1)
+    assert cluster.condition("Failed")["reason"] == "CrashLoop"
+
+
 def test_a_wait_survives_the_operator(running):
     """O5: no count lost, and no crash counted twice."""
     cluster = running(SPEC)

@@ -15,7 +15,7 @@ from backstay_spec.causes import Verdict
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import Failure
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, has_worked
+from backstay_spec.planner.pods import PodView, has_worked, is_settled
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.types_status import Backoff
@@ -74,7 +74,9 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
             f"{slot.text} (pod {pod.name}) died ({verdict.cause}: {verdict.text}), and the "
             f"{budget_field(slot.role)} of {budget} is used up",
         )
-    if has_worked(pod, facts.progress):
+    # A crash in the first step may come before the next answer of the servers. It does not end a row of crashes.
+    worked = has_worked if known is None else is_settled
+    if worked(pod, facts.progress):
         return Cost(charged=True, backoff=None)
     backoff = backed_off(known, facts.now)
     if backoff.failures >= HOPELESS and slot.role != contract.ROLE_EVALUATOR and not facts.trained:

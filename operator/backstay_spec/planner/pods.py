@@ -175,15 +175,17 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
 
 
 def is_settled(view: PodView, progress: Progress | None) -> bool:
-    """Whether a living pod has worked, by an answer of the servers that is newer than its start.
+    """Whether a pod of a slot that backs off has worked, by an answer of the servers that is newer than its start.
 
     An older answer cannot say what this pod did, and the next one comes within seconds. A worker may be Ready, and then
     crash in its first step: it has not worked.
     """
     started = _started_at(view.raw)
-    is_old = progress is not None and 0 in progress.reached and started is not None and progress.taken < started
-    if view.slot.role == contract.ROLE_WORKER and is_old:
-        return False
+    if view.slot.role == contract.ROLE_WORKER and progress is not None and started is not None:
+        is_old = 0 in progress.reached and progress.taken < started
+        # The clock of the pod's node may be ahead of the operator's: then a newer answer looks old.
+        if is_old and progress.contributed.get(view.slot.index) != view.incarnation:
+            return False
     return has_worked(view, progress)
 
 
