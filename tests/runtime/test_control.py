@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
 from backstay import _instrument
 from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Outbox, Peers
-from backstay._coordination import Coordinator, CoordinatorState, Rules, WriteManifest
+from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, WriteManifest
+from backstay._roles._coordinators import LocalCoordinator
 from backstay._roles._metrics import HttpPort, Metrics
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
@@ -436,6 +438,40 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     assert driving.unstored_without_server() == []
     driving.report(1, Written(term=1, version=1))
     until(lambda: not driving.unstored())
+    driving.close()
+
+
+def test_t7_a_server_that_stops_during_training_waits_for_its_checkpoint_and_not_for_later_ones() -> None:
+    """Updates continue while it is stored: with them, the newest version is another one."""
+    rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
+    intervals = Intervals(every_steps=1)
+    coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=intervals)
+    driving = Driving(coordinator, FakeStorage(), Silence())
+    driving.start()
+    driving.attach(0, Recorder(), 1, 0)
+
+    def update(version: int) -> None:
+        gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
+        driving.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        driving.report(0, Applied(version=version + 1))
+
+    update(0)
+    update(1)
+    local = Mock(driving=driving, _times=Timeouts(last_save=60.0))
+    local._ending.done = None
+    stopping = threading.Thread(target=LocalCoordinator.save_and_wait, args=(local,))
+    stopping.start()
+    until(lambda: driving.unstored() == {1, 2})
+    update(2)
+    stopping.join(0.3)
+    assert stopping.is_alive()
+    for version in (1, 2):
+        driving.report(0, Written(term=1, version=version))
+    until(lambda: not driving.unstored())
+    update(3)
+    assert driving.unstored() == {4}
+    stopping.join(30.0)
+    assert not stopping.is_alive()
     driving.close()
 
 

@@ -196,17 +196,16 @@ class Driving:
         with self._lock:
             return self._coordinator.newest_term
 
-    def unstored(self) -> bool:
-        """Whether a checkpoint is being written."""
+    def unstored(self) -> frozenset[int]:
+        """The versions that are being written as checkpoints."""
         with self._lock:
-            return self._coordinator.schedule.in_flight(self._coordinator.state.version)
+            return self._coordinator.schedule.versions
 
     def unstored_without_server(self) -> list[int]:
-        """The shards that have not written that checkpoint, and have no linked server that could write it."""
+        """The shards that have not written one of them, and have no linked server that could write it."""
         with self._lock:
             coordinator = self._coordinator
-            flight = coordinator.state.version
-            missing = [s for s in range(coordinator.rules.shards) if flight in coordinator.schedule.waited_for(s)]
+            missing = [shard for shard in range(coordinator.rules.shards) if coordinator.schedule.waited_for(shard)]
             return [shard for shard in missing if shard not in self._sinks]
 
     # ---- Carrying out ----

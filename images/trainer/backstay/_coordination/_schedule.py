@@ -39,6 +39,11 @@ class Schedule:
         self._in_flight: dict[int, InFlight] = {}
         self._owed = False
 
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions that shards are writing."""
+        return frozenset(self._in_flight)
+
     def in_flight(self, version: int) -> bool:
         """Whether shards are writing this version."""
         return version in self._in_flight

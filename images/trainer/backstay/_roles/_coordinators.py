@@ -162,15 +162,20 @@ class LocalCoordinator:
     def save_and_wait(self) -> None:
         self._storage.closing()
         self.driving.do(Coordinator.save)
+        requested = self.driving.unstored()
+
+        def unstored() -> frozenset[int]:
+            # Updates continue meanwhile, and may begin further checkpoints.
+            return requested & self.driving.unstored()
+
         wait_until(
-            lambda: not self.driving.unstored() or self._ending.done is not None,
+            lambda: not unstored() or self._ending.done is not None,
             lambda: not self.driving.unstored_without_server(),
             self._times.last_save,
             gone=self._times.gone,
         )
-        if self._ending.done is None and self.driving.unstored() and (gone := self.driving.unstored_without_server()):
-            step = self.driving.state().version
-            _LOG.warning("step %d is not stored: the server of shard %d left earlier", step, gone[0])
+        if self._ending.done is None and (steps := unstored()) and (gone := self.driving.unstored_without_server()):
+            _LOG.warning("step %d is not stored: the server of shard %d left earlier", max(steps), gone[0])
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         return _failure(done) if done.failed else self.observer.outcome(done, term, complete=self.already_complete)
