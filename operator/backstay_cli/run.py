@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import yaml
@@ -24,7 +24,7 @@ from backstay_cli.jobfile import BadInput, claims_of
 from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.pods import has_ended, slot_of
 from backstay_cli.preload import preload
-from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK
+from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_output
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
@@ -57,6 +57,22 @@ def as_yaml(job: dict[str, Any]) -> str:
     return yaml.safe_dump(job, sort_keys=False)
 
 
+def line_writer(stream: TextIO) -> Callable[[str], None]:
+    """A function that writes lines to `stream`.
+
+    If the stream cannot be written, such as after ``| head``, the job continues without these lines.
+    """
+
+    def write_line(line: str) -> None:
+        try:
+            print(line, file=stream, flush=True)
+        except OSError as error:
+            if not is_of_output(error):
+                raise
+
+    return write_line
+
+
 def run_job(
     job: dict[str, Any],
     folder: Path,
@@ -86,9 +102,7 @@ def run_job(
     console = Console(stderr=as_json)
     use_live = (console.is_terminal and not as_json) if live is None else live
 
-    def write_line(line: str) -> None:
-        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-
+    write_line = line_writer(sys.stderr if as_json else sys.stdout)
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
     following = Following(job, display, folder / _LOGS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from backstay_cli.jobfile import (
     with_variables,
 )
 from backstay_cli.main import app
+from backstay_cli.run import line_writer
 from backstay_cli.view import LineDisplay, LiveDisplay
 from backstay_spec.errors import SpecErrors
 from backstay_spec.validation import parse_job
@@ -427,3 +431,25 @@ def test_the_traceback_that_all_pods_raised_is_printed_once_and_whole(tmp_path: 
     assert "connecting" not in text
     assert "KeyError: all 2 pods raised it: KeyError: 'nope'" in text
     assert "\n  KeyError: 'nope'\n" not in text
+
+
+def test_t8_a_reader_that_has_ended_does_not_stop_a_job_from_being_followed() -> None:
+    """After `| head`, each line failed like a call to the API server, so the command never found the job's end."""
+    reads, writes = os.pipe()
+    stream = os.fdopen(writes, "w")
+    os.close(reads)
+    ended = {"kind": "TrainingJob", "metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded"}}
+    display = LineDisplay(line_writer(stream))
+    display.show(view_of(ended, [], []))
+    display.print(["a line of the script"])
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_an_error_that_is_not_of_the_output_is_not_hidden() -> None:
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied", "a-file")
+
+    with pytest.raises(PermissionError):
+        line_writer(Failing())("a line")
