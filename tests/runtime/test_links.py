@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from backstay._control import Driving, Link, Links, Peers, _link
 from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._roles import _coordinators
+from backstay._roles._coordinators import RemoteCoordinator
 from backstay._timeouts import Timeouts
 from backstay._wire import ClientStream
 from backstay.errors import PeerLost
@@ -499,3 +502,26 @@ def test_t8_a_job_fails_if_a_term_cannot_begin() -> None:
     assert received[0].reason == "RestoreFailed"
     assert "could not carry out a decision: term 1 is not above" in received[0].failed
     driving.close()
+
+
+def test_t7_a_shard_that_stops_waits_until_it_has_stored_its_part(
+    driving: Driving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier checkpoint that ends meanwhile is not the one that it requested."""
+    end = FakeEnd()
+    with Ends(driving, monkeypatch, end) as link:
+        coordinator = RemoteCoordinator(link, Mock(timeouts=Timeouts(last_save=60.0)), HELLO.peer, None)
+        coordinator.start(Nothing())
+        end.say()
+        end.say(commit=Commit(term=1, version=1, checkpoint=True))
+        until(lambda: link.up and link.storing)
+        monkeypatch.setattr(_coordinators, "request_save", lambda *_: end.say(save=Save(term=1, version=5)))
+        stopping = threading.Thread(target=coordinator.save_and_wait)
+        stopping.start()
+        until(lambda: link._saves == 5)
+        coordinator.report(Written(term=1, version=2))
+        stopping.join(1.0)
+        assert stopping.is_alive()
+        coordinator.report(Written(term=1, version=5, error="the disk is full"))
+        stopping.join(SECONDS)
+        assert not stopping.is_alive()

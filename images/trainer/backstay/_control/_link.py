@@ -190,6 +190,12 @@ class Link:
             _LOG.warning("the coordinator does not answer: its link is opened again")
             cancel()
 
+    @property
+    def storing(self) -> bool:
+        """Whether the shard has not reported the newest version that it was requested to store."""
+        with self._lock:
+            return self._saves > max((written.version for written in self._written), default=0)
+
     def send_spans(self, take: Callable[[int], Spans | None]) -> None:
         """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
         with self._lock:

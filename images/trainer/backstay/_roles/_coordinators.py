@@ -265,8 +265,15 @@ class RemoteCoordinator:
             return
         self._saved.clear()
         request_save(self._env, self._peer)
+        times, began = self._env.timeouts, time.monotonic()
+
+        def linked() -> bool:
+            return self._link.up
+
         # Short where all is stored already, or no peer needs it.
-        wait_until(self._saved.is_set, lambda: self._link.up, 10.0, gone=self._env.timeouts.gone)
+        wait_until(lambda: self._saved.is_set() or self._link.storing, linked, 10.0, gone=times.gone)
+        left = times.last_save - (time.monotonic() - began)
+        wait_until(lambda: not self._link.storing, linked, left, gone=times.gone)
         time.sleep(0.5)  # the link sends the end to the coordinator
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
