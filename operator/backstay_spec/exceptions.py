@@ -8,6 +8,7 @@ same way.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -132,9 +133,9 @@ def _from_log(log: str) -> Raised | None:
 def _usage_error(log: str, code: int) -> Raised | None:
     """The refusal of the script's arguments, which each pod repeats."""
     lines = [line.strip() for line in log.rstrip().splitlines()]
-    if _ABSL_USAGE in lines:
-        after = lines[lines.index(_ABSL_USAGE) + 1 :]
-        return Raised("SystemExit", "", after[0] if after else _ABSL_USAGE)
+    for line, after in itertools.pairwise((*lines, "")):
+        if line.startswith(_ABSL_USAGE):  # an error of several lines begins on the next line
+            return Raised("SystemExit", "", line.removeprefix(_ABSL_USAGE).strip() or after or _ABSL_USAGE)
     refused = _USAGE_ERROR.match(lines[-1]) if code == _USAGE_CODE and lines else None
     if refused is None or _SYSTEM_ERROR in refused[1]:
         return None

@@ -216,7 +216,7 @@ def test_what_python_prints_names_the_exception(make_cluster, log, key):
 USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"
 UNREADABLE = "usage: train.py [-h]\ntrain.py: error: argument --data: can't open 'x': [Errno 110] timed out\n"
 CLICK = "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option: --rl\n"
-ABSL = "FATAL Flags parsing error:\n  Unknown command line flag 'rl'\nPass --helpshort or --helpfull to see help.\n"
+ABSL = "FATAL Flags parsing error: Unknown command line flag 'rl'\nPass --helpshort or --helpfull to see help.\n"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,8 @@ ABSL = "FATAL Flags parsing error:\n  Unknown command line flag 'rl'\nPass --hel
         (2, USAGE, "SystemExit: train.py: error: unrecognized arguments: --rl 1"),
         (2, CLICK, "SystemExit: Error: No such option: --rl"),
         (1, ABSL, "SystemExit: Unknown command line flag 'rl'"),
+        (1, ABSL.replace("error: ", "error:\n  "), "SystemExit: Unknown command line flag 'rl'"),
+        (1, "FATAL Flags parsing error:", "SystemExit: FATAL Flags parsing error:"),
         (2, USAGE.partition("\n")[2], "SystemExit: train.py: error: unrecognized arguments: --rl 1"),
         (1, USAGE, None),
         (2, 'psql: error: connection to server at "db" failed: Connection refused\n', None),
