@@ -32,6 +32,8 @@ CASES: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
     ("... a server killed every 10 s", "server", 10.0, {"workers": 4, "backups": 0}),
     ("4 workers, 1 backup", "", 0, {"workers": 4, "backups": 1}),
     ("... a worker killed every 10 s", "worker", 10.0, {"workers": 4, "backups": 1}),
+    ("4 workers, 1 backup, grace Auto", "", 0, {"workers": 4, "backups": 1, "grace": "Auto"}),
+    ("... a worker killed every 10 s", "worker", 10.0, {"workers": 4, "backups": 1, "grace": "Auto"}),
     ("8 workers, 2 backups", "", 0, {"workers": 8, "backups": 2}),
     ("... a worker killed every 5 s", "worker", 5.0, {"workers": 8, "backups": 2}),
 )
@@ -92,7 +94,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             quiet = quiet if what else pace
             counted, seconds = witness_of(job), job.status["workerSeconds"]
             fine = fine and counted.lost == counted.twice == 0
-            total, applied = sum(seconds.values()), float(stored(job)[1]["count"].sum())
+            total, applied = sum(seconds.values()), int((stored(job)[1]["count"] > 0).sum())
             own = logged(job)
             rows.append(
                 (
