@@ -20,7 +20,7 @@ from backstay_cli.words import duration, number, plain, shown, without_folder
 SCRIPT = "worker 0"
 """Prefix of the script's output."""
 
-_STANDS_AGAIN = 60.0
+_NO_UPDATE_SECONDS = 60.0
 """Seconds between two lines about the same wait."""
 
 
@@ -93,7 +93,7 @@ class LineDisplay:
         self._last = clock()
         self._step: int | None = None
         self._waiting = ""
-        self._stood = -math.inf
+        self._no_update_at = -math.inf
         self._evaluated: int | None = None
 
     def __enter__(self) -> Self:
@@ -120,12 +120,12 @@ class LineDisplay:
         if waiting and waiting != self._waiting and not view.restarts:
             self._write_line(waiting)
         self._waiting = waiting
-        standing = no_update(view)
-        if standing and not view.ended and now - self._stood >= _STANDS_AGAIN:
-            self._stood = now
-            self._write_line(standing)
-        elif not standing:
-            self._stood = -math.inf
+        text = no_update(view)
+        if text and not view.ended and now - self._no_update_at >= _NO_UPDATE_SECONDS:
+            self._no_update_at = now
+            self._write_line(text)
+        elif not text:
+            self._no_update_at = -math.inf
         if (
             view.step
             and view.loss is not None

@@ -123,17 +123,23 @@ def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(drivi
     assert not links
 
 
+class SupersededHost(FakeHost):
+    """Keeps the incarnations by which the coordinator was reported to be replaced, in `by`."""
+
+    def __init__(self, driving: Driving) -> None:
+        super().__init__(driving)
+        self.by: list[int] = []
+
+    def superseded(self, by: int) -> None:
+        self.by.append(by)
+
+
 def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
     driving: Driving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shard receives the newer incarnation after the coordinator's answer, and before the link begins."""
-    superseded: list[int] = []
-
-    class Host(FakeHost):
-        def superseded(self, by: int) -> None:
-            superseded.append(by)
-
-    server = Coordinating(Host(driving), TOKEN)
+    host = SupersededHost(driving)
+    server = Coordinating(host, TOKEN)
     link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
 
     def connect(address: str, hello: Hello, token: str) -> ClientStream:
@@ -143,8 +149,8 @@ def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
     monkeypatch.setattr(_link, "ClientStream", connect)
     link.start(Nothing())
     try:
-        until(lambda: superseded)
-        assert superseded[0] == 2
+        until(lambda: host.by)
+        assert host.by[0] == 2
         assert not link.up
     finally:
         link.close()
@@ -356,13 +362,8 @@ def test_t8_a_refusal_of_an_open_link_counts(
 
 def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Driving) -> None:
     """Without standbys, and later: it may store its last checkpoint. But its node may not end it at all."""
-    superseded: list[int] = []
-
-    class Host(FakeHost):
-        def superseded(self, by: int) -> None:
-            superseded.append(by)
-
-    server = Coordinating(Host(driving), TOKEN)
+    host = SupersededHost(driving)
+    server = Coordinating(host, TOKEN)
     link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
     link.start(Nothing())
     try:
@@ -373,10 +374,10 @@ def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Drivi
             link.tick(float(second))
             until(lambda: link._unanswered == 0)
         assert link.up
-        assert not superseded
+        assert not host.by
         link.tick(58.0)
-        until(lambda: superseded)
-        assert superseded[0] == 2
+        until(lambda: host.by)
+        assert host.by[0] == 2
     finally:
         link.close()
         server.close()

@@ -47,6 +47,7 @@ from ..errors import PeerLost
 from ._agreement import Agreement
 from ._auth import final_error, refusal_of
 from ._envelopes import message_in, wrap_report
+from ._watchdog import at_most
 
 __all__ = ["Link"]
 
@@ -297,10 +298,7 @@ class Link:
     def _open(self, stream: ClientStream) -> None:
         """Send what the coordinator must know first, and wait until it accepts the link. Raises as `_dial`."""
         stream.keep_alive()
-        watchdog = threading.Timer(self._timeouts.link_answer, stream.cancel, ["the coordinator did not answer"])
-        watchdog.daemon = True
-        watchdog.start()
-        try:
+        with at_most(self._timeouts.link_answer, lambda: stream.cancel("the coordinator did not answer")):
             with self._lock:
                 self._opened += 1
                 self._unanswered = 0
@@ -317,8 +315,6 @@ class Link:
                 self._unsent = [ShardMessage(position=position), *map(wrap_report, held)]
             self._send_unsent(stream)
             self._read(stream)
-        finally:
-            watchdog.cancel()
         self.up = True
 
     def _send_unsent(self, stream: ClientStream) -> None:

@@ -21,6 +21,7 @@ from ..errors import PeerLost
 from ._driving import Driving
 from ._envelopes import report_in, wrap_message
 from ._peers import Peers, cannot_link, replaced
+from ._watchdog import at_most
 
 __all__ = ["LinkHost", "Links"]
 
@@ -108,14 +109,8 @@ class Links:
 
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         driving = self._driving(hello)
-        # Otherwise a caller that sends nothing would keep this thread.
-        watchdog = threading.Timer(self._times.link_answer, stream.cut)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
+        with at_most(self._times.link_answer, stream.cut):  # a caller that sends nothing must not keep this thread
             item = stream.read()
-        finally:
-            watchdog.cancel()
         if item is None:
             return
         first = item[0].to_coordinator
