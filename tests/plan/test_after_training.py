@@ -296,13 +296,19 @@ def test_before_the_servers_leave_a_worker_without_the_result_is_replaced(runnin
     assert other.status["phase"] == "Succeeded" or other.condition("Trained")["status"] == "True"
 
 
-def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
-    """The spec may change in between, so the earlier messages of the pods do not count."""
+def suspended(running):
+    """A job that is suspended after its training, and whose pods are gone."""
     cluster = after(running)
     cluster.edit(runPolicy={"suspend": True})
     cluster.settle()
     cluster.bury()
     cluster.settle()
+    return cluster
+
+
+def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
+    """The spec may change in between, so the earlier messages of the pods do not count."""
+    cluster = suspended(running)
     assert (cluster.status["phase"], cluster.condition("Trained")["status"]) == ("Suspended", "False")
     cluster.tick(500)
     cluster.edit(runPolicy={"suspend": False})
@@ -323,11 +329,7 @@ def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
 
 def test_o1_a_job_that_resumes_with_its_last_checkpoint_ends(running):
     """O1: a server that finds the end may not know who has the result. A pod that never was Ready has none."""
-    cluster = after(running)
-    cluster.edit(runPolicy={"suspend": True})
-    cluster.settle()
-    cluster.bury()
-    cluster.settle()
+    cluster = suspended(running)
     cluster.tick(500)
     cluster.edit(runPolicy={"suspend": False})
     cluster.settle()
