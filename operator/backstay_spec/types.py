@@ -171,7 +171,7 @@ class Wire(SpecModel):
 
     error_feedback: bool | None = None
     """Whether a worker adds the rounding error of a contribution to its next contribution. Needs `gradients: Int8` or
-    `Int4`. Absent: only with local steps."""
+    `Int4`, and 4 bytes of host memory on each worker for each encoded element. Absent: only with local steps."""
 
 
 class Checkpoint(SpecModel):

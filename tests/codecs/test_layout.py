@@ -225,9 +225,10 @@ def test_a_contribution_that_is_sent_again_has_the_same_bits() -> None:
                         np.testing.assert_array_equal(one, other)
 
 
-def test_error_feedback_loses_nothing_over_time() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_error_feedback_loses_nothing_over_time(dtype: Any) -> None:
     """All that the servers have decoded, and the residual, are the sum of all contributions."""
-    tree, leaves = tree_of()
+    tree, leaves = tree_of(dtype)
     wire = Wire(gradients="Int4", error_feedback=True)
     parts, wires = layout_of(tree, wire, 2, 1 << 22)
     encoder = Encoder(wires, 0, error_feedback=True)
@@ -238,11 +239,14 @@ def test_error_feedback_loses_nothing_over_time() -> None:
         decoded = sent(parts, wires, encoder, leaves, key)
         expected = alone.gradients(leaves, 0, step, KEY.rank)
         for index, leaf in enumerate(decoded):
-            total[index] += leaf
-            np.testing.assert_allclose(leaf, np.asarray(expected[index]), rtol=1e-5, atol=1e-5)
+            total[index] += leaf.astype(np.float64)
+            np.testing.assert_allclose(
+                leaf.astype(np.float64), np.asarray(expected[index]).astype(np.float64), rtol=1e-5, atol=1e-5
+            )
     for have, leaf in zip(total, leaves, strict=True):
         # The residual is at most one integer of the largest element of a group.
-        np.testing.assert_allclose(have / 50, leaf, atol=2 * np.abs(leaf).max() / 7 / 50 + 1e-5)
+        wide = leaf.astype(np.float64)
+        np.testing.assert_allclose(have / 50, wide, atol=2 * np.abs(wide).max() / 7 / 50 + 1e-5)
 
 
 def test_residuals_follow_the_outcome() -> None:

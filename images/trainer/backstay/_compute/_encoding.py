@@ -18,8 +18,9 @@ class Encoder:
     """Encodes the contributions of one worker.
 
     With error feedback it keeps one residual for each encoded block, in host memory: what was to be sent, minus what
-    the servers decode. It is added to the next contribution. A replacement of this worker begins without residuals, so
-    what rounding took from the contributions of its predecessor stays lost.
+    the servers decode. Residuals are float32 (float64 for float64) for every dtype. A residual is added to the next
+    contribution. A replacement of this worker begins without residuals, so what rounding took from the contributions of
+    its predecessor stays lost.
     """
 
     def __init__(self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False) -> None:
@@ -91,7 +92,7 @@ class Sending:
             return wire.encode(values, words)
         residual = self._residuals.get(place)
         if residual is None:
-            residual = np.zeros(values.size, values.dtype)
+            residual = wire.no_residual()
         block, self._new[place] = wire.encode_with(values, residual, words)
         return block
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ._codec import GROUP, Bound, CodecName
 
-__all__ = ["Integers", "seed_of", "with_residual"]
+__all__ = ["Integers", "residual_dtype", "seed_of", "with_residual"]
 
 _UINT8 = np.dtype(np.uint8)
 _INT8 = np.dtype(np.int8)
@@ -32,19 +32,31 @@ def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.random.SeedSequence(entropy=words).generate_state(2, np.uint32).astype(np.uint32)
 
 
-def with_residual(values: Any, residual: Any) -> Any:
-    """``values + residual``, traced. A sum beyond the largest number of the dtype becomes that number.
+def residual_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype of residuals: float64 for float64, else float32.
 
-    Otherwise a finite element would become infinite, and its group would be lost.
+    In a narrower dtype, the sum of a residual and a small element would be the residual, and the element would be lost.
 
     Args:
-        values: array of any dtype; where an element is not finite, so is the sum.
-        residual: finite, as `values`.
+        dtype: the dtype of the leaf.
     """
-    total = values + residual
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        return total
-    largest = jnp.asarray(_limits(total.dtype).max, total.dtype)
+    return _real(dtype)
+
+
+def with_residual(values: Any, residual: Any) -> Any:
+    """``values + residual`` in the dtype of the residual, traced.
+
+    A sum beyond the largest number of the dtype of `values` becomes that number. Otherwise a finite element would
+    become infinite, and its group would be lost.
+
+    Args:
+        values: array of any real floating-point dtype; where an element is not finite, so is the sum.
+        residual: finite, of `residual_dtype`.
+    """
+    largest = float(_limits(values.dtype).max)
+    # Behind the barrier, a compiler cannot use the values of narrow dtypes before they were rounded.
+    barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+    total = barrier(values).astype(residual.dtype) + residual
     return jnp.where(jnp.isfinite(values), jnp.clip(total, -largest, largest), total)
 
 

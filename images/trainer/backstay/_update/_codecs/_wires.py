@@ -16,7 +16,7 @@ from ...errors import ConfigurationError
 from .._tree import TreeSpec
 from ._bfloat16 import BFloat16
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded, exact_bound
-from ._integers import Integers, seed_of, with_residual
+from ._integers import Integers, residual_dtype, seed_of, with_residual
 
 __all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
 
@@ -198,13 +198,21 @@ class BlockWire:
         return block
 
     def encode_with(self, values: Array, residual: Any, seed: Array) -> tuple[Encoded, Any]:
-        """`encode` of `with_residual` values, and what rounding took from these: 1-D as `values`.
+        """`encode` of `with_residual` values, and what rounding took from these, as `residual`.
 
         Values that are not finite leave a residual of zero where they are.
+
+        Args:
+            values, seed: see `encode`.
+            residual: what rounding took before, as `no_residual`.
         """
         assert self.codec is not None
         sections, tail, rest = _encode_with(self.codec)(_put(values), residual, self._numbers, seed)
         return Encoded(sections, tail, self.codec, self.size, self.dtype), rest
+
+    def no_residual(self) -> Array:
+        """The residual before the first contribution: zeros."""
+        return np.zeros(self.size, residual_dtype(self.dtype))
 
     def receive(self, into: Array, offset: int, body: Array) -> str | None:
         """Write bytes of parameters that arrived to their place; of ``Exact`` and ``BFloat16`` only.
@@ -312,13 +320,20 @@ def _encode_with(codec: Codec) -> Callable[..., Any]:
         body = body_of(values.size)
         wanted = with_residual(values[:body], residual[:body])
         sections = codec.encode(wanted, numbers, seed)
-        # Apart, so that the compiler does not contract the two into one operation: what one process keeps is the same.
-        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
-        rest = wanted - barrier(codec.decode(sections, values.dtype))
-        rest = jnp.where(jnp.isfinite(rest), rest, 0)
-        return sections, values[body:], jnp.concatenate([rest, jnp.zeros_like(values[body:])])
+        rest = _left(wanted, codec.decode(sections, values.dtype))
+        return sections, values[body:], jnp.concatenate([rest, jnp.zeros_like(residual[body:])])
 
     return jax.jit(encode)
+
+
+def _left(wanted: Any, decoded: Any) -> Any:
+    """The values that rounding took, in the dtype of `wanted`; zero where that is not finite. To be traced.
+
+    Apart, so that the compiler does not contract the two into one operation: what one process keeps is the same.
+    """
+    barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+    rest = wanted - barrier(decoded).astype(wanted.dtype)
+    return jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def shard_wires(partition: Any, wire: Wire, coded: frozenset[int]) -> tuple[ShardWire, ...]:
@@ -402,8 +417,15 @@ class Rounding:
         return rounded
 
     def no_residual(self, leaves: Sequence[Any]) -> list[Any]:
-        """The residual before the first contribution: zeros for each leaf with error feedback, else nothing."""
-        return [jnp.zeros_like(leaf) for leaf in leaves] if self._wire.error_feedback else []
+        """The residual before the first contribution, with error feedback: zeros for each leaf that is encoded, and an
+        empty array for each other leaf. Without error feedback: nothing."""
+        if not self._wire.error_feedback:
+            return []
+        encoded = _encoded_leaves(self._tree, self._wire.gradients, self._coded)
+        return [
+            jnp.zeros(leaf.shape if index in encoded else (0,), residual_dtype(leaf.dtype))
+            for index, leaf in enumerate(leaves)
+        ]
 
     def contribution(self, leaves: Sequence[Any], residual: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
         """A gradient as servers decode it, and the residual after it; may be traced.
@@ -413,29 +435,42 @@ class Rounding:
             residual: the residual before this contribution; `no_residual` returns the first one.
             words: `seed_of` (seed, step, rank).
         """
+        name = self._wire.gradients
         if not self._wire.error_feedback:
-            return self._rounded(self._wire.gradients, leaves, words), []
-        wanted = [with_residual(leaf, rest) for leaf, rest in zip(leaves, residual, strict=True)]
-        rounded = self._rounded(self._wire.gradients, wanted, words)
-        return rounded, [leaf - value for leaf, value in zip(wanted, rounded, strict=True)]
+            return self._rounded(name, leaves, words), []
+        encoded = _encoded_leaves(self._tree, name, self._coded)
+        rounded, left = list(leaves), list(residual)
+        made = self._round(name, [leaves[leaf] for leaf in encoded], words, [residual[leaf] for leaf in encoded])
+        for leaf, value, rest in zip(encoded, *made, strict=True):
+            rounded[leaf], left[leaf] = value, rest
+        return rounded, left
 
     def _rounded(self, name: CodecName, leaves: Sequence[Any], seed: Array) -> list[Any]:
         encoded = _encoded_leaves(self._tree, name, self._coded)
         if not encoded:
             return list(leaves)
         result = list(leaves)
-        for leaf, value in zip(encoded, self._round(name, [leaves[leaf] for leaf in encoded], seed), strict=True):
+        values, _ = self._round(name, [leaves[leaf] for leaf in encoded], seed, [])
+        for leaf, value in zip(encoded, values, strict=True):
             result[leaf] = value
         return result
 
-    def _leaves(self, name: CodecName, values: Sequence[Any], seed: Any) -> list[Any]:
-        result = []
-        for leaf, value in zip(_encoded_leaves(self._tree, name, self._coded), values, strict=True):
+    def _leaves(
+        self, name: CodecName, values: Sequence[Any], seed: Any, residual: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The encoded leaves as they are decoded and, if there is a residual before, the residual after it."""
+        result, left = [], []
+        for place, (leaf, value) in enumerate(zip(_encoded_leaves(self._tree, name, self._coded), values, strict=True)):
             codec, flat = CODECS[name], value.reshape(-1)
             body = body_of(flat.size)
             numbers = jnp.arange(body // GROUP, dtype=jnp.uint32) + jnp.uint32(self._first[leaf])
-            decoded = codec.decode(codec.encode(flat[:body], numbers, seed), flat.dtype)
+            wanted = with_residual(flat[:body], residual[place].reshape(-1)[:body]) if residual else flat[:body]
             # Apart from what is computed with it, so that the compiler contracts nothing across.
             barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
-            result.append(barrier(jnp.concatenate([decoded, flat[body:]]).reshape(value.shape)))
-        return result
+            decoded = barrier(codec.decode(codec.encode(wanted, numbers, seed), flat.dtype))
+            result.append(jnp.concatenate([decoded, flat[body:]]).reshape(value.shape))
+            if residual:
+                rest = _left(wanted, decoded)
+                zeros = jnp.zeros(flat.size - body, rest.dtype)
+                left.append(jnp.concatenate([rest, zeros]).reshape(value.shape))
+        return result, left
