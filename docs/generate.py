@@ -122,11 +122,28 @@ PLUGIN = """
 
 `pip install` also installs `kubectl-backstay`, a [plugin of
 kubectl](https://kubernetes.io/docs/tasks/extend-kubectl/kubectl-plugins/). `kubectl backstay status`, `top`,
-`logs`, `list` and `delete` are the commands below. They use the same cluster as kubectl, and never an
-embedded cluster.
+`logs`, `list` and `delete` are the commands below. They use the same cluster as kubectl, and never a run on
+this machine.
 
-The commands that show or delete jobs select the cluster in this order: `--kubeconfig`; `KUBECONFIG`; the
-embedded cluster that `backstay run` or `backstay up` runs in the current folder; `~/.kube/config`.
+## Runs on this machine
+
+`backstay list` shows all runs of `backstay run` and `backstay up` of this user, from every folder. Runs that
+have ended are included until you delete their folders. `status`, `logs`, `history` and `trace` read the files
+of an ended run. A run whose command was stopped or killed has the phase `Stopped`. In place of a job's name,
+these commands accept the folder of the run, or the last part of its path.
+
+The commands that show or delete jobs select the cluster in this order: `--kubeconfig`; `KUBECONFIG`; a run that
+runs in the current folder; `~/.kube/config`; a run that runs elsewhere; the newest run that has ended. If the
+cluster of `~/.kube/config` has no job of the name, a run with such a job is used. With `--local`, only runs on
+this machine count.
+
+The folder of an ended run has a file `result.json`. It contains what `backstay run --output json` prints, the
+command, its current folder, and `startTime` and `endTime` in seconds since 1970. The file `state.json` has the
+jobs and pods as the cluster served them last. Records of all runs are in `$XDG_STATE_HOME/backstay/runs`, by
+default in `~/.local/state/backstay/runs`. The variable `BACKSTAY_STATE` names another folder in place of
+`$XDG_STATE_HOME/backstay`.
+
+## Numbers of a running job
 
 The numbers of a running job come from the server of shard 0. On a cluster, you need the right to `get` the
 subresource `pods/proxy`. Without this right, the commands show the status of the job, which the operator

@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ settings.load_profile("backstay")
 def find_tool(name: str) -> str | None:
     """The path of an installed program, or None: .tools/bin first, then PATH."""
     return shutil.which(name, path=os.pathsep.join([str(TOOLS), os.environ.get("PATH", os.defpath)]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The runs that tests start are not the user's. The processes of one session share the folder.
+    if "BACKSTAY_STATE" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="backstay-tests-")
+        os.environ["BACKSTAY_STATE"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

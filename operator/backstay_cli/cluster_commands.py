@@ -1,4 +1,4 @@
-"""The commands about jobs on any cluster: status, top, logs, list, trace, history and delete.
+"""The commands about jobs on any cluster, and about runs on this machine: status, top, logs, list, trace and others.
 
 They are also the commands of `kubectl backstay`.
 """
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,9 +24,18 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from backstay_cli.clusters import Cluster, Where, open_cluster
+from backstay_cli.clusters import (
+    Cluster,
+    NoSuchJob,
+    Where,
+    default_kubeconfig,
+    named_kubeconfig,
+    open_cluster,
+    runs_of,
+)
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput
+from backstay_cli.known_runs import KnownRun
 from backstay_cli.kube import ApiError
 from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
 
@@ -40,6 +50,7 @@ __all__ = [
 _TOP_SECONDS = 2.0
 _LIVE_SECONDS = 0.5
 _GONE_SECONDS = 90.0
+_NO_TERMINAL = 4096  # columns
 
 _T = TypeVar("_T")
 
@@ -61,20 +72,54 @@ class _Role(StrEnum):
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
-        help="The kubeconfig. [default: KUBECONFIG, else the embedded cluster that runs in this folder, else "
-        "~/.kube/config]",
+        help="The kubeconfig. [default: KUBECONFIG, else the run in this folder, else ~/.kube/config, else the newest "
+        "run on this machine]",
         show_default=False,
     ),
 ]
+Local = Annotated[bool, typer.Option("--local", help="Only runs of `backstay run` and `backstay up` on this machine.")]
 Context = Annotated[str | None, typer.Option(help="The context of the kubeconfig. [default: the current one]")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace. [default: the context's]")]
 Everywhere = Annotated[bool, typer.Option("--all-namespaces", "-A", help="The jobs of all namespaces.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="text, json or yaml.", case_sensitive=False)]
-Job = Annotated[str | None, typer.Argument(help="The job's name. [default: the only job]", show_default=False)]
+Job = Annotated[
+    str | None,
+    typer.Argument(
+        help="The job's name, or the folder of a run on this machine. [default: the only job]", show_default=False
+    ),
+]
 
 
-def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
+def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]], job: str | None = None) -> _T:
     """Connect and do the work; turn errors into a message and an exit status.
+
+    Args:
+        job: the job's name, or the folder of its run; None: not given.
+
+    Raises:
+        typer.Exit: the work failed: 2 for invalid input, 1 for a refusal or no answer, 130 for an interruption.
+    """
+
+    async def run() -> _T:
+        try:
+            async with open_cluster(where, job) as cluster:
+                return await _noted(cluster, work)
+        except (ApiError, NoSuchJob) as error:
+            missing = isinstance(error, NoSuchJob) or error.status == 404
+            if job is None or not missing or not cluster.is_default:
+                raise
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    found = await stack.enter_async_context(open_cluster(replace(where, local=True), job))
+                except BadInput:  # no run has such a job
+                    raise error from None
+                return await _noted(found, work)
+
+    return _reported(run)
+
+
+def _reported(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Do the work; turn errors into a message and an exit status.
 
     Raises:
         typer.Exit: the work failed: 2 for invalid input, 1 for a refusal or no answer, 130 for an interruption.
@@ -85,8 +130,7 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        async with open_cluster(where) as cluster:
-            return await work(cluster)
+        return await work()
 
     try:
         return asyncio.run(run())
@@ -107,6 +151,12 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
         raise typer.Exit(FAILED) from None
 
 
+async def _noted(cluster: Cluster, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
+    if cluster.note:
+        print(f"note: {cluster.note}", file=sys.stderr)
+    return await work(cluster)
+
+
 def _refusal(error: ApiError) -> str:
     if error.status == 404 and "the server could not find the requested resource" in str(error):
         return "this cluster has no TrainingJobs: install Backstay with `helm install backstay`"
@@ -121,14 +171,14 @@ def write_object(found: Any, output: Output) -> None:
         print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
 
 
-async def choose(cluster: Cluster, name: str | None) -> str:
+async def choose(cluster: Cluster) -> str:
     """The job's name: the one that is given, or that of the only job.
 
     Raises:
         BadInput: no name is given, and the namespace has none or several jobs.
     """
-    if name is not None:
-        return name
+    if cluster.job is not None:
+        return cluster.job
     names = [job["metadata"]["name"] for job in await cluster.api.list_jobs(cluster.namespace)]
     if len(names) == 1:
         return str(names[0])
@@ -141,11 +191,17 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     """Add the commands to an app.
 
     Args:
-        embedded: search for an embedded cluster in the current folder, which a kubectl plugin does not do.
+        embedded: search for runs on this machine, which a kubectl plugin does not do.
     """
 
-    def where(kubeconfig: Path | None, context: str | None, namespace: str | None = None) -> Where:
-        return Where(kubeconfig, context, namespace, embedded)
+    def where(
+        kubeconfig: Path | None, context: str | None, namespace: str | None = None, *, local: bool = False
+    ) -> Where:
+        if local and not embedded:
+            refuse("--local is for `backstay`: kubectl does not know runs on this machine")
+        if local and (kubeconfig is not None or context is not None):
+            refuse("--local cannot be used with --kubeconfig or --context: it means runs on this machine")
+        return Where(kubeconfig, context, namespace, embedded, local)
 
     @app.command()
     def status(
@@ -153,6 +209,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
         output: Format = Output.TEXT,
     ) -> None:
         """Show the state of a job: progress, what each pod does now, deaths with their causes and costs, and advice.
@@ -163,9 +220,9 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         from backstay_cli.picture import page
 
         async def show(cluster: Cluster) -> tuple[JobView, str]:
-            return await look(cluster.api, cluster.namespace, await choose(cluster, job)), cluster.name
+            return await look(cluster.api, cluster.namespace, await choose(cluster)), cluster.name
 
-        view, name = with_cluster(where(kubeconfig, context, namespace), show)
+        view, name = with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
         if output is Output.TEXT:
             _console().print(page(view, time.time(), name))
         else:
@@ -175,24 +232,44 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     def list_jobs(
         namespace: Namespace = None,
         everywhere: Everywhere = False,
+        every: Annotated[
+            bool, typer.Option("--all", "-a", help="Also the older runs on this machine. [default: the newest 20]")
+        ] = False,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
         output: Format = Output.TEXT,
     ) -> None:
-        """List the jobs; running jobs come first."""
+        """List the jobs; running jobs come first.
+
+        Without KUBECONFIG, these are the jobs of all runs on this machine, the ended ones included. If nothing runs
+        in this folder, and there is ~/.kube/config, they are the jobs of its cluster.
+        """
         from backstay_cli import listing
 
-        async def show(cluster: Cluster) -> tuple[list[JobView], str]:
+        chosen = where(kubeconfig, context, namespace, local=local)
+
+        async def of_cluster(cluster: Cluster) -> tuple[list[JobView], str]:
             jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
             return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
 
-        found, place = with_cluster(where(kubeconfig, context, namespace), show)
+        runs = _listed_runs(chosen)
+        if not runs:
+            found, place = with_cluster(chosen, of_cluster)
+            place = "all namespaces" if everywhere else place
+        else:
+            found, place = _reported(lambda: listing.views_of_runs(runs, namespace)), "the runs on this machine"
         if output is not Output.TEXT:
             write_object(listing.as_rows(found), output)
-        elif found:
-            _console().print(listing.table(found, everywhere=everywhere))
+            return
+        shown = found if every else listing.without_old(found)
+        if found:
+            several = everywhere or len({view.namespace for view in shown}) > 1
+            _console().print(listing.table(shown, everywhere=several))
         else:
-            print(f"there is no TrainingJob in {'all namespaces' if everywhere else place}", file=sys.stderr)
+            print(f"there is no TrainingJob in {place}", file=sys.stderr)
+        for line in listing.notes(found, shown, runs, [] if runs else runs_of(chosen)):
+            print(line, file=sys.stderr)
 
     @app.command()
     def top(
@@ -201,6 +278,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         everywhere: Everywhere = False,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
     ) -> None:
         """Show all jobs, or one job with its pods, redrawn until Ctrl-C; only once if the output is not a terminal."""
         console = _console()
@@ -212,7 +290,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
                 await _top_jobs(cluster, console, everywhere=everywhere)
 
         try:
-            with_cluster(where(kubeconfig, context, namespace), show)
+            with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
         except typer.Exit as ended:
             if ended.exit_code != INTERRUPTED or not console.is_terminal:
                 raise
@@ -237,6 +315,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
     ) -> None:
         """Print the logs of a job's pods. Unless one pod is chosen, each line begins with its pod."""
         from backstay_cli.logs import ROLES, Wanted, show_logs
@@ -247,9 +326,9 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             refuse("--previous and --follow cannot be used together: a replaced pod writes no more")
 
         async def show(cluster: Cluster) -> None:
-            await show_logs(cluster, await choose(cluster, job), wanted, lambda line: print(line, flush=follow))
+            await show_logs(cluster, await choose(cluster), wanted, lambda line: print(line, flush=follow))
 
-        with_cluster(where(kubeconfig, context, namespace), show)
+        with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
 
     @app.command()
     def trace(
@@ -275,6 +354,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
     ) -> None:
         """Write what each pod of a job did in its last minutes, on one clock, for https://ui.perfetto.dev.
 
@@ -288,7 +368,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         wanted = Wanted(last, jax_profile, rank)
 
         async def write(cluster: Cluster) -> Written:
-            name = await choose(cluster, job)
+            name = await choose(cluster)
             return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), wanted)
 
         if stored is not None:
@@ -297,7 +377,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             except BadInput as error:
                 refuse(str(error))
         else:
-            written = with_cluster(where(kubeconfig, context, namespace), write)
+            written = with_cluster(where(kubeconfig, context, namespace, local=local), write, job)
         print(written.summary())
 
     @app.command()
@@ -310,6 +390,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
         output: Format = Output.TEXT,
     ) -> None:
         """Show what happened to a job: phases, deaths with causes and costs, rollbacks, and reports about dead pods.
@@ -319,7 +400,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         from backstay_cli.history import History, as_object, history_of_job, history_of_place, lines
 
         async def find(cluster: Cluster) -> History:
-            return await history_of_job(cluster, await choose(cluster, job))
+            return await history_of_job(cluster, await choose(cluster))
 
         if stored is not None:
             try:
@@ -327,7 +408,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             except BadInput as error:
                 refuse(str(error))
         else:
-            found = with_cluster(where(kubeconfig, context, namespace), find)
+            found = with_cluster(where(kubeconfig, context, namespace, local=local), find, job)
         if output is not Output.TEXT:
             write_object(as_object(found), output)
             return
@@ -340,6 +421,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         namespace: Namespace = None,
         kubeconfig: Kubeconfig = None,
         context: Context = None,
+        local: Local = False,
         wait: Annotated[bool, typer.Option(help="Wait until the pods are gone.")] = True,
     ) -> None:
         """Delete jobs with their pods. Checkpoints stay.
@@ -347,17 +429,49 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         Exit status: 0: all were deleted; 1: one does not exist, or the cluster refused.
         """
 
-        async def remove(cluster: Cluster) -> bool:
+        chosen = where(kubeconfig, context, namespace, local=local)
+
+        async def remove_all(cluster: Cluster) -> bool:
             return await _delete(cluster, jobs, wait=wait)
 
-        if not with_cluster(where(kubeconfig, context, namespace), remove):
+        async def remove(cluster: Cluster) -> bool:
+            return await _delete(cluster, [await choose(cluster)], wait=wait)
+
+        if context is not None or _kubeconfig(chosen) is not None:
+            done = with_cluster(chosen, remove_all)
+        else:  # each job may be in another run
+            ends = [with_cluster(chosen, remove, job) for job in jobs]
+            done = all(ends)
+        if not done:
             raise typer.Exit(FAILED)
 
 
+def _listed_runs(where: Where) -> list[KnownRun]:
+    """The runs on this machine that `list` shows; none if it shows the jobs of a cluster."""
+    if where.context is not None or _kubeconfig(where) is not None:
+        return []
+    runs = runs_of(where)
+    here = Path.cwd()
+    runs_here = any(run.lives and run.is_of(here) for run in runs)
+    return runs if runs_here or default_kubeconfig(where) is None else []
+
+
+def _kubeconfig(where: Where) -> Path | None:
+    """The kubeconfig that the options or KUBECONFIG name.
+
+    Raises:
+        typer.Exit: the file does not exist.
+    """
+    try:
+        return named_kubeconfig(where)
+    except BadInput as error:
+        refuse(str(error))
+
+
 def _console() -> Console:
-    """The console. If the output is not a terminal, lines are not wrapped."""
+    """The console. If the output is not a terminal, lines are neither wrapped nor cut."""
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_NO_TERMINAL)
 
 
 async def _top_jobs(cluster: Cluster, console: Console, *, everywhere: bool) -> None:

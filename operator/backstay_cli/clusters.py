@@ -1,26 +1,40 @@
-"""Selects the cluster for a command: a kubeconfig, or the embedded cluster that was started in this folder."""
+"""Selects the cluster for a command: a kubeconfig, or a run on this machine, which may have ended."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
+import aiohttp
 import yaml
 
 from backstay_cli.jobfile import BadInput
-from backstay_cli.kube import Api
-from backstay_cli.words import shortened
+from backstay_cli.known_runs import KnownRun, known_runs
+from backstay_cli.kube import Api, ApiError, JobApi
+from backstay_cli.selection import select
+from backstay_cli.stored_run import StoredApi, jobs_in
+from backstay_cli.words import count, shortened
 
-__all__ = ["Cluster", "Where", "find", "open_cluster"]
+__all__ = [
+    "ANSWER_SECONDS",
+    "Cluster",
+    "NoSuchJob",
+    "Where",
+    "default_kubeconfig",
+    "named_kubeconfig",
+    "open_cluster",
+    "open_run",
+    "runs_of",
+]
 
 _DEFAULT = Path("~/.kube/config")
-_CONNECT_SECONDS = 0.5
+ANSWER_SECONDS = 5.0
+"""How long a command waits for the cluster of one of several runs."""
 
 
 @dataclass(frozen=True)
@@ -30,89 +44,107 @@ class Where:
     kubeconfig: Path | None = None
     context: str | None = None
     namespace: str | None = None
-    embedded: bool = True  # search for an embedded cluster in this folder; a kubectl plugin does not
+    embedded: bool = True  # search for runs on this machine; a kubectl plugin does not
+    local: bool = False  # only runs on this machine
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """An open connection.
+    """An open connection, or a run that has ended.
 
     Attributes:
-        api: the connection to the API server.
+        api: the connection to the API server, or the stored jobs.
         namespace: the namespace for the command.
         name: the name of the cluster, to print.
         folder: the folder of an embedded cluster, with the logs of all pods; None: it is another cluster.
+        note: a line to print on stderr, such as that several runs have the job; empty: none.
+        job: the name of the job that is meant; None: not given.
+        is_default: whether only the user's kubeconfig names the cluster, so that a run may be meant as well.
     """
 
-    api: Api
+    api: JobApi
     namespace: str
     name: str
     folder: Path | None = None
+    note: str = ""
+    job: str | None = None
+    is_default: bool = False
 
 
-def find(where: Where, environ: Mapping[str, str] = os.environ, folder: Path | None = None) -> Path:
-    """The kubeconfig to use: the one that is named, else KUBECONFIG, else that of the newest embedded cluster that runs
-    in `folder`, else the user's.
+class NoSuchJob(BadInput):
+    """The cluster has no job of this name."""
 
-    Args:
-        folder: the folder of the command; None: the current one.
+
+def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The kubeconfig that the options or KUBECONFIG name; None: they name none.
 
     Raises:
-        BadInput: no cluster is known.
+        BadInput: the file does not exist.
     """
     if where.kubeconfig is not None:
         if not where.kubeconfig.is_file():
             raise BadInput(f"--kubeconfig: there is no file {where.kubeconfig}")
         return where.kubeconfig
     named = [Path(name).expanduser() for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
-    if named:
-        found = next((path for path in named if path.is_file()), None)
-        if found is None:
-            raise BadInput(f"KUBECONFIG names {named[0]}, which does not exist")
-        return found
-    runs = (folder or Path.cwd()) / ".backstay" / "runs"
-    embedded = sorted(runs.glob("*/backstay.kubeconfig"), key=_changed, reverse=True) if where.embedded else []
-    for path in embedded:
-        if _answers(path):
-            return path
-    if (default := _DEFAULT.expanduser()).is_file():
-        return default
-    if embedded:
-        raise BadInput(
-            f"no cluster is running: the embedded cluster of {shortened(str(embedded[0].parent))} has ended. Its logs "
-            "are in that folder. Start one with `backstay run` or `backstay up`, or set KUBECONFIG"
-        )
-    raise BadInput(
-        "no cluster is known: start one with `backstay run` or `backstay up` in this folder, or name a kubeconfig with "
-        "--kubeconfig or KUBECONFIG"
-    )
+    if not named or where.local:
+        return None
+    found = next((path for path in named if path.is_file()), None)
+    if found is None:
+        raise BadInput(f"KUBECONFIG names {named[0]}, which does not exist")
+    return found
 
 
-def _changed(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+def default_kubeconfig(where: Where) -> Path | None:
+    """The user's kubeconfig; None: there is none, or only runs on this machine count."""
+    path = _DEFAULT.expanduser()
+    return path if path.is_file() and not where.local else None
 
 
-def _answers(kubeconfig: Path) -> bool:
-    """Whether a server listens at the address in an embedded cluster's kubeconfig."""
-    try:
-        config = yaml.safe_load(kubeconfig.read_text())
-        url = urlsplit(config["clusters"][0]["cluster"]["server"])
-        with socket.create_connection((url.hostname or "", url.port or 443), timeout=_CONNECT_SECONDS):
-            return True
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        return False
+def runs_of(where: Where) -> list[KnownRun]:
+    """The runs on this machine that a command may use, the newest first."""
+    return known_runs(_here()) if where.embedded else []
+
+
+def _here() -> Path | None:
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        return Path.cwd()
+    return None
+
+
+async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
+    """The names of a run's jobs. The cluster of `backstay up` gets new ones at any time."""
+    if run.job or not run.lives:
+        return jobs_in(run)
+    with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace) as cluster:
+            return [job["metadata"]["name"] for job in await cluster.api.list_jobs(None)]
+    return jobs_in(run)
 
 
 @contextlib.asynccontextmanager
-async def open_cluster(where: Where) -> AsyncIterator[Cluster]:
-    """Connect to the cluster that `where` selects.
+async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Cluster]:
+    """Connect to the cluster that `where` selects, or read the run that has ended.
+
+    Args:
+        job: the job's name, or the folder of its run; None: not given.
 
     Raises:
-        BadInput: there is no kubeconfig, or it cannot be used.
+        BadInput: there is no kubeconfig, or it cannot be used; or several runs are meant.
     """
-    path = find(where)
+    path = named_kubeconfig(where)
+    is_default = False
+    if path is None:
+        runs, default = runs_of(where), default_kubeconfig(where)
+        names = {run.folder: await _jobs_of(run) for run in runs} if job is not None else {}
+        selection = select(runs, names, job, _here() or Path(), has_default=default is not None)
+        if selection is not None:
+            run = selection.run
+            async with open_run(run, where.namespace, selection.others) as cluster:
+                yield replace(cluster, job=(run.job or None) if selection.by_folder else job)
+            return
+        assert default is not None
+        path = default
+        is_default = True
     try:
         config = yaml.safe_load(path.read_text())
         if not isinstance(config, dict):
@@ -128,7 +160,32 @@ async def open_cluster(where: Where) -> AsyncIterator[Cluster]:
     is_embedded = path.name == "backstay.kubeconfig"
     shown = f"the embedded cluster in {shortened(str(path.parent))}" if is_embedded else f"{name} ({path})"
     async with await _connect(path, where.context, is_embedded=is_embedded) as api:
-        yield Cluster(api, namespace, shown, path.parent if is_embedded else None)
+        folder = path.parent if is_embedded else None
+        yield Cluster(api, namespace, shown, folder, job=job, is_default=is_default)
+
+
+@contextlib.asynccontextmanager
+async def open_run(run: KnownRun, namespace: str | None = None, others: int = 0) -> AsyncIterator[Cluster]:
+    """Connect to the cluster of a run, or read what it stored.
+
+    Args:
+        namespace: the namespace for the command; None: that of the run's job.
+        others: the number of other runs with a job of the same name.
+
+    Raises:
+        BadInput: the cluster of the run is being started.
+    """
+    place, namespace = shortened(str(run.folder)), namespace or run.namespace
+    note = f"{count(others + 1, 'run')} on this machine have this job; this one is in {place}" if others else ""
+    if not run.lives:
+        yield Cluster(StoredApi(run), namespace, f"the ended run in {place}", run.folder, note)
+        return
+    try:
+        api = Api.of_kubeconfig(run.kubeconfig)
+    except (OSError, LookupError, TypeError, yaml.YAMLError):
+        raise BadInput(f"the cluster of the run in {place} is being started or stopped: try again") from None
+    async with api:
+        yield Cluster(api, namespace, f"the embedded cluster in {place}", run.folder, note)
 
 
 async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> Api:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from backstay_cli.follow import Entry, JobView
+from backstay_cli.follow import STOPPED, Entry, JobView
 from backstay_cli.pods import active_pods, rows, slot_of, slot_words
 from backstay_cli.waiting import waiting_for
 from backstay_cli.words import count, duration, on_one_line
@@ -202,6 +202,8 @@ def next_steps(view: JobView, now: float) -> Iterator[str]:
     conditions = {c["type"]: c for c in (view.job.get("status") or {}).get("conditions") or []}
     if view.phase == "Failed":
         yield from _after_failure(view, where)
+        return
+    if view.phase == STOPPED:
         return
     if view.phase == "Suspended":
         patch = '{"spec":{"runPolicy":{"suspend":false}}}'

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from backstay_cli.kube import Api
+from backstay_cli.kube import JobApi
 from backstay_cli.words import number
 from backstay_spec import contract
 
-TERMINAL = {"Succeeded", "Failed"}
+STOPPED = "Stopped"
+"""The phase of a job, and of a pod, whose run on this machine ended first. Only these commands have it."""
+TERMINAL = {"Succeeded", "Failed", STOPPED}
 LONG_WAIT = 20.0
 """Seconds without an update after which the command shows the reason."""
 ROLES = {
@@ -113,6 +115,7 @@ class JobView:
     blame: tuple[Mapping[str, Any], ...] = ()  # the ranks that updates waited for, the longest first
     waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
     live: bool = False  # shard 0's server answered: the numbers are current
+    folder: str = ""  # of its run on this machine; empty: it is a job of another cluster
     job: Mapping[str, Any] = field(default_factory=dict)  # the TrainingJob
 
     @property
@@ -138,7 +141,7 @@ class JobView:
         return max(0, self.goal_steps - self.step) / self.updates_per_second
 
 
-async def look(api: Api, namespace: str, name: str, before: JobView | None = None) -> JobView:
+async def look(api: JobApi, namespace: str, name: str, before: JobView | None = None) -> JobView:
     """The current state of the job; parts that can no longer be read are copied from `before`."""
     job = await api.get_job(namespace, name)
     pods = await api.pods_of(namespace, name)
@@ -281,7 +284,7 @@ def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-async def _with_live_numbers(api: Api, view: JobView) -> JobView:
+async def _with_live_numbers(api: JobApi, view: JobView) -> JobView:
     """`view` with the current numbers from the page `/status` of shard 0's server, if the server answers."""
     for pod in view.pods:
         if is_slot(pod, contract.ROLE_SERVER, "0") and pod.get("status", {}).get("phase") == "Running":

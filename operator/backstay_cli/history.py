@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from backstay_cli.clusters import Cluster
+from backstay_cli.clusters import Cluster, NoSuchJob
 from backstay_cli.explain import deaths, job_events, who
 from backstay_cli.follow import JobView, spent, view_of
 from backstay_cli.jobfile import BadInput
@@ -52,7 +52,7 @@ async def history_of_job(cluster: Cluster, name: str) -> History:
     except ApiError as error:
         if error.status != 404:
             raise
-        raise BadInput(
+        raise NoSuchJob(
             f"there is no TrainingJob {name} in namespace {cluster.namespace}; name its checkpoint folder with --from"
         ) from None
     events = await cluster.api.events_of(cluster.namespace, job["metadata"]["uid"])

@@ -282,6 +282,13 @@ def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return job
 
 
+def localise_script(job: dict[str, Any], script: Path) -> dict[str, Any]:
+    """The job of a script for this machine: as with ``python``, it runs in the current folder."""
+    job = localise(job, Path.cwd())
+    job["spec"]["command"][1] = str(script)
+    return job
+
+
 def claims_of(job: dict[str, Any]) -> list[str]:
     """The PersistentVolumeClaims that a job's pods mount: on this machine they are made for it."""
     found: list[str] = []

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import aiohttp
 import yaml
@@ -30,6 +30,31 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.reason = reason
+
+
+class JobApi(Protocol):
+    """The calls that the commands about jobs make."""
+
+    async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
+        """The TrainingJob."""
+
+    async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
+        """The TrainingJobs of a namespace; None: of all."""
+
+    async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
+        """Delete a TrainingJob."""
+
+    def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
+        """The log of a pod, as chunks of bytes."""
+
+    async def pod_page(self, pod: dict[str, Any], path: str, timeout: float = 2.0, **headers: str) -> bytes | None:
+        """A page of a pod's health port."""
+
+    async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
+        """The job's pods."""
+
+    async def events_of(self, namespace: str, uid: str) -> list[dict[str, Any]]:
+        """The events about an object, oldest first."""
 
 
 class Api:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+import aiohttp
 from rich.table import Table
 from rich.text import Text
 
 from backstay_cli import explain
+from backstay_cli.clusters import ANSWER_SECONDS, open_run
 from backstay_cli.curve import bar
-from backstay_cli.follow import JobView, view_of
-from backstay_cli.words import clock, duration, number
+from backstay_cli.follow import JobView, ready_of, view_of
+from backstay_cli.jobfile import BadInput
+from backstay_cli.known_runs import KnownRun
+from backstay_cli.kube import ApiError
+from backstay_cli.words import clock, count, duration, number, shortened
 
-__all__ = ["as_rows", "table", "top_table", "views"]
+__all__ = ["as_rows", "notes", "table", "top_table", "views", "views_of_runs", "without_old"]
+
+_MOST_ENDED: Final = 20
 
 _NAME_WIDTH: Final = 8
 """The least width of the first column, in characters. In a narrow terminal the others give way."""
@@ -24,14 +33,60 @@ _PHASES = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended"
 
 def views(jobs: Iterable[dict[str, Any]]) -> list[JobView]:
     """The jobs as their status has them, those that run first, then the newest first."""
-    found = [view_of(job, [], []) for job in jobs]
+    return _sorted([view_of(job, [], []) for job in jobs])
+
+
+def _sorted(found: list[JobView]) -> list[JobView]:
     return sorted(found, key=lambda view: (view.ended, -_created(view), view.namespace, view.name))
+
+
+async def views_of_runs(runs: Sequence[KnownRun], namespace: str | None) -> list[JobView]:
+    """The jobs of the runs on this machine, in the order of `views`."""
+    found = await asyncio.gather(*(_views_of_run(run, namespace) for run in runs))
+    return _sorted([view for some in found for view in some])
+
+
+async def _views_of_run(run: KnownRun, namespace: str | None) -> list[JobView]:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run) as cluster:
+            jobs = await cluster.api.list_jobs(namespace)
+        found = [view_of(job, [], []) for job in jobs]
+    except (BadInput, ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        # The cluster is being started, or its process is stopped.
+        found = [JobView(run.job, run.namespace, phase="NoAnswer", started=run.started)] if run.job else []
+    return [replace(view, folder=str(run.folder)) for view in found]
+
+
+def without_old(found: Sequence[JobView]) -> list[JobView]:
+    """The jobs without the older runs on this machine that have ended."""
+    old = [view for view in found if view.folder and view.ended][_MOST_ENDED:]
+    return [view for view in found if view not in old]
+
+
+def notes(
+    found: Sequence[JobView], shown: Sequence[JobView], runs: Sequence[KnownRun], others: Sequence[KnownRun]
+) -> Iterator[str]:
+    """The lines below the table.
+
+    Args:
+        found, shown: all jobs, and those in the table.
+        runs: the runs whose jobs were found.
+        others: runs whose jobs were not listed, because the jobs of a cluster were.
+    """
+    if len(shown) < len(found):
+        yield f"{count(len(found) - len(shown), 'older run')}: backstay list --all"
+    with_jobs = {view.folder for view in found}
+    for run in runs:
+        if not run.job and run.lives and str(run.folder) not in with_jobs:
+            yield f"`backstay up` runs in {shortened(str(run.folder))}, and has no job"
+    if others:
+        yield f"{count(len(others), 'run')} on this machine: backstay list --local"
 
 
 def _created(view: JobView) -> float:
     from backstay_cli.follow import unix_time
 
-    return unix_time((view.job.get("metadata") or {}).get("creationTimestamp")) or 0.0
+    return unix_time((view.job.get("metadata") or {}).get("creationTimestamp")) or view.started or 0.0
 
 
 def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str, Any]]:
@@ -58,6 +113,7 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
             if view.checkpoint_time is None
             else round(max(0.0, now - view.checkpoint_time), 1),
             "ageSeconds": round(max(0.0, now - _created(view)), 1),
+            "folder": view.folder or None,
         }
         for view in found
     ]
@@ -81,7 +137,10 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
     """
     now = time.time() if now is None else now
     names = [*(["namespace"] if everywhere else []), "name", "phase", "progress", "left", "workers", "deaths", "age"]
-    made = _columns(names, left=frozenset({"namespace", "name", "phase"}))
+    local = any(view.folder for view in found)
+    names += ["folder of the run"] if local else []
+    left_side = frozenset({"namespace", "name", "phase", "folder of the run"})
+    made = _columns(names, left=left_side, shrinks="folder of the run" if local else "")
     for view in found:
         fraction = explain.progress_of(view)
         workers = view.roles.get("Worker")
@@ -92,9 +151,10 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
             Text(view.phase, _PHASES.get(view.phase, "")),
             "–" if fraction is None else f"{100 * fraction:.0f} %",
             "–" if left is None else clock(left),
-            "–" if workers is None else f"{workers.ready}/{workers.desired}",
+            "–" if workers is None else ready_of(view, workers),
             str(view.restarts + view.disruptions),
             duration(max(0.0, now - _created(view))),
+            *([Text(shortened(view.folder), no_wrap=True, overflow="ellipsis")] if local else []),
         )
     return made
 

@@ -22,6 +22,7 @@ from backstay_cli.jobfile import (
     job_of_script,
     load_job,
     localise,
+    localise_script,
     read_job,
     relative_checkpoint,
     validated,
@@ -138,6 +139,9 @@ def run(
     Options go before the script. Arguments after the script belong to the script:
     backstay run --workers 4 train.py --lr 0.1
 
+    A script runs in the current folder, as with python. The pods of a TrainingJob run in the YAML file's folder, or
+    in spec.workingDir below it.
+
     Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted.
     """
     from backstay_cli.run import as_yaml, new_folder, run_job
@@ -174,7 +178,7 @@ def run(
         if print_job:
             print(as_yaml(job), end="")
             return
-        job = localise(job, folder_of(file))
+        job = localise_script(job, file) if is_script else localise(job, folder_of(file))
         check(job, str(file))
     except BadInput as error:
         refuse(str(error))
@@ -182,8 +186,8 @@ def run(
     volumes_in = folder if claims_of(job) and data_dir is None else None
     again = command_again(sys.argv, volumes_in)
     as_json = output == "json"
-    raise typer.Exit(
-        run_job(
+    try:
+        ended = run_job(
             job,
             folder,
             as_json=as_json,
@@ -192,7 +196,9 @@ def run(
             preloaded=preload,
             trace=trace,
         )
-    )
+    except BadInput as error:
+        refuse(str(error))
+    raise typer.Exit(ended)
 
 
 @app.command()
@@ -210,7 +216,11 @@ def up(
     from backstay_cli.run import up as keep_up
 
     folder = new_folder("up") if data_dir is None else data_dir.resolve()
-    raise typer.Exit(keep_up(folder, lambda line: print(line, flush=True), preloaded=preload))
+    try:
+        ended = keep_up(folder, lambda line: print(line, flush=True), preloaded=preload)
+    except BadInput as error:
+        refuse(str(error))
+    raise typer.Exit(ended)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backstay_cli.follow import Doing, JobView
+from backstay_cli.follow import STOPPED, Doing, JobView
 from backstay_cli.words import duration, on_one_line
 from backstay_spec import contract
 
@@ -109,7 +109,7 @@ def _row(view: JobView, pod: dict[str, Any], active: dict[str, int]) -> PodRow:
 def _state(pod: dict[str, Any]) -> str:
     status = pod.get("status", {})
     phase = str(status.get("phase") or "Pending")
-    if pod["metadata"].get("deletionTimestamp") and phase not in {"Succeeded", "Failed"}:
+    if pod["metadata"].get("deletionTimestamp") and not has_ended(pod):
         return "Terminating"
     if phase != "Running":
         return phase
@@ -120,11 +120,11 @@ def _state(pod: dict[str, Any]) -> str:
 
 def has_ended(pod: dict[str, Any]) -> bool:
     """Whether the phase of a pod is final."""
-    return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
+    return pod.get("status", {}).get("phase") in {"Succeeded", "Failed", STOPPED}
 
 
 def _does(view: JobView, pod: dict[str, Any], role: str, state: str, *, standby: bool) -> str:
-    if state in {"Pending", "Failed", "Succeeded"}:
+    if state in {"Pending", "Failed", "Succeeded", STOPPED}:
         return obstacle(pod) or how_it_ended(pod)
     if role == contract.ROLE_SERVER:
         return _server_does(view, state, standby=standby)

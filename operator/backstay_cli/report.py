@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,9 @@ def summary(
     }
 
 
-def as_json(view: JobView, seconds: float, logs: Path, *, reason: str | None = None, message: str | None = None) -> str:
+def as_json(found: Mapping[str, Any]) -> str:
     """`summary` on one line."""
-    return json.dumps(summary(view, seconds, logs, reason=reason, message=message), allow_nan=False)
+    return json.dumps(found, allow_nan=False)
 
 
 def _finite(value: float | None) -> float | None:

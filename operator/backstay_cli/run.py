@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,12 +21,14 @@ from rich.console import Console
 from backstay_cli import compiled, report, stopping
 from backstay_cli.follow import JobView, look
 from backstay_cli.jobfile import BadInput, claims_of
+from backstay_cli.known_runs import RESULT, KnownRun, register, write_json
 from backstay_cli.kube import JOBS, Api, ApiError
 from backstay_cli.pods import has_ended, slot_of
 from backstay_cli.preload import preload
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_output
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.session import RESTARTS, Session, SessionError, start_session
+from backstay_cli.stored_run import StateFile
 from backstay_cli.view import Display, LineDisplay, LiveDisplay
 from backstay_cli.words import shortened
 from backstay_spec import contract
@@ -36,6 +38,7 @@ _POLL_SECONDS = 0.25
 _LOGS = "pods"
 _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
 _UNSEEN_SECONDS = 60.0
+_KEEP_SECONDS = 2.0
 
 
 def new_folder(name: str, base: Path | None = None) -> Path:
@@ -100,20 +103,29 @@ def run_job(
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
     """
     console = Console(stderr=as_json)
+    known = register(folder, job)
     use_live = (console.is_terminal and not as_json) if live is None else live
 
     write_line = line_writer(sys.stderr if as_json else sys.stdout)
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
-    following = Following(job, display, folder / _LOGS)
+    following = Following(job, display, folder / _LOGS, StateFile(folder))
     started = time.monotonic()
 
-    def conclude(reason: str, message: str) -> None:
-        """Print the object for programs, if the job's own end cannot be reported."""
+    def conclude(reason: str | None = None, message: str | None = None) -> None:
+        """Store the object for programs, and print it.
+
+        Args:
+            reason, message: why this is the end, if the job's own end cannot be reported.
+        """
+        view = following.view or JobView(following.name, following.namespace)
+        if reason is not None:
+            view = stopping.with_stored(view, folder / _LOGS)
+        seconds = time.monotonic() - started
+        found = report.summary(view, seconds, folder / _LOGS, reason=reason, message=message)
+        keep_result(known, found)
         if as_json:
-            view = stopping.with_stored(following.view or JobView(following.name, following.namespace), folder / _LOGS)
-            seconds = time.monotonic() - started
-            print(report.as_json(view, seconds, folder / _LOGS, reason=reason, message=message), flush=True)
+            print(report.as_json(found), flush=True)
 
     try:
         view = asyncio.run(
@@ -133,13 +145,13 @@ def run_job(
         return FAILED
     except ApiError as error:
         print(f"error: the API server refused the job: {error}", file=sys.stderr)
+        keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
     seconds = time.monotonic() - started
     for line in report.lines(view, seconds, folder / _LOGS):
         write_line(line)
     keep_trace(trace, following, folder / _LOGS, write_line)
-    if as_json:
-        print(report.as_json(view, seconds, folder / _LOGS), flush=True)
+    conclude()
     return OK if view.phase == "Succeeded" else FAILED
 
 
@@ -177,10 +189,11 @@ class Following:
         view: the job as it was last observed; None: it was not observed yet.
     """
 
-    def __init__(self, job: dict[str, Any], display: Display, logs: Path) -> None:
+    def __init__(self, job: dict[str, Any], display: Display, logs: Path, state: StateFile) -> None:
         self.namespace, self.name = job["metadata"]["namespace"], job["metadata"]["name"]
         self.view: JobView | None = None
         self.display = display
+        self._state = state
         self._output = ScriptOutput(logs)
 
     def stage(self, text: str) -> None:
@@ -195,12 +208,14 @@ class Following:
             trouble: shown instead of the reason for which the job waits.
         """
         self.view = view = await look(api, self.namespace, self.name, self.view)
+        self._state.add([view.job], view.pods)
         self.display.print(self._output.new_lines(view.pods, updated=bool(view.step)))
         self.display.show(replace(view, stage=trouble) if trouble and not view.ended else view)
         return view
 
     def end(self) -> None:
-        """Show the rest of the script's output."""
+        """Store the last state, and show the rest of the script's output."""
+        self._state.write()
         if self.view is not None:
             self.display.print(self._output.new_lines(self.view.pods, updated=bool(self.view.step)))
             self.display.print(self._output.end(failed=self.view.phase == "Failed"))
@@ -296,6 +311,7 @@ async def _last_look(session: Session, following: Following) -> JobView:
 
 def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = True) -> int:
     """Keep an embedded cluster running until it is interrupted, and print how to use kubectl with it."""
+    known, state = register(folder, None), StateFile(folder)
 
     async def serve() -> None:
         async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:
@@ -307,14 +323,47 @@ def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = Tru
             write_line("  kubectl apply -f job.yaml")
             write_line("  kubectl get trainingjobs --watch\n")
             write_line(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
-            await session.died
+            keeping = asyncio.create_task(_keep_jobs(session.api, state))
+            try:
+                await session.died
+            finally:
+                keeping.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await keeping
+                await _keep_now(session.api, state)
             raise session.death()
 
     try:
         asyncio.run(_interruptible(serve()))
     except asyncio.CancelledError:
+        keep_result(known, {"reason": "Interrupted", "message": "`backstay up` was stopped"})
         write_line("stopped; nothing is left running")
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
+        keep_result(known, {"reason": "EmbeddedClusterFailed", "message": str(error)})
         return FAILED
     return OK
+
+
+async def _keep_jobs(api: Api, state: StateFile) -> None:
+    """Store the jobs of the cluster of `backstay up`, until cancelled."""
+    while True:
+        await asyncio.sleep(_KEEP_SECONDS)
+        await _keep_now(api, state, everything=False)
+
+
+async def _keep_now(api: Api, state: StateFile, *, everything: bool = True) -> None:
+    with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        pods = await api.request("GET", "/api/v1/pods", labelSelector=contract.LABEL_JOB)
+        state.add(await api.list_jobs(None), pods["items"])
+    if everything:
+        state.write()
+
+
+def keep_result(run: KnownRun, result: Mapping[str, Any]) -> None:
+    """Store the end of a run in its folder; a full disk only leaves it out."""
+    known = {"command": list(run.command), "cwd": run.cwd, "startTime": run.started, "endTime": time.time()}
+    try:
+        write_json(run.folder / RESULT, {**result, **known})
+    except (OSError, ValueError) as error:
+        print(f"warning: {RESULT} was not written: {error}", file=sys.stderr)

@@ -7,7 +7,6 @@ import base64
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typer.testing import CliRunner
 
 from backstay_cli import cluster_commands
 from backstay_cli.cluster_commands import with_cluster
-from backstay_cli.clusters import Where, find
+from backstay_cli.clusters import Where, default_kubeconfig, named_kubeconfig, runs_of
 from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
@@ -49,29 +48,21 @@ def kubeconfig(path: Path, server: str, **more: Any) -> Path:
     return path
 
 
-def test_the_cluster_is_the_named_one_then_the_environments_then_the_embedded_one(
+def test_a_named_kubeconfig_must_exist_and_comes_before_runs_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    with pytest.raises(BadInput, match="no cluster is known"):
-        find(Where(), {}, tmp_path)
-    gone = kubeconfig(tmp_path / ".backstay" / "runs" / "old" / "backstay.kubeconfig", "http://127.0.0.1:1")
-    with pytest.raises(BadInput, match=r"the embedded cluster of .*old has ended"):
-        find(Where(), {}, tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = kubeconfig(
-            tmp_path / ".backstay" / "runs" / "new" / "backstay.kubeconfig",
-            f"http://127.0.0.1:{listener.getsockname()[1]}",
-        )
-        assert find(Where(), {}, tmp_path) == running
-        own = kubeconfig(tmp_path / "home" / ".kube" / "config", "http://127.0.0.1:1")
-        assert find(Where(), {}, tmp_path) == running
-        assert find(Where(embedded=False), {}, tmp_path) == own, "kubectl's plugin takes kubectl's cluster"
-    assert find(Where(), {}, tmp_path) == own
-    assert find(Where(), {"KUBECONFIG": str(gone)}, tmp_path) == gone
-    assert find(Where(kubeconfig=own), {"KUBECONFIG": str(gone)}, tmp_path) == own
+    own = kubeconfig(tmp_path / "home" / ".kube" / "config", "http://127.0.0.1:1")
+    assert named_kubeconfig(Where(), {}) is None
+    assert named_kubeconfig(Where(), {"KUBECONFIG": str(own)}) == own
+    assert named_kubeconfig(Where(local=True), {"KUBECONFIG": str(own)}) is None
     with pytest.raises(BadInput, match="KUBECONFIG names"):
-        find(Where(), {"KUBECONFIG": "/does/not/exist"}, tmp_path)
+        named_kubeconfig(Where(), {"KUBECONFIG": "/does/not/exist"})
+    with pytest.raises(BadInput, match="--kubeconfig: there is no file"):
+        named_kubeconfig(Where(kubeconfig=tmp_path / "none"), {"KUBECONFIG": str(own)})
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert default_kubeconfig(Where()) == own
+    assert default_kubeconfig(Where(local=True)) is None
+    assert runs_of(Where(embedded=False)) == [], "kubectl's plugin takes kubectl's cluster"
 
 
 class FakeApi:

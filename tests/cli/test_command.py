@@ -27,6 +27,7 @@ from backstay_cli.jobfile import (
     folder_of,
     job_of_script,
     localise,
+    localise_script,
     read_job,
     variables_of,
     with_variables,
@@ -275,6 +276,18 @@ def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
     assert claims_of(claims) == ["ck"]
 
 
+def test_a_script_runs_in_the_current_folder_as_with_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on this machine: `--print-job` prints a job for a cluster, where the script is in a flat folder."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "tr.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    job = job_of_script(Path("src/tr.py"), arguments=["--lr", "1"])
+    assert job["spec"]["command"] == ["python", "tr.py", "--lr", "1"]
+    local = localise_script(job, Path("src/tr.py"))["spec"]
+    assert (local["workingDir"], local["command"]) == (str(tmp_path), ["python", "src/tr.py", "--lr", "1"])
+    assert job["spec"]["command"][1] == "tr.py"
+
+
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
 def test_a_job_can_be_piped_in_and_runs_in_the_current_folder(name: str) -> None:
     result = RUNNER.invoke(app, ["run", name, "--print-job"], input=yaml.safe_dump(JOB))
@@ -319,7 +332,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
     view = replace(view, metrics={**view.metrics, "bad": math.nan})
-    assert json.loads(report.as_json(view, 1.5, tmp_path)) == {
+    assert json.loads(report.as_json(report.summary(view, 1.5, tmp_path))) == {
         "job": "a",
         "phase": "Failed",
         "reason": "NonFinite",
@@ -345,7 +358,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
             for index, code in ((0, 1),)
         ],
     }
-    interrupted = json.loads(report.as_json(view, 1.5, tmp_path, reason="Interrupted", message="stopped"))
+    interrupted = report.summary(view, 1.5, tmp_path, reason="Interrupted", message="stopped")
     assert (interrupted["reason"], interrupted["message"]) == ("Interrupted", "stopped")
     log = tmp_path / "default" / "a-ps-0" / "trainer.log"
     log.parent.mkdir(parents=True)

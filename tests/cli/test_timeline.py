@@ -17,6 +17,7 @@ from backstay_cli.follow import Entry
 from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
 from backstay_cli.run import Following, keep_trace
+from backstay_cli.stored_run import StateFile
 from backstay_cli.timeline import BadTimeline, chrome_trace, read
 from backstay_cli.trace import trace_of_file, write_trace
 from backstay_cli.view import LineDisplay
@@ -185,7 +186,9 @@ def test_a_job_of_an_embedded_cluster_keeps_its_own_timeline(tmp_path: Path) -> 
     lines: list[str] = []
     out = tmp_path / "out.json"
     job_of_run = {"metadata": {"namespace": "default", "name": "digits"}}
-    keep_trace(out, Following(job_of_run, LineDisplay(lines.append), tmp_path), tmp_path, lines.append)
+    keep_trace(
+        out, Following(job_of_run, LineDisplay(lines.append), tmp_path, StateFile(tmp_path)), tmp_path, lines.append
+    )
     assert [e["name"] for e in json.loads(out.read_bytes())["traceEvents"] if e["ph"] == "X"] == ["own"]
     assert lines[0].startswith("wrote ")
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trace_format import check
@@ -76,6 +77,15 @@ def start(
     )
 
 
+def status_of(folder: Path, command: str) -> dict[str, Any]:
+    """The object that a command, called in another folder, prints about a run."""
+    words = [sys.executable, "-m", "backstay_cli.main", command, str(folder), "--output", "json"]
+    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation(folder: Path, tmp_path: Path) -> None:
     """Exit status 0; what a pod printed reaches the terminal without the characters that it would obey."""
     script = tmp_path / "tïny trainer.py"
@@ -94,6 +104,12 @@ def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation
     assert sum(event["ph"] == "f" for event in trace["traceEvents"]) == len(sent), "an arrow for each contribution"
     assert trace["otherData"]["arrowsLeftOut"] == 0
     wait_until_gone(folder)
+    stored = json.loads((folder / "result.json").read_text())
+    assert {name: stored[name] for name in seen} == seen
+    assert stored["endTime"] - stored["startTime"] >= seen["seconds"]
+    shown = status_of(folder, "status")
+    assert (shown["phase"], shown["step"], {pod["state"] for pod in shown["pods"]}) == ("Succeeded", 40, {"Succeeded"})
+    assert shown["live"] is False
 
 
 def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_path: Path) -> None:
@@ -119,12 +135,17 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
         if re.search("starting Python and JAX|preparing the parameters|compiling the first step|step [0-9]+ of", line):
             break
     assert len(processes(folder)) > 4
+    assert status_of(folder, "status")["phase"] in {"Pending", "Starting", "Running"}
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     if number == signal.SIGINT:
         assert process.returncode == 130, err
         assert "nothing is left running" in out
     wait_until_gone(folder)
+    left = status_of(folder, "history")
+    assert left["phase"] == "Stopped"
+    reason = "Interrupted" if number == signal.SIGINT else "CommandEnded"
+    assert status_of(folder, "status")["reason"] == reason
 
 
 SHOWS_ITSELF = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sysconfig
 import traceback
@@ -64,11 +65,26 @@ def describe(error: BaseException) -> Failure:
     innermost = own[-1] if own else None
     return Failure(
         reason=type(error).__name__,
-        message=str(error) or type(error).__name__,
+        message=_text(error) + _folder_of(error),
         at="" if innermost is None else f"{_short(innermost.filename)}:{innermost.lineno}",
         traceback=_bounded("".join(_lines(error))),
         transient=any(_is_transient(each) for each in _chain(error)),
     )
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _folder_of(error: BaseException) -> str:
+    """The current folder, if the error is that a relative path does not exist."""
+    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | os.PathLike):
+        return ""
+    if os.path.isabs(error.filename):  # noqa: PTH117  # it may be bytes in a path-like object
+        return ""
+    with contextlib.suppress(OSError):
+        return f"; the current folder is {Path.cwd()}"
+    return ""
 
 
 def printed(error: BaseException) -> str:
