@@ -995,12 +995,14 @@ class End(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("min_version", "exact")
+    __slots__ = ("min_version", "exact", "average")
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_FIELD_NUMBER: _ClassVar[int]
     min_version: int
     exact: bool
-    def __init__(self, min_version: _Optional[int] = ..., exact: bool = ...) -> None: ...
+    average: bool
+    def __init__(self, min_version: _Optional[int] = ..., exact: bool = ..., average: bool = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ()

@@ -61,6 +61,8 @@ class Layout:
 class FakeEngine:
     """Adds the mean gradient. `gate` holds a computation back."""
 
+    has_average = False
+
     def __init__(self, layout: Layout, version: int = 0) -> None:
         self.version = version
         self.values = [np.zeros(b.size, b.dtype) for b in layout.blocks]
@@ -91,6 +93,9 @@ class FakeEngine:
 
     def encoded(self, b: int) -> None:
         return None
+
+    def average(self, b: int) -> np.ndarray:
+        return self.values[b] / 2
 
     def sum_of_squares(self, gradients: Sequence[Any], *, weights: Sequence[float], divisor: int) -> float:
         return float(

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backstay._process import listening_socket
@@ -209,3 +210,22 @@ def test_a_failed_job_states_the_reason(kit: SimpleNamespace, make_shard: Make, 
     with pytest.raises(JobFailed, match="three updates in a row") as failed:
         waiting.result(kit.wait)
     assert failed.value.reason == "NonFiniteGradients"
+
+
+def test_the_average_of_the_parameters_is_sent_for_the_last_version_only(
+    kit: SimpleNamespace, make_shard: Make, dial: Make
+) -> None:
+    """T4, O7: an earlier one would change while it is sent. A refused pull ends one stream, and nothing else."""
+    shard = make_shard((3 * BIG, 5), serve=True)
+    shard.engine.has_average = True
+    shard.engine.values = [np.arange(value.size, dtype=value.dtype) for value in shard.engine.values]
+    into = shard.buffers()
+    with pytest.raises(Refused, match="exists for the last version only"):
+        dial(shard).exchange_all(None, 0, [into], "average")
+    shard.runtime.deliver(Done(version=0))
+    assert dial(shard).exchange_all(None, 0, [into], "average").done
+    for block, value in zip(into, shard.engine.values, strict=True):
+        np.testing.assert_array_equal(block.view(value.dtype), value / 2)
+    shard.engine.has_average = False
+    with pytest.raises(Refused, match="training has no average"):
+        dial(shard).exchange_all(None, 0, [into], "average")

@@ -25,6 +25,8 @@ class Result:
         checkpoint: the URI of the last checkpoint; None if there is none.
         train_metrics: the metrics that `loss` returned for the newest gradient of this process.
         rank: the rank of this worker; 0 in a single process.
+        average: the moving average of the parameters, of the same structure and dtypes as `params`; None without
+            ``train(average=...)``.
     """
 
     params: Any = field(repr=False)
@@ -35,6 +37,7 @@ class Result:
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
     state: Any = field(default=None, repr=False)
+    average: Any = field(default=None, repr=False)
 
     @property
     def is_leader(self) -> bool:

@@ -73,6 +73,7 @@ def train(
     evaluate_every: int | None = None,
     wire: Wire | None = None,
     local: LocalSteps | None = None,
+    average: float | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of a job, if the environment names a job.
 
@@ -117,6 +118,8 @@ def train(
             encoding, and a different argument is an error. One process rounds like a job, so that you can compare
             results.
         local: optimizer steps that each worker makes by itself between two updates.
+        average: the decay of an exponential moving average of the parameters, such as 0.999. The servers compute the
+            average in each update, and checkpoints contain it. `Result.average` has it after training.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
@@ -142,7 +145,7 @@ def train(
             init=init,
             loss=loss,
             batches=batches,
-            optimizer=outer,
+            optimizer=_averaged(outer, average),
             steps=steps,
             evaluate=evaluate,
             has_state=has_state,
@@ -158,6 +161,7 @@ def train(
             wire=wire,
             local=local,
             damps=optimizer is None and late,
+            average=average,
         )
         if environment is None:
             return _alone(script)
@@ -197,6 +201,15 @@ def _once() -> None:
             "of them may start from what backstay.load returns for the previous job."
         )
     _CALLED.append(os.getpid())
+
+
+def _averaged(optimizer: Any, decay: float | None) -> Any:
+    """The optimizer, with an average of the parameters if `train` is called with `average`."""
+    if decay is None or not callable(getattr(optimizer, "init", None)):
+        return optimizer
+    from ._update import averaged
+
+    return averaged(optimizer, decay)
 
 
 def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom | None:

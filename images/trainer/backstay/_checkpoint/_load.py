@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._update import AVERAGE, STATE
 from ..errors import CheckpointError
 from ._manifest import ManifestLeaf
 from ._names import MANIFEST_SUFFIX
@@ -26,6 +27,7 @@ class Checkpoint:
         step: the number of applied updates.
         uri: the manifest of the checkpoint.
         metrics: the result of the newest evaluation before the checkpoint.
+        average: the moving average of the parameters, like `params`; None if the job had no ``train(average=...)``.
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
 
@@ -35,6 +37,7 @@ class Checkpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     state: Any = field(default=None, repr=False)
+    average: Any = field(default=None, repr=False)
 
 
 def load(uri: str, like: Any = None) -> Checkpoint:
@@ -79,6 +82,15 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         like_params,
         manifest.name,
     )
+    average = None
+    if any(STATE + AVERAGE + leaf.path in reader for leaf in manifest.leaves):
+        average = _tree(
+            [reader.average(index) for index in range(len(manifest.leaves))],
+            manifest.leaves,
+            manifest.structure,
+            like_params,
+            manifest.name,
+        )
     state = None
     if manifest.state_structure is not None:
         state = _tree(
@@ -96,6 +108,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         metrics=dict(manifest.metrics),
         skipped=skipped,
         state=state,
+        average=average,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from .._update import MODEL_STATE, PARAMS
+from .._update import AVERAGE, MODEL_STATE, PARAMS, STATE
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME, STORED
 from ._manifest import Manifest, ManifestLeaf
@@ -82,6 +82,11 @@ class Reader:
     def state_leaf(self, index: int) -> NDArray[np.generic]:
         """Leaf `index` of the model state, whole, in its own shape."""
         return self._leaf(self.manifest.state_leaves[index], MODEL_STATE)
+
+    def average(self, index: int) -> NDArray[np.generic]:
+        """The moving average of leaf `index` of the parameters, in the leaf's own shape and dtype."""
+        leaf = self.manifest.leaves[index]
+        return self._leaf(leaf, STATE + AVERAGE).astype(BY_NAME[leaf.dtype])
 
     def _leaf(self, leaf: ManifestLeaf, prefix: str) -> NDArray[np.generic]:
         size = math.prod(leaf.shape)

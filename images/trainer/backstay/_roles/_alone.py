@@ -31,6 +31,7 @@ from .._update import (
     Turns,
     Untrained,
     ZeroLeaves,
+    average_of,
     called,
     describe,
     seed_of,
@@ -147,6 +148,7 @@ def train_alone(
     finally:
         close()
     params, state = _model(carry, tree)
+    average = average_of(carry["optimizer"], tree)
     metrics: Mapping[str, float] = {}
     if script.evaluate is not None:
         metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
@@ -157,6 +159,7 @@ def train_alone(
         loss=math.nan if newest is None else newest.loss,
         metrics=metrics,
         train_metrics={} if newest is None else newest.metrics,
+        average=average,
     )
 
 

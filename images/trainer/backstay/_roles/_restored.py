@@ -58,6 +58,7 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
         metrics=evaluation,
         checkpoint=trained.checkpoint,
         rank=environment.index,
+        average=jax.device_put(checkpoint.average),
     )
 
 

@@ -75,6 +75,7 @@ class Script:
     """The arguments of `train`, checked.
 
     Attributes:
+        optimizer: the optimizer of the updates. With `average`, it keeps the average of the parameters in its state.
         damps: whether Async updates weigh contributions by their staleness, even without `update.stalenessDamping`.
     """
 
@@ -97,6 +98,7 @@ class Script:
     wire: Wire | None = None
     local: LocalSteps | None = None
     damps: bool = False
+    average: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -129,6 +131,11 @@ class Script:
             raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
+        if self.average is not None and (isinstance(self.average, bool) or not 0.0 < self.average < 1.0):
+            raise ConfigurationError(
+                f"average is {self.average!r}: must be the decay of the moving average, more than 0 and less than 1, "
+                "such as 0.999"
+            )
         if not 0.0 <= self.log_every < math.inf:
             raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
 

@@ -38,7 +38,7 @@ from .._data import BatchKey, Prefetcher
 from .._process import SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
 from .._result import Result
 from .._update import ZeroLeaves, parts_of_leaves
-from .._wire import Arrangement, ParamBuffers, Pulled, Push, ShardedClient, connect, record_exchange
+from .._wire import Arrangement, ParamBuffers, Pulled, PullKind, Push, ShardedClient, connect, record_exchange
 from ..errors import PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
 from ._beside import Beside
@@ -357,11 +357,11 @@ class Worker:
 
     # ---- Connections ----
 
-    def _pull(self, push: Push | None, min_version: int, *, exact: bool = False) -> tuple[Pulled, Sequence[Any]]:
+    def _pull(self, push: Push | None, min_version: int, kind: PullKind = "parameters") -> tuple[Pulled, Sequence[Any]]:
         if self._streams is None:
             raise PeerLost("not connected")
         slot = self._buffers.take()
-        pulled = self._streams.exchange_all(push, min_version, slot.blocks, exact=exact)
+        pulled = self._streams.exchange_all(push, min_version, slot.blocks, kind)
         self._fragments = pulled.fragments
         return pulled, slot.host() if self._computation.on_host else slot.params()
 
@@ -464,15 +464,25 @@ class Worker:
         if self._plan.wire.parameters != "Exact" or self._plan.partition.fragments > 1:
             # The result has the precision of the servers, and all fragments.
             try:
-                pulled, params = self._pull(None, pulled.version, exact=True)
+                pulled, params = self._pull(None, pulled.version, "exact")
             except (PeerLost, Refused) as error:
                 # Memory that received some of the fragments holds an older version of the others.
                 some = pulled.fragments is not None and len(pulled.fragments) < self._plan.partition.fragments
                 if some or not self._heart.job.done:
                     return None
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
-        model = self._plan.partition.tree.unflatten(jax.device_put(list(params), may_alias=True))
-        params, state = model if self._script.has_state else (model, None)
+        average: Any = None
+        if self._script.average is not None:
+            try:
+                last, received = self._pull(None, pulled.version, "average")
+            except (PeerLost, Refused):
+                if not self._heart.job.done:
+                    return None
+                raise  # the servers have left: the operator replaces worker 0, which then reads the last checkpoint
+            if (last.term, last.version) != (pulled.term, pulled.version):
+                return None
+            average = self._model(received)[0]
+        params, state = self._model(params)
         loss = math.nan if self._last is None else self._last.loss
         train_metrics = {} if self._last is None else dict(self._last.metrics)
         metrics = self._end.evaluate(self._term, pulled.version, params, state)
@@ -488,7 +498,13 @@ class Worker:
             checkpoint=job.checkpoint or None,
             train_metrics=train_metrics,
             rank=self._rank,
+            average=average,
         )
+
+    def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
+        """Parameters and model state."""
+        model = self._plan.partition.tree.unflatten(jax.device_put(list(leaves), may_alias=True))
+        return model if self._script.has_state else (model, None)
 
     def _close(self) -> None:
         self._heart.activity = LEAVING

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
@@ -305,6 +307,10 @@ class ShardRuntime:
             last = self._current.last if self._current is not None else None
             newest = last if last is not None and published.version == last.version + 1 else None
             outcome, next_key_step = _outcome_of(gradient, peer, newest)
+            # Training may end before the version that workers expect.
+            done = self._publisher.done is not None or (
+                last is not None and last.final and published.version > last.version
+            )
             return Answer(
                 term=self.term,
                 version=published.version,
@@ -320,10 +326,14 @@ class ShardRuntime:
                 else self.wire.fragments_of(
                     self._mode.exchanged(gradient.id.key_step, gradient.id.version, published.version)
                 ),
-                # Training may end before the version that workers expect.
-                done=self._publisher.done is not None
-                or (last is not None and last.final and published.version > last.version),
+                average=self._average() if done else None,
+                done=done,
             )
+
+    def _average(self) -> Callable[[int], np.ndarray] | None:
+        """`Answer.average` after the last update. The engine computes no further one, so its state stays the same."""
+        engine = None if self._current is None else self._current.engine
+        return engine.average if engine is not None and engine.has_average else None
 
     # ---- ShardSink ----
 

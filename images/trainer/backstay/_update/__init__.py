@@ -9,6 +9,7 @@ The names that other rooms use, in the order in which a job uses them:
   bounds its norm;
 - `Wire` selects codecs, and `shard_wires` gives the form of each block on the wire;
 - `Objective` is a script's loss and its gradient; `LocalSteps` are steps of a worker alone; `Turns` are fragments;
+- `averaged` adds an average of the parameters to an optimizer;
 - `Untrained` finds leaves that no gradient reaches.
 
 Names are loaded when they are first used: `train` must not import JAX before its caller does.
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._array_specs import array_specs
+    from ._array_specs import STATE, array_specs
+    from ._average import AVERAGE, average_of, averaged
     from ._clip import clip_factor
     from ._codecs import BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
     from ._engine import ShardEngine
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
 
 __all__ = [
+    "AVERAGE",
     "BRANCHES",
     "MODEL_STATE",
     "PARAMS",
+    "STATE",
     "UPDATES",
     "BlockWire",
     "Encoded",
@@ -64,6 +68,8 @@ __all__ = [
     "all_finite",
     "analyse",
     "array_specs",
+    "average_of",
+    "averaged",
     "called",
     "clip_factor",
     "coded_leaves",
@@ -83,9 +89,11 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AVERAGE": "._average",
     "BRANCHES": "._sums",
     "MODEL_STATE": "._tree",
     "PARAMS": "._tree",
+    "STATE": "._array_specs",
     "UPDATES": "._untrained",
     "BlockWire": "._codecs",
     "Encoded": "._codecs",
@@ -110,6 +118,8 @@ _HOMES: Final = {
     "all_finite": "._objective",
     "analyse": "._rules",
     "array_specs": "._array_specs",
+    "average_of": "._average",
+    "averaged": "._average",
     "called": "._rules",
     "clip_factor": "._clip",
     "coded_leaves": "._codecs",

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ._array_specs import STATE, array_specs
+from ._average import averages
 from ._codecs import BlockWire, Codec, Encoded
 from ._kernels import FUSED, Kernels, Mean, Node, enable_x64, kernels_of
 from ._partition import Block, Partition
@@ -106,6 +107,11 @@ class ShardEngine:
                 with contextlib.suppress(RuntimeError):  # an update replaces the state meanwhile
                     return float(np.asarray(self._shared[place]))
         return None
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the optimizer keeps a moving average of the parameters: see `average`."""
+        return bool(self._averages)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -226,6 +232,25 @@ class ShardEngine:
         sent, stretch.sent = stretch.sent, None
         return sent
 
+    def average(self, b: int) -> Array:
+        """The average of the parameters of block `b` at the current version, in the block's dtype.
+
+        A block of the model state has no average, so this returns the state. Call it only after the last update.
+        Call it only if `has_average`.
+        """
+        block = self._layout.blocks[b]
+        if not block.trained:
+            return self.block(b)
+        state = self._averages[block.pieces[0].leaf]
+        if (stretch := self._stretches.get(b)) is not None:
+            # All leaves of a block have the same program, and so their averages have the same place.
+            place = self._group_of[block.pieces[0].leaf].states.index(state)
+            value = stretch.states[place]
+        else:
+            whole, _ = self._where[b]
+            value = whole.states[whole.group.states.index(state)]
+        return np.asarray(value).reshape(-1).astype(block.dtype)
+
     def mean(self, gradients: Sequence[Sequence[Any]], *, weights: Sequence[float], divisor: float) -> list[Any]:
         """Dispatch the mean of the gradients, block by block; its inputs must not change before it is computed.
 
@@ -316,6 +341,7 @@ class ShardEngine:
         self._version = version
         self._shared = []
         self._codecs = {}
+        self._averages = averages(rule)
         self._lock = threading.Lock()
         self._group_of = {leaf: group for group in rule.groups for leaf in group.leaves}
         self._stretches: dict[int, _Stretch] = {}

@@ -25,7 +25,19 @@ from .._coordination import MODES, Mode
 from ..errors import JobFailed, PeerLost, Refused, Superseded
 from . import frames
 from .frames import WHOLE_BYTES, WINDOW_BYTES, Cover, Outgoing, kind_of
-from .seam import PLACED, Bytes, DataClient, FrameStream, LayoutLike, PartPush, Place, Pulled, Refusal, flow_of
+from .seam import (
+    PLACED,
+    Bytes,
+    DataClient,
+    FrameStream,
+    LayoutLike,
+    PartPush,
+    Place,
+    Pulled,
+    PullKind,
+    Refusal,
+    flow_of,
+)
 
 if TYPE_CHECKING:
     from .._update import BlockWire, ShardWire
@@ -99,7 +111,7 @@ class StreamClient:
         return self._shard
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
     ) -> Pulled:
         """See `DataClient.exchange`."""
         if [block.nbytes for block in into] != self._sizes:
@@ -107,11 +119,11 @@ class StreamClient:
         pushed_at = 0.0
         try:
             if push is None:
-                self._stream.write(frames.pull(min_version, exact=exact))
+                self._stream.write(frames.pull(min_version, kind))
             else:
                 self._push(push)
                 pushed_at = time.monotonic()
-            pulled = replace(self._receive(into, push, exact), pushed_at=pushed_at)
+            pulled = replace(self._receive(into, push, exact=kind != "parameters"), pushed_at=pushed_at)
         except BaseException:
             self._stream.cancel("an exchange failed")  # so that no answer stays half read
             raise
@@ -209,7 +221,7 @@ class StreamClient:
             raise self._nonsense(f"a frame {kind!r} inside a push")
         return not frame.received.moved_on
 
-    def _receive(self, into: Sequence[Bytes], push: PartPush | None, exact: bool) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], push: PartPush | None, *, exact: bool) -> Pulled:
         def whole(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
             """Receive parameters that come in one frame into their places, unless they must be decoded."""
             if kind_of(frame) != "params_begin" or not frame.params_begin.whole:
@@ -351,7 +363,7 @@ class ShardedClient:
         self._asks = False  # as shard 0 answered last
 
     def exchange_all(
-        self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], *, exact: bool = False
+        self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], kind: PullKind = "parameters"
     ) -> Pulled:
         """Push a contribution to every shard (or nothing) and wait for the newest parameters of all of them.
 
@@ -359,8 +371,7 @@ class ShardedClient:
             push: the contribution, or None to pull only.
             min_version: the lowest version to wait for; only for a pull without a push.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
-            exact: whether to receive parameters in full precision instead of their codec's; only for a pull without a
-                push.
+            kind: what to receive; with a push, only ``parameters``.
 
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
@@ -382,14 +393,14 @@ class ShardedClient:
                 PartPush(Part(contribution=push.id, member=push.member, shard=s), push.blocks[s], push.info, turn)
                 for s in every
             ]
-        answers = dict(self._parallel(every, pushes, min_version, into, exact))
+        answers = dict(self._parallel(every, pushes, min_version, into, kind))
         self._asks = answers[0].ask
         first = dict(answers)
         pushed_at = max(a.pushed_at for a in answers.values())
         answered_at = max(a.answered_at for a in answers.values())
         while behind := self._mode.behind({s: a.version for s, a in answers.items()}):
             newest = max(a.version for a in answers.values())
-            answers.update(self._parallel(behind, None, newest, into, exact))
+            answers.update(self._parallel(behind, None, newest, into, kind))
         terms = {a.term for a in answers.values()}
         if len(terms) > 1:
             self.cancel("the shards are in different terms")
@@ -432,14 +443,14 @@ class ShardedClient:
         pushes: Sequence[PartPush] | None,
         min_version: int,
         into: Sequence[Sequence[Bytes]],
-        exact: bool,
+        kind: PullKind,
     ) -> list[tuple[int, Pulled]]:
         first: list[BaseException] = []
 
         def run(shard: int) -> Pulled:
             try:
                 return self._clients[shard].exchange(
-                    None if pushes is None else pushes[shard], min_version, into[shard], exact=exact
+                    None if pushes is None else pushes[shard], min_version, into[shard], kind
                 )
             except BaseException as error:
                 first.append(error)

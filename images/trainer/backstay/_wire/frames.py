@@ -25,7 +25,7 @@ from backstay_rpc.control_pb2 import (
 )
 from backstay_rpc.control_pb2 import Refused as RefusedFrame
 
-from .seam import Bytes, Place, Refusal
+from .seam import Bytes, Place, PullKind, Refusal
 
 if TYPE_CHECKING:
     from .._update import BlockWire
@@ -274,8 +274,8 @@ def end_of(nbytes: int, info: GradientInfo | None = None) -> Frame:
     return Frame(end=End(bytes=nbytes, info=info))
 
 
-def pull(min_version: int, *, exact: bool = False) -> Frame:
-    return Frame(pull=Pull(min_version=min_version, exact=exact))
+def pull(min_version: int, kind: PullKind = "parameters") -> Frame:
+    return Frame(pull=Pull(min_version=min_version, exact=kind == "exact", average=kind == "average"))
 
 
 def refused(refusal: Refusal) -> Frame:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ __all__ = [
     "LayoutLike",
     "PartPush",
     "Place",
+    "PullKind",
     "Pulled",
     "Refusal",
     "ServerStream",
@@ -41,6 +42,10 @@ __all__ = [
 ]
 
 Bytes: TypeAlias = NDArray[np.uint8]
+
+PullKind: TypeAlias = Literal["parameters", "exact", "average"]
+"""The content of the answer to a pull: parameters as `wire.parameters` encodes them, parameters in full precision, or
+the moving average of the parameters. Only the last version has an average."""
 
 
 class Refusal(Exception):  # noqa: N818  # it is what happened
@@ -83,6 +88,8 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def has_average(self) -> bool: ...
     def apply(
         self,
         gradients: Sequence[Sequence[np.ndarray]],
@@ -94,6 +101,7 @@ class Engine(Protocol):
     def skip(self) -> None: ...
     def block(self, b: int) -> np.ndarray: ...
     def encoded(self, b: int) -> Any: ...
+    def average(self, b: int) -> np.ndarray: ...
     def sum_of_squares(
         self, gradients: Sequence[Sequence[np.ndarray]], *, weights: Sequence[float], divisor: float
     ) -> float: ...
@@ -205,6 +213,7 @@ class Answer:
         block: waits for a block of this version, regardless of later updates. Raises `Refusal` when the shard stops
             first.
         encoded: the same, as it is sent: an array, or `Encoded`.
+        average: returns the moving average of the parameters of a block; None: this is not the last version.
         outcome, next_key_step, done, offset, fragments, ask: as in `Pulled`.
     """
 
@@ -213,6 +222,7 @@ class Answer:
     world: int
     block: Callable[[int], np.ndarray]
     encoded: Callable[[int], Any]
+    average: Callable[[int], np.ndarray] | None = None
     outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED
     next_key_step: int = 0
     done: bool = False
@@ -337,7 +347,7 @@ class DataClient(Protocol):
     def shard(self) -> int: ...
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
     ) -> Pulled:
         """Push a part of a contribution (or nothing), and wait for the newest parameters.
 
@@ -347,7 +357,7 @@ class DataClient(Protocol):
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. Their content is undefined when an
                 error is raised.
-            exact: whether to receive parameters in full precision, even with a codec; only for a pull without a push.
+            kind: what to receive; with a push, only ``parameters``.
 
         Raises:
             errors.Refused: the server refuses; the stream has ended. `Superseded`: a newer incarnation of the caller

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -172,10 +172,10 @@ class StreamServer:
             kind = kind_of(frame)
             match kind:
                 case "pull" if body is None:
-                    exact = frame.pull.exact
+                    exact, averaged = frame.pull.exact, frame.pull.average
                     answer = self._shard.answer(None, frame.pull.min_version, stream.alive, hello.peer)
                 case "push_begin":
-                    exact = False
+                    exact = averaged = False
                     if push is None:
                         push = pushes.enter_context(self._begin(hello, stream, frame.push_begin))
                     complete = self._receive(stream, frame.push_begin, body, push)
@@ -201,7 +201,16 @@ class StreamServer:
                     raise Refusal("INVALID_ARGUMENT", f"a frame {kind!r} cannot arrive here: a push or a pull begins")
         if answer is None:
             return False
-        self._send(stream, answer, exact)
+        if averaged:
+            if answer.average is None:
+                raise Refusal(
+                    "FAILED_PRECONDITION",
+                    f"the average of the parameters exists for the last version only, and version {answer.version} is "
+                    "not the last, or training has no average",
+                )
+            self._send(stream, answer, answer.average, exact=True)
+        else:
+            self._send(stream, answer, answer.block if exact else answer.encoded, exact=exact)
         return True
 
     @contextlib.contextmanager
@@ -280,8 +289,8 @@ class StreamServer:
             remaining -= frames.BARE_BYTES if body is None else max(1, body.nbytes)
         raise Refusal("INVALID_ARGUMENT", "a refused push continues beyond its end")
 
-    def _send(self, stream: FrameStream, answer: Answer, exact: bool) -> None:
-        out, block_of = self._frames(answer.fragments, exact), answer.block if exact else answer.encoded
+    def _send(self, stream: FrameStream, answer: Answer, block_of: Callable[[int], Any], *, exact: bool) -> None:
+        out = self._frames(answer.fragments, exact)
         whole = out.total <= WHOLE_BYTES
         begin = frames.params_begin(
             ParamsBegin(

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 
 __all__ = ["read_result", "write_result"]
 
-_TREES = ("params", "state")
+_TREES = ("params", "state", "average")
 
 
 def write_result(file: Path, result: Result) -> None:

@@ -1,0 +1,90 @@
+"""The moving average of the parameters in jobs of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import backstay
+from backstay import testing
+
+STEPS = 8
+
+
+def script():
+    backstay.train(**arguments())
+
+
+def arguments(**more):
+    jax.config.update("jax_enable_x64", True)
+    return {
+        "init": lambda key: {
+            "dense": {"kernel": jax.random.normal(key, (40, 30)), "bias": jnp.zeros(30)},
+            "out": jnp.ones((30, 2)),
+        },
+        "loss": loss,
+        "batches": lambda key: key.rng.normal(size=(4, 40)),
+        "optimizer": optax.adam(1e-2),
+        "steps": STEPS,
+        "average": 0.9,
+        **more,
+    }
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch @ params["dense"]["kernel"] + params["dense"]["bias"])
+    return jnp.mean((hidden @ params["out"] - 1.0) ** 2)
+
+
+def fragments():
+    backstay.train(**arguments(local=backstay.LocalSteps(2, optax.sgd(1e-2), fragments=2), optimizer=optax.sgd(0.7)))
+
+
+def assert_close(one, other) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12)
+
+
+def test_t4_the_average_of_a_job_is_that_of_one_process_though_servers_and_workers_die(tmp_path: Path) -> None:
+    """T3, T4, T6, T7: over two shards with standbys; a server dies, and a worker that has the last version. Its
+    replacement reads the average from the last checkpoint."""
+    job = testing.run(
+        script,
+        servers=2,
+        standbys=1,
+        checkpoint_every=3,
+        folder=tmp_path,
+        faults=["kill server/1 @4"],
+        wire={"parameters": "BFloat16"},
+    )
+    with jax.enable_x64(True):
+        # The same rounding of the parameters that workers get.
+        alone = backstay.train(**arguments(wire=backstay.Wire(parameters="BFloat16")))
+    assert_close(job.params, alone.params)
+    assert_close(job.result.average, alone.average)
+    assert np.abs(alone.average["dense"]["kernel"] - alone.params["dense"]["kernel"]).max() > 1e-4
+    stored = backstay.load(str(tmp_path / "checkpoints"))
+    assert stored.step == STEPS
+    assert_close(stored.average, alone.average)
+
+
+def test_t4_the_average_of_fragments_is_that_of_one_process() -> None:
+    job = testing.run(fragments, servers=2)
+    with jax.enable_x64(True):
+        local = backstay.LocalSteps(2, optax.sgd(1e-2), fragments=2)
+        alone = backstay.train(**arguments(local=local, optimizer=optax.sgd(0.7)))
+    assert_close(job.result.average, alone.average)
+
+
+def test_a_checkpoint_without_an_average_has_none(tmp_path: Path) -> None:
+    testing.run(plain, checkpoint_every=4, folder=tmp_path)
+    assert backstay.load(str(tmp_path / "checkpoints")).average is None
+
+
+def plain():
+    backstay.train(**arguments(average=None))
