@@ -12,12 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from backstay_cluster import bounded_yaml
 from backstay_spec import contract
+from backstay_spec.types import GradientCodec, ParameterCodec, UpdateMode
 from backstay_spec.validation import SpecErrors, parse_job
 
 LOCAL_IMAGE = "backstay.dev/trainer:local"  # the embedded cluster runs every image with this machine's Python
@@ -149,9 +150,11 @@ class ScriptOptions:
         standbys: hot standbys of each shard, 0 or 1.
         workers: all worker pods, including backups. Default: 2.
         backups: a number of pods, or percents such as ``5%``.
-        mode: ``Sync`` or ``Async``.
+        mode: ``Sync`` or ``Async``, in any case, and so are the codecs and ``Auto``.
+        grace: a duration such as ``500ms``, or ``Auto``.
         gradients: the codec of gradients: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
         parameters: the codec of parameters: ``Exact`` or ``BFloat16``.
+        error_feedback: whether workers add rounding errors to their next contributions.
         name: the job's name. Default: made of the script's name.
         checkpoint: a folder or an fsspec URI.
         every_steps: store a checkpoint after this many updates.
@@ -165,8 +168,10 @@ class ScriptOptions:
     workers: int | None = None
     backups: str | None = None
     mode: str | None = None
+    grace: str | None = None
     gradients: str | None = None
     parameters: str | None = None
+    error_feedback: bool | None = None
     name: str | None = None
     checkpoint: str | None = None
     every_steps: int | None = None
@@ -196,10 +201,12 @@ def job_of_script(
     servers: dict[str, Any] = {"replicas": 1 if options.servers is None else options.servers}
     if options.standbys is not None:
         servers["standbys"] = options.standbys
-    update: dict[str, Any] = {"mode": options.mode or "Sync"}
+    update: dict[str, Any] = {"mode": _spelled(options.mode or "Sync", UpdateMode)}
     backups = options.backups or "0"
     if backups != "0":
         update["backups"] = int(backups) if re.fullmatch(r"-?\d{1,9}", backups) else backups
+    if options.grace is not None:
+        update["grace"] = "Auto" if options.grace.lower() == "auto" else options.grace
     spec: dict[str, Any] = {
         "image": LOCAL_IMAGE,
         "command": ["python", script.name, *arguments],
@@ -207,8 +214,12 @@ def job_of_script(
         "workers": {"replicas": 2 if options.workers is None else options.workers},
         "update": update,
     }
-    codecs = {"gradients": options.gradients, "parameters": options.parameters}
-    if wire := {name: codec for name, codec in codecs.items() if codec is not None}:
+    wire: dict[str, Any] = {
+        "gradients": None if options.gradients is None else _spelled(options.gradients, GradientCodec),
+        "parameters": None if options.parameters is None else _spelled(options.parameters, ParameterCodec),
+        "errorFeedback": options.error_feedback,
+    }
+    if wire := {name: value for name, value in wire.items() if value is not None}:
         spec["wire"] = wire
     if options.evaluator:
         spec["evaluator"] = {}
@@ -226,8 +237,40 @@ def job_of_script(
         "metadata": {"name": options.name or _name_of(script)},
         "spec": spec,
     }
-    check(job, "the job made of the command line")
+    try:
+        parse_job(job)
+    except SpecErrors as errors:
+        raise BadInput("\nerror: ".join(_of_options(str(error)) for error in errors.errors)) from None
     return job
+
+
+_OPTIONS = {
+    "metadata.name": "--name",
+    "spec.parameterServers.replicas": "--servers",
+    "spec.parameterServers.standbys": "--standbys",
+    "spec.workers.replicas": "--workers",
+    "spec.update.backups": "--backups",
+    "spec.update.mode": "--mode",
+    "spec.update.grace": "--grace",
+    "spec.wire.gradients": "--gradients",
+    "spec.wire.parameters": "--parameters",
+    "spec.wire.errorFeedback": "--error-feedback",
+    "spec.checkpoint.uri": "--checkpoint",
+    "spec.checkpoint.everySteps": "--every-steps",
+    "spec.checkpoint.everySeconds": "--every-seconds",
+    "spec.checkpoint.continueFrom": "--continue-from",
+}
+_FIELD = re.compile("|".join(re.escape(path) + r"\b" for path in _OPTIONS))
+
+
+def _of_options(error: str) -> str:
+    """An error that names the options in place of the fields that they set."""
+    return _FIELD.sub(lambda found: _OPTIONS[found.group()], error).replace(": is ", " is ", 1)
+
+
+def _spelled(word: str, valid: Any) -> str:
+    """The valid value that differs from `word` in case only; `word` itself if there is none."""
+    return next((one for one in get_args(valid) if one.lower() == word.lower()), word)
 
 
 def variables_of(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from backstay_cli.cluster_commands import add_commands
+from backstay_cli.follow import JobView
 from backstay_cli.jobfile import (
+    LOCAL_IMAGE,
     BadInput,
     ScriptOptions,
     check,
@@ -29,7 +32,7 @@ from backstay_cli.jobfile import (
     variables_of,
     with_variables,
 )
-from backstay_cli.program import BAD_INPUT, refuse, run_app
+from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.words import shortened
 from backstay_spec.sidecars import misspelt_containers
@@ -78,6 +81,13 @@ def run(
         typer.Option(help="Script only: backup workers, a number or percents such as 5%. [default: 0]"),
     ] = None,
     mode: Annotated[str | None, typer.Option(help="Script only: Sync or Async. [default: Sync]")] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            help="Script only: how long an update waits for backup workers: a duration such as 500ms, or Auto. "
+            "[default: 0s]"
+        ),
+    ] = None,
     gradients: Annotated[
         str | None,
         typer.Option(help="Script only: the encoding of gradients: Exact, BFloat16, Int8 or Int4. [default: Exact]"),
@@ -85,6 +95,15 @@ def run(
     parameters: Annotated[
         str | None,
         typer.Option(help="Script only: the encoding of parameters: Exact or BFloat16. [default: Exact]"),
+    ] = None,
+    error_feedback: Annotated[
+        bool | None,
+        typer.Option(
+            "--error-feedback/--no-error-feedback",
+            help="Script only: workers add the rounding errors of Int8 or Int4 gradients to their next gradients. "
+            "[default: only with local steps]",
+            show_default=False,
+        ),
     ] = None,
     evaluator: Annotated[
         bool,
@@ -128,6 +147,14 @@ def run(
             help="Write what each pod did in the job's last minutes to this file, for https://ui.perfetto.dev."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Make two updates, one evaluation and one checkpoint with at least two servers, and print what was "
+            "checked. The job's checkpoints are neither read nor written.",
+        ),
+    ] = False,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the TrainingJob and do not run it.")] = False,
     output: Annotated[str, typer.Option(help="text, or json: one object on stdout at the end.")] = "text",
     data_dir: Annotated[
@@ -148,14 +175,18 @@ def run(
 
     if output not in {"text", "json"}:
         refuse(f"--output is {output!r}: must be text or json")
+    if dry_run and (output == "json" or trace is not None or data_dir is not None):
+        refuse("--dry-run cannot be used with --output json, --trace or --data-dir: it leaves no files")
     options = ScriptOptions(
         servers=servers,
         standbys=standbys,
         workers=workers,
         backups=backups,
         mode=mode,
+        grace=grace,
         gradients=gradients,
         parameters=parameters,
+        error_feedback=error_feedback,
         name=name,
         checkpoint=checkpoint,
         every_steps=every_steps,
@@ -182,6 +213,8 @@ def run(
         check(job, str(file))
     except BadInput as error:
         refuse(str(error))
+    if dry_run:
+        raise typer.Exit(_dry_run(job, user_environment=is_script, preloaded=preload, chosen=_chosen(job, servers)))
     folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
     volumes_in = folder if claims_of(job) and data_dir is None else None
     again = command_again(sys.argv, volumes_in)
@@ -199,6 +232,52 @@ def run(
     except BadInput as error:
         refuse(str(error))
     raise typer.Exit(ended)
+
+
+def _chosen(job: dict[str, Any], servers: int | None) -> bool:
+    """Whether the user chose the number of servers: a script has an option for it, and a TrainingJob a field."""
+    is_script = job["spec"].get("image") == LOCAL_IMAGE
+    return servers is not None if is_script else "replicas" in (job["spec"].get("parameterServers") or {})
+
+
+def _dry_run(job: dict[str, Any], *, user_environment: bool, preloaded: bool, chosen: bool) -> int:
+    """Run the job as a dry run; return the exit status."""
+    from backstay_cli import dry_run, report
+    from backstay_cli.run import new_folder, run_job
+
+    folder = new_folder(f"{job['metadata']['name']}-dry-run")
+    ends: list[JobView] = []
+
+    def closing(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
+        ends.append(view)
+        again = dry_run.has_one_server(job) and dry_run.needs_one_server(view)
+        return report.lines(view, seconds, logs) if view.phase == "Failed" and not again else iter(())
+
+    def run_once(changed: dict[str, Any]) -> JobView | None:
+        status = run_job(
+            changed,
+            folder,
+            as_json=False,
+            user_environment=user_environment,
+            preloaded=preloaded,
+            env=dry_run.ENVIRONMENT,
+            lines=closing,
+        )
+        if status in {INTERRUPTED, BAD_INPUT}:
+            raise typer.Exit(status)
+        return ends.pop() if ends else None
+
+    try:
+        found = dry_run.run_dry(job, folder, run_once, chosen=chosen)
+    except BadInput as error:
+        refuse(str(error))
+    print(f"dry run of {job['metadata']['name']}:")
+    for line in dry_run.lines(found):
+        print(line)
+    failed = any(check.outcome == "failed" for check in found)
+    if not failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return FAILED if failed else OK
 
 
 @app.command()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -86,6 +86,8 @@ def run_job(
     user_environment: bool = False,
     preloaded: bool = True,
     trace: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    lines: Callable[[JobView, float, Path], Iterator[str]] = report.lines,
 ) -> int:
     """Run one job to its end and report the outcome.
 
@@ -98,6 +100,8 @@ def run_job(
         user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
         preloaded: pods are forked from a process that has imported JAX and the script's imports.
         trace: write the job's timeline to this file.
+        env: more variables of every pod.
+        lines: the report about a job that has ended.
 
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
@@ -129,7 +133,7 @@ def run_job(
 
     try:
         view = asyncio.run(
-            _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None))
+            _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None, env))
         )
     except asyncio.CancelledError:
         closing = list(stopping.closing_lines(following.view, job, folder / _LOGS, again))
@@ -148,7 +152,7 @@ def run_job(
         keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
     seconds = time.monotonic() - started
-    for line in report.lines(view, seconds, folder / _LOGS):
+    for line in lines(view, seconds, folder / _LOGS):
         write_line(line)
     keep_trace(trace, following, folder / _LOGS, write_line)
     conclude()
@@ -222,7 +226,12 @@ class Following:
 
 
 async def _run(
-    job: dict[str, Any], folder: Path, following: Following, user_environment: bool, modules: str | None
+    job: dict[str, Any],
+    folder: Path,
+    following: Following,
+    user_environment: bool,
+    modules: str | None,
+    env: Mapping[str, str] | None,
 ) -> JobView:
     # Runs below one common folder share their compiled programs through that folder.
     store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
@@ -230,7 +239,7 @@ async def _run(
     with following.display:
         try:
             async with start_session(
-                folder, following.stage, restarts=RESTARTS, user_environment=user_environment, preload=modules
+                folder, following.stage, restarts=RESTARTS, user_environment=user_environment, preload=modules, env=env
             ) as session:
                 await _create(session, job)
                 try:

@@ -83,6 +83,7 @@ async def start_session(
     restarts: int = 0,
     user_environment: bool = False,
     preload: str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Session]:
     """Start the cluster and the operator, and apply the CRD.
 
@@ -92,6 +93,7 @@ async def start_session(
         restarts: how often in a row an operator that died is started again, as a Deployment would.
         user_environment: pods get the environment of this process, except the variables of Backstay and Kubernetes.
         preload: the cluster's imports for all pods, from `backstay_cli.preload`; None: no imports.
+        env: more variables of every container.
 
     Raises:
         SessionError: a process did not start within a minute.
@@ -116,6 +118,7 @@ async def start_session(
                 "--die-with-parent",
                 *(["--user-environment"] if user_environment else []),
                 *([] if preload is None else ["--preload", preload]),
+                *(f"--env={name}={value}" for name, value in (env or {}).items()),
             )
         )
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")

@@ -39,6 +39,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="give containers this process' environment, without the variables of Backstay, Kubernetes and the shell",
     )
+    made.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of every container; may be repeated",
+    )
     made.add_argument("--no-kubelet", action="store_true", help="the API server only: pods stay Pending")
     made.add_argument(
         "--preload",
@@ -64,6 +71,7 @@ async def run(args: argparse.Namespace) -> None:
         kubelet=not args.no_kubelet,
         base_env=user_environment() if args.user_environment else None,
         preload=args.preload,
+        extra_env=dict(setting.split("=", 1) for setting in args.env),
     )
     starting = asyncio.ensure_future(cluster.start())
     stopped = asyncio.ensure_future(stop.wait())

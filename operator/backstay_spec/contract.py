@@ -67,6 +67,9 @@ ENV_BIND: Final = "BACKSTAY_BIND"
 # The same: a folder that outlives the pod, for records (default: they are beside the checkpoints alone).
 ENV_KEEP: Final = "BACKSTAY_KEEP"
 
+# Set by an embedded cluster for a dry run: `train` makes at most this number of updates.
+ENV_MOST_STEPS: Final = "BACKSTAY_MOST_STEPS"
+
 SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secret
 
 # How a server's report of a worker begins whose heartbeats have stopped.

@@ -27,6 +27,7 @@ from backstay._checkpoint import CheckpointStore, Manifest, fix, read_start
 from backstay._checkpoint import _export as exporting
 from backstay._update import describe
 from backstay.errors import CheckpointError, ConfigurationError, StorageError
+from backstay_cli.export import export_checkpoint
 from backstay_cli.main import app
 
 Write = Callable[..., Manifest]
@@ -137,6 +138,21 @@ def with_state(start: StartFrom | str) -> Any:
         start_from=start,
     )
     return result.params, result.state
+
+
+@pytest.mark.parametrize(
+    ("out", "kind"), [("x.npz", "safetensors"), ("s3://b/x.PT", "safetensors"), ("x.safetensors", "orbax")]
+)
+def test_an_export_into_a_file_of_another_format_is_refused(
+    tmp_path: Path, out: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It made a folder of that name, and reported success."""
+    place = out if "://" in out else f"{tmp_path}/{out}"
+    with pytest.raises(ConfigurationError, match="must be a folder"):
+        backstay.export("no-such-checkpoint", place, kind)  # type: ignore[arg-type]
+    assert export_checkpoint("no-such-checkpoint", place, kind) == 2
+    assert "must be a folder" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["ours", "safetensors", "orbax", "batch_stats"])

@@ -276,6 +276,36 @@ def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
     assert claims_of(claims) == ["ck"]
 
 
+def test_an_invalid_option_is_named_and_not_the_field_that_it_sets(tmp_path: Path) -> None:
+    script = tmp_path / "tr.py"
+    script.write_text("")
+
+    def refused(*words: str) -> str:
+        result = RUNNER.invoke(app, ["run", *words, str(script)])
+        assert result.exit_code == 2
+        return result.stderr
+
+    assert refused("--workers", "0", "--servers", "0").splitlines() == [
+        "error: --servers is 0: must be between 1 and 256",
+        "error: --workers is 0: must be between 1 and 10000",
+    ]
+    assert "error: --backups is 2: must be less than --workers," in refused("--backups", "2")
+    assert "must be false unless --gradients is Int8 or Int4" in refused("--error-feedback")
+    assert refused("--grace", "5").startswith('error: --grace is "5": must be Auto, or a duration')
+    assert "spec." not in refused("--mode", "sink", "--gradients", "int9", "--every-steps", "0", "--checkpoint", "x")
+
+
+@given(st.sampled_from(["Sync", "Async"]), st.sampled_from(["BFloat16", "Int8"]), st.data())
+def test_modes_and_codecs_may_have_any_case(mode: str, codec: str, data: st.DataObject) -> None:
+    def any_case(word: str) -> str:
+        return "".join(data.draw(st.sampled_from([c.lower(), c.upper()])) for c in word)
+
+    grace = None if mode == "Async" else any_case("Auto")
+    job = job_of_script(Path(__file__), ScriptOptions(mode=any_case(mode), gradients=any_case(codec), grace=grace))
+    assert job["spec"]["update"] == {"mode": mode} | ({} if grace is None else {"grace": "Auto"})
+    assert job["spec"]["wire"] == {"gradients": codec}
+
+
 def test_a_script_runs_in_the_current_folder_as_with_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only on this machine: `--print-job` prints a job for a cluster, where the script is in a flat folder."""
     (tmp_path / "src").mkdir()

@@ -125,6 +125,22 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     wait_until_gone(folder)
 
 
+def test_a_dry_run_makes_two_updates_and_leaves_the_jobs_checkpoints_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    words = [sys.executable, "-m", "backstay_cli.main", "run", "--dry-run", "--checkpoint", "mine", str(SCRIPT)]
+    environment = {**os.environ, "BACKSTAY_TEST_FOLDER": str(folder)}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for check in ("several servers", "2 updates", "checkpoint", "end of the script"):
+        assert re.search(f"^  {check} +ok: ", done.stdout, re.MULTILINE), done.stdout
+    assert "2 updates with 2 servers, 2 workers" in done.stdout
+    assert not list((tmp_path / "mine").iterdir())
+    assert not list((tmp_path / ".backstay" / "runs").iterdir())
+    wait_until_gone(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -> None:
     """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from backstay_spec import contract
@@ -275,6 +276,8 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
     from ._roles import Metrics, process_age
 
     configure(environment.config.log_format, environment.name, environment.job)
+    if environment.most_steps is not None:
+        script = replace(script, steps=min(script.steps, environment.most_steps))
     _faults.install(environment, os.environ)
     keep_output()
     if not environment.config.trace_megabytes:

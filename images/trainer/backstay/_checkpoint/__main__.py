@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..errors import BackstayError
+from ..errors import BackstayError, ConfigurationError
 from ._export import export
 
 
@@ -15,8 +15,9 @@ def main(checkpoint: str, out: str, form: Any) -> int:
         done = export(checkpoint, out, form)
     except BackstayError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"exported step {done.step}: {done.arrays} arrays, {done.nbytes} bytes, to {out}")
+        return 2 if isinstance(error, ConfigurationError) else 1
+    arrays = "array" if done.arrays == 1 else "arrays"
+    print(f"exported step {done.step}: {done.arrays} {arrays}, {done.nbytes} bytes, to {out}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,6 +26,13 @@ __all__ = ["Exported", "export"]
 
 _SUFFIX: Final = ".safetensors"
 _NAME: Final = "model"
+_OF_OTHERS: Final = frozenset(
+    [
+        *(".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".json", ".keras", ".msgpack", ".npy", ".npz", ".onnx"),
+        *(".pb", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".tflite", ".zip"),
+    ]
+)
+"""A folder with such a name looks like a file, which other programs cannot read."""
 MAX_FILE_BYTES: Final = 5 * 10**9
 """A folder has several files where one would be larger."""
 
@@ -59,13 +67,18 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
             dicts.
 
     Raises:
-        ConfigurationError: `format` is not one of these.
+        ConfigurationError: `format` is not one of these, or `out` has the suffix of another format.
         CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written.
     """
     if format not in ("safetensors", "orbax"):
         raise ConfigurationError(f"format is {format!r}: must be safetensors or orbax")
     if not str(out):
         raise ConfigurationError("out is empty: must name a file or a folder that does not exist")
+    suffix = PurePath(str(out)).suffix.lower()
+    if suffix in _OF_OTHERS or (suffix == _SUFFIX and format == "orbax"):
+        valid = "a folder" if format == "orbax" else f"a folder, or a file called *{_SUFFIX}"
+        numpy = "; safetensors.numpy.load_file reads that file" if suffix in {".npy", ".npz"} else ""
+        raise ConfigurationError(f"out is {str(out)!r}: must be {valid}{numpy}")
     fixed = fix(str(checkpoint))
     if not fixed.endswith(MANIFEST_SUFFIX):
         raise CheckpointError(f"{checkpoint} is not a checkpoint of Backstay, nor a folder with checkpoints")

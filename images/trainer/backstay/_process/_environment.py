@@ -34,6 +34,7 @@ class Environment:
         timeouts: every deadline and interval of the pod.
         namespace, uid: the job's namespace and uid; each run of the job has another uid.
         keep: a folder of this pod that outlives it; None: there is none.
+        most_steps: the most updates that `train` makes, in a dry run; None: it makes all.
     """
 
     job: str
@@ -57,6 +58,7 @@ class Environment:
     namespace: str = "default"
     uid: str = ""
     keep: Path | None = None
+    most_steps: int | None = None
 
     @property
     def standby(self) -> bool:
@@ -146,4 +148,5 @@ class Environment:
             namespace=text(contract.ENV_NAMESPACE, "default"),
             uid=text(contract.ENV_JOB_UID, ""),
             keep=Path(keep) if (keep := variables.get(contract.ENV_KEEP)) else None,
+            most_steps=number(contract.ENV_MOST_STEPS) if contract.ENV_MOST_STEPS in variables else None,
         )
