@@ -133,8 +133,8 @@ def test_a_dry_run_makes_two_updates_and_leaves_the_jobs_checkpoints_alone(folde
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for check in ("several servers", "2 updates", "checkpoint", "end of the script"):
-        assert re.search(f"^  {check} +ok: ", done.stdout, re.MULTILINE), done.stdout
+    for name in ("several servers", "2 updates", "checkpoint", "end of the script"):
+        assert re.search(f"^  {name} +ok: ", done.stdout, re.MULTILINE), done.stdout
     assert "2 updates with 2 servers, 2 workers" in done.stdout
     assert not list((tmp_path / "mine").iterdir())
     assert not list((tmp_path / ".backstay" / "runs").iterdir())
