@@ -818,7 +818,7 @@ class WaitedFor(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., shard: _Optional[int] = ..., has_shard: bool = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ..., updates: _Optional[int] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
-    __slots__ = ("peer", "step", "metrics", "error")
+    __slots__ = ("peer", "step", "metrics", "error", "checkpoint", "begins")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -830,11 +830,15 @@ class EvaluatedRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     step: int
     metrics: _containers.ScalarMap[str, float]
     error: str
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
+    checkpoint: str
+    begins: bool
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., checkpoint: _Optional[str] = ..., begins: bool = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
     __slots__ = ()

@@ -10,7 +10,7 @@ from backstay_spec import contract, names
 from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
-from backstay_spec.runtime import CheckpointConfig, RuntimeConfig, Trained, WireConfig
+from backstay_spec.runtime import BestConfig, CheckpointConfig, RuntimeConfig, Trained, WireConfig
 from backstay_spec.types import Json, TrainingJob, TrainingJobSpec
 
 CODE_VOLUME: Final = "backstay-code"
@@ -63,6 +63,7 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
 
 def _checkpoint_config(spec: TrainingJobSpec) -> CheckpointConfig | None:
     checkpoint = spec.checkpoint
+    best = checkpoint.keep_best
     uri = checkpoint.uri if checkpoint.volume is None else contract.CHECKPOINT_MOUNT
     if uri is None:
         return None
@@ -71,6 +72,7 @@ def _checkpoint_config(spec: TrainingJobSpec) -> CheckpointConfig | None:
         every_steps=checkpoint.every_steps,
         every_seconds=checkpoint.every_seconds or None,
         keep=checkpoint.keep,
+        keep_best=None if best is None else BestConfig(metric=best.metric, mode=best.mode),
         continue_from=checkpoint.continue_from,
     )
 

@@ -15,6 +15,16 @@ ParameterCodec: TypeAlias = Literal["Exact", "BFloat16"]
 UpdateMode: TypeAlias = Literal["Sync", "Async"]
 Weighting: TypeAlias = Literal["Equal", "Examples"]
 ContinueFrom: TypeAlias = Literal["SameJob", "Any"]
+BestMode: TypeAlias = Literal["Max", "Min"]
+
+
+class BestConfig(BaseModel):
+    """Which checkpoint is kept as the best one."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    metric: str = Field(min_length=1)
+    mode: BestMode = "Max"
 
 
 class CheckpointConfig(BaseModel):
@@ -26,6 +36,7 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(default=None, ge=1)
     every_seconds: float | None = Field(default=None, gt=0)
     keep: int = Field(default=3, ge=1)
+    keep_best: BestConfig | None = None
     continue_from: ContinueFrom = "SameJob"
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from backstay_spec.quorum import quorum_of
-from backstay_spec.runtime import ContinueFrom, GradientCodec, ParameterCodec, UpdateMode, Weighting
+from backstay_spec.runtime import BestMode, ContinueFrom, GradientCodec, ParameterCodec, UpdateMode, Weighting
 from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
@@ -25,6 +25,7 @@ __all__ = [
     "Gang",
     "GradientCodec",
     "Json",
+    "KeepBest",
     "ObjectMeta",
     "ParameterCodec",
     "ParameterServers",
@@ -174,6 +175,16 @@ class Wire(SpecModel):
     `Int4`, and 4 bytes of host memory on each worker for each encoded element. Absent: only with local steps."""
 
 
+class KeepBest(SpecModel):
+    """Which checkpoint is the best one: the one whose evaluation has the largest or the smallest value of a metric."""
+
+    metric: str
+    """The name of a number that `evaluate` returns. Evaluations without this name do not count."""
+
+    mode: BestMode = "Max"
+    """`Max`: the largest value is the best, such as an accuracy. `Min`: the smallest value is, such as a loss."""
+
+
 class Checkpoint(SpecModel):
     """Where and how often the job's state is stored; with neither `uri` nor `volume` nothing is stored."""
 
@@ -194,6 +205,10 @@ class Checkpoint(SpecModel):
 
     keep: int = 3
     """How many complete checkpoints of the job are kept. Files of another history are never deleted."""
+
+    keep_best: KeepBest | None = None
+    """Keep the best checkpoint of the job in addition to the newest ones. Needs an evaluator, which evaluates the
+    checkpoints. `backstay.load(uri, best=True)` reads the best one. Absent: only the newest ones are kept."""
 
     continue_from: ContinueFrom = "SameJob"
     """The checkpoints in the folder from which training may continue. `SameJob`: those of a job with this namespace,

@@ -121,7 +121,7 @@ BAD = [
         "spec/checkpoint/interval",
         1,
         "spec.checkpoint.interval: is not a field of spec.checkpoint: its fields are uri, volume, everySteps, "
-        "everySeconds, keep, continueFrom",
+        "everySeconds, keep, keepBest, continueFrom",
     ),
     (
         "spec/workers/template/resources",

@@ -5,7 +5,8 @@ Readers read only files that a manifest names.
 - `_files`: folders on file systems and in object stores; `_names`: the names of the files in them.
 - `_manifest`: the contents of manifests and claims; `_structure`: a tree of parameters as JSON, without pickling.
 - `_lease`: which process may write; `_probe`: whether the folder can be written and read.
-- `_store`: the newest checkpoint of a history; `_reader`: ranges of arrays, for another number of shards.
+- `_store`: the newest checkpoint of a history, and the best one (`_best`).
+- `_reader`: ranges of arrays, for another number of shards.
 - `_start`: initial parameters from another place, by name (`_arrays`, `_orbax`).
 """
 
@@ -16,8 +17,8 @@ from ._export import Exported, export
 from ._files import Folder, PosixFolder, open_folder, same_place
 from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._load import Checkpoint, load
-from ._manifest import Claim, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
-from ._names import parse_manifest
+from ._manifest import Best, Claim, Evaluation, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
+from ._names import ManifestName, parse_manifest
 from ._probe import probe
 from ._reader import Reader
 from ._records import Records, record_name
@@ -26,10 +27,12 @@ from ._store import CheckpointStore, Contents, Newest
 from ._structure import describe_structure, rebuild
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "CheckpointStore",
     "Claim",
     "Contents",
+    "Evaluation",
     "Exported",
     "FileInfo",
     "FileRange",
@@ -41,6 +44,7 @@ __all__ = [
     "LeaseTimes",
     "Manifest",
     "ManifestLeaf",
+    "ManifestName",
     "Newest",
     "Origin",
     "PosixFolder",

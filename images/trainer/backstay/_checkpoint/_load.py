@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,8 @@ class Checkpoint:
         state: the model state, also as NumPy arrays; None for a model without state.
         step: the number of applied updates.
         uri: the manifest of the checkpoint.
-        metrics: the result of the newest evaluation before the checkpoint.
+        metrics: the result of the evaluation of this checkpoint. If it was not evaluated, the result of the newest
+            evaluation before it.
         average: the moving average of the parameters, like `params`; None if the job had no ``train(average=...)``.
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
@@ -40,7 +42,7 @@ class Checkpoint:
     average: Any = field(default=None, repr=False)
 
 
-def load(uri: str, like: Any = None) -> Checkpoint:
+def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
     """Read a checkpoint's parameters and model state.
 
     Args:
@@ -49,13 +51,14 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         like: a tree with the structure that `init` returned; for a model with state, the pair ``(params, state)``. Its
             leaves are arrays or ``jax.ShapeDtypeStruct``. Needed if the parameters contain other containers than
             dicts, lists and tuples.
+        best: whether to read the best checkpoint of a job with ``spec.checkpoint.keepBest``, instead of the newest one.
 
     Returns:
         A `Checkpoint`; its leaves are NumPy arrays of the stored shapes and dtypes.
 
     Raises:
-        CheckpointError: the folder has no complete checkpoint, or `like` has other leaves (the message names the
-            first).
+        CheckpointError: the folder has no complete checkpoint, or with `best` no evaluated one. Or `like` has other
+            leaves (the message names the first).
     """
     uri = str(uri)
     skipped: tuple[str, ...] = ()
@@ -63,6 +66,9 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         folder, _, name = uri.rpartition("/")
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)
+    elif best:
+        store = CheckpointStore(uri)
+        manifest = store.best()
     else:
         store = CheckpointStore(uri)
         newest = store.newest()
@@ -70,6 +76,9 @@ def load(uri: str, like: Any = None) -> Checkpoint:
             damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
             raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
         manifest, skipped = newest.manifest, newest.skipped
+    own = None
+    with contextlib.suppress(CheckpointError):  # it costs the metrics only
+        own = store.evaluation(manifest.key)
     reader = Reader(store, manifest, cache=len(manifest.files))
     has_state = manifest.state_structure is not None
     if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
@@ -105,7 +114,7 @@ def load(uri: str, like: Any = None) -> Checkpoint:
         params=params,
         step=manifest.version,
         uri=store.uri_of(manifest),
-        metrics=dict(manifest.metrics),
+        metrics=dict(manifest.metrics if own is None else own.metrics),
         skipped=skipped,
         state=state,
         average=average,

@@ -19,7 +19,7 @@ from ._names import ManifestName, parse_shard
 from ._sealed import seal, unseal
 from ._structure import check_structure
 
-__all__ = ["FORMAT", "Claim", "FileInfo", "FileRange", "Job", "Manifest", "ManifestLeaf", "Origin"]
+__all__ = ["FORMAT", "Claim", "Evaluation", "FileInfo", "FileRange", "Job", "Manifest", "ManifestLeaf", "Origin"]
 
 FORMAT: Final = 2
 MAX_BYTES: Final = 256 << 20
@@ -251,6 +251,38 @@ class Claim(_Model):
     def parse(cls, text: bytes, where: str) -> Claim:
         """Read a claim. Raises `CheckpointError` as `Manifest.parse` does."""
         return _parse(cls, text, where, "a claim of a checkpoint folder")
+
+
+class Best(_Model):
+    """How the best checkpoint of a history is chosen; see `KeepBest` of the TrainingJob."""
+
+    metric: str
+    mode: Literal["Max", "Min"]
+
+
+class Evaluation(_Model):
+    """The evaluation of one checkpoint. The first one that is reported is stored, and never replaced.
+
+    Attributes:
+        manifest: the name of the checkpoint's manifest.
+        metrics: the numbers that `evaluate` returned. NaN and infinities are left out.
+        best: how the job chose the best checkpoint; None: it did not.
+    """
+
+    format: Literal[2] = 2
+    manifest: str
+    metrics: dict[str, float]
+    best: Best | None = None
+    unix_seconds: float = 0.0
+
+    def text(self) -> bytes:
+        """The content of its file."""
+        return seal(self.model_dump(mode="json"))
+
+    @classmethod
+    def parse(cls, text: bytes, where: str) -> Evaluation:
+        """Read an evaluation. Raises `CheckpointError` as `Manifest.parse` does."""
+        return _parse(cls, text, where, "the evaluation of a checkpoint")
 
 
 _Document = TypeVar("_Document", bound=_Model)

@@ -10,21 +10,26 @@ import re
 from typing import Final, NamedTuple
 
 __all__ = [
+    "EVALUATION_SUFFIX",
     "HIGHEST",
     "MANIFEST_SUFFIX",
     "ClaimName",
     "LeaseName",
     "ManifestName",
     "ShardName",
+    "evaluation_name",
     "is_format_1",
     "is_unknown_manifest",
     "parse_claim",
+    "parse_evaluation",
     "parse_lease",
     "parse_manifest",
     "parse_shard",
 ]
 
 MANIFEST_SUFFIX: Final = ".manifest.json"
+
+EVALUATION_SUFFIX: Final = ".evaluation.json"
 
 HIGHEST: Final = 10**8 - 1
 """The highest number of a lease and of a term: names have eight digits for each."""
@@ -108,6 +113,18 @@ def parse_manifest(name: str) -> ManifestName | None:
     if match is None:
         return None
     return ManifestName(int(match[3]), int(match[2]), int(match[1]), int(match[4]), match[5])
+
+
+def evaluation_name(manifest: ManifestName) -> str:
+    """The name of the file with the evaluation of a checkpoint."""
+    return str(manifest).removesuffix(MANIFEST_SUFFIX) + EVALUATION_SUFFIX
+
+
+def parse_evaluation(name: str) -> ManifestName | None:
+    """The manifest whose evaluation is in the file `name`; None when `name` is not the name of such a file."""
+    if not name.endswith(EVALUATION_SUFFIX):
+        return None
+    return parse_manifest(name.removesuffix(EVALUATION_SUFFIX) + MANIFEST_SUFFIX)
 
 
 def parse_shard(name: str) -> ShardName | None:

@@ -22,17 +22,20 @@ from numpy.typing import NDArray
 
 from .._update import Entry
 from ..errors import CheckpointError, StorageError
+from ._best import best_of
 from ._files import Folder, PosixFolder, open_folder
-from ._manifest import MAX_BYTES, Claim, FileInfo, FileRange, Manifest
+from ._manifest import MAX_BYTES, Best, Claim, Evaluation, FileInfo, FileRange, Manifest
 from ._names import (
     HIGHEST,
     ClaimName,
     LeaseName,
     ManifestName,
     ShardName,
+    evaluation_name,
     is_format_1,
     is_unknown_manifest,
     parse_claim,
+    parse_evaluation,
     parse_lease,
     parse_manifest,
     parse_shard,
@@ -63,6 +66,7 @@ class Contents:
 
     Attributes:
         manifests, claims: newest first.
+        evaluations: the manifests that have a file with their evaluation.
         format_1: manifests that only older versions can read.
         unknown: files with a manifest's name, in a format that this version does not support.
     """
@@ -72,6 +76,7 @@ class Contents:
     claims: tuple[ClaimName, ...]
     leases: tuple[LeaseName, ...]
     shards: tuple[ShardName, ...]
+    evaluations: tuple[ManifestName, ...]
     format_1: tuple[str, ...]
     unknown: tuple[str, ...]
 
@@ -85,6 +90,7 @@ class Contents:
             tuple(sorted((c for name in kept if (c := parse_claim(name)) is not None), reverse=True)),
             tuple(lease for name in kept if (lease := parse_lease(name)) is not None),
             tuple(shard for name in kept if (shard := parse_shard(name)) is not None),
+            tuple(found for name in kept if (found := parse_evaluation(name)) is not None),
             tuple(name for name in kept if is_format_1(name)),
             tuple(name for name in kept if is_unknown_manifest(name)),
         )
@@ -121,6 +127,7 @@ class CheckpointStore:
         self.uri = uri
         self.folder = folder if folder is not None else open_folder(uri)
         self._claims: dict[ClaimName, Claim | None] = {}  # they never change; None: damaged
+        self._evaluations: dict[ManifestName, Evaluation | None] = {}  # likewise
 
     def uri_of(self, manifest: Manifest) -> str:
         """The path or URI of `manifest`."""
@@ -209,7 +216,24 @@ class CheckpointStore:
         self.folder.write(str(name), claim.text())
         return name
 
-    def prune(self, *, keep: int, newest: Manifest) -> list[str]:
+    def write_evaluation(self, evaluation: Evaluation) -> bool:
+        """Store the evaluation of a checkpoint; False if the checkpoint is gone or has an evaluation already.
+
+        Raises:
+            CheckpointError: the write failed, or `Evaluation.manifest` is not the name of a manifest.
+        """
+        name = parse_manifest(evaluation.manifest)
+        if name is None:
+            raise CheckpointError(f"{evaluation.manifest[:200]!r} is not the name of a checkpoint manifest")
+        own = evaluation_name(name)
+        if self.folder.size(evaluation.manifest) is None or self.folder.size(own) is not None:
+            return False
+        self.folder.write(own, evaluation.text())
+        return True
+
+    def prune(
+        self, *, keep: int, newest: Manifest, best: Best | None = None, pinned: ManifestName | None = None
+    ) -> list[str]:
         """Delete all but the newest `keep` checkpoints of a history, and its shard files that no manifest names.
 
         This never deletes files of another history. It also keeps files as new as `newest`, which may be a part of an
@@ -217,6 +241,8 @@ class CheckpointStore:
 
         Args:
             newest: the last manifest that this process stored.
+            best: also keep the best checkpoint by this rule; None: the best one is not kept.
+            pinned: also keep this checkpoint, which is being evaluated.
 
         Returns:
             The names of the deleted files.
@@ -232,6 +258,11 @@ class CheckpointStore:
         outside = [name for name in mine if excluded(name, claims) is not None]
         inside = [name for name in mine if name not in outside]
         kept = inside[: max(1, keep)]
+        old = inside[max(1, keep) :]
+        if best is not None:
+            found = best_of(self.evaluations(contents, inside), best)
+            kept += [name for name in old if name in (found, pinned)]
+            old = [name for name in old if name not in kept]
         needed = {info.name for name in kept for info in self._files_of(str(name))}
         loose = [
             str(name)
@@ -251,7 +282,8 @@ class CheckpointStore:
             and base.history == own.history
         ]
         # Manifests first: a checkpoint without its manifest does not exist. One without its files is damaged.
-        doomed = [*map(str, outside), *map(str, inside[max(1, keep) :]), *loose, *past]
+        doomed = [*map(str, outside), *map(str, old), *loose, *past]
+        doomed += [evaluation_name(name) for name in contents.evaluations if str(name) in set(doomed)]
         for name in doomed:
             self.folder.delete(name)
         if isinstance(self.folder, PosixFolder):
@@ -324,6 +356,50 @@ class CheckpointStore:
         other += [f"{name}: has a format that this version does not read" for name in contents.unknown]
         return Newest(None, tuple(skipped + other), tuple(unusable + other))
 
+    def evaluations(self, contents: Contents, names: Iterable[ManifestName]) -> dict[ManifestName, Evaluation]:
+        """The evaluations of these checkpoints, as far as they exist and can be read. Raises `StorageError`."""
+        stored = set(contents.evaluations)
+        return {name: found for name in names if name in stored and (found := self.evaluation(name)) is not None}
+
+    def evaluation(self, name: ManifestName) -> Evaluation | None:
+        """The evaluation of a checkpoint; None if it has none, or a damaged one. Raises `StorageError`."""
+        if name not in self._evaluations and self.folder.size(evaluation_name(name)) is not None:
+            self._evaluations[name] = self._read_evaluation(name)
+        return self._evaluations.get(name)
+
+    def best(self) -> Manifest:
+        """The best complete checkpoint of the newest history, by the rule of its newest evaluation.
+
+        Raises:
+            CheckpointError: the folder has no complete checkpoint, or none has an evaluation that counts.
+            StorageError: the folder cannot be listed, or a file in it cannot be read.
+        """
+        contents = self.contents()
+        newest = self.newest(verify=False, contents=contents).manifest
+        if newest is None:
+            raise CheckpointError(f"there is no complete checkpoint in {self.uri}")
+        claims = self._readable_claims(contents)
+        inside = [
+            name
+            for name in contents.manifests
+            if name.history == newest.origin.history and excluded(name, claims) is None
+        ]
+        evaluations = self.evaluations(contents, inside)
+        rules = [evaluations[name].best for name in inside if name in evaluations]
+        rule = next((rule for rule in rules if rule is not None), None)
+        while rule is not None and (name := best_of(evaluations, rule)) is not None:
+            try:
+                return self.open(str(name), verify=False)
+            except StorageError:
+                raise
+            except CheckpointError:
+                del evaluations[name]  # a damaged one is not the best
+        if rule is None:
+            why = "the job that wrote them has no spec.checkpoint.keepBest"
+        else:
+            why = f"no evaluation of a complete checkpoint has the metric {rule.metric!r}"
+        raise CheckpointError(f"there is no best checkpoint in {self.uri}: {why}")
+
     def newest_claim(self, contents: Contents) -> Claim | None:
         """The newest claim that is not damaged. Raises `StorageError`."""
         claims = self._readable_claims(contents)
@@ -393,6 +469,16 @@ class CheckpointStore:
             return None  # then nothing is excluded because of it
         own = (claim.lease, claim.term, claim.origin.history)
         return claim if own == (name.lease, name.term, name.history) else None
+
+    def _read_evaluation(self, name: ManifestName) -> Evaluation | None:
+        own = evaluation_name(name)
+        try:
+            evaluation = Evaluation.parse(self._read_small(own, 1 << 20), f"{self.uri}/{own}")
+        except StorageError:
+            raise
+        except CheckpointError:
+            return None  # the checkpoint itself does not depend on it
+        return evaluation if evaluation.manifest == str(name) else None
 
     def _read_small(self, name: str, limit: int) -> bytes:
         size = self.folder.size(name)

@@ -205,10 +205,18 @@ class ControlClient:
         spans = self._outbox.take(incarnation)
         return b"" if spans is None else spans.SerializeToString()
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], error: str = "") -> None:
-        """Report the result of `evaluate` to shard 0."""
-        request = EvaluatedRequest(peer=self.peer, step=step, metrics=dict(metrics), error=error)
+    def evaluated(self, step: int, metrics: Mapping[str, float], error: str = "", checkpoint: str = "") -> None:
+        """Report the result of `evaluate` to shard 0.
+
+        Args:
+            checkpoint: the name of the manifest of the evaluated checkpoint; empty: the last parameters were evaluated.
+        """
+        request = EvaluatedRequest(peer=self.peer, step=step, metrics=dict(metrics), error=error, checkpoint=checkpoint)
         self._call(0, "Evaluated", request)
+
+    def evaluates(self, step: int, checkpoint: str) -> None:
+        """Report to shard 0 that the evaluation of this checkpoint begins."""
+        self._call(0, "Evaluated", EvaluatedRequest(peer=self.peer, step=step, checkpoint=checkpoint, begins=True))
 
     def leave(self, *, trained: bool = False) -> None:
         """Report to every shard that this pod leaves. A shard that does not answer notices the silence.

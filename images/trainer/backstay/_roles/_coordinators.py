@@ -211,6 +211,13 @@ class LocalCoordinator:
 
     def evaluated(self, request: EvaluatedRequest) -> None:
         """An evaluator, or worker 0, reports an evaluation."""
+        if request.begins:
+            self._storage.pin(request.checkpoint)
+            return
+        newest = self.observer.checkpoint
+        evaluated = request.checkpoint or (newest.uri.rpartition("/")[2] if newest.step == request.step else "")
+        if not request.error:
+            self._storage.evaluated(evaluated, request.metrics)
         self.observer.evaluated(request)
         self.driving.do(Coordinator.evaluated, request.step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -11,7 +12,7 @@ from .. import _instrument
 from .._checkpoint import load
 from .._control import ControlClient, Heartbeats
 from .._process import Environment, Stop
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
 from ._worker_end import raise_end, report_evaluation
@@ -45,7 +46,7 @@ class Evaluator:
         self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
         self._control = ControlClient(environment.servers, environment.token, peer, environment.timeouts)
         self._lost = False
-        self._found: tuple[int, dict[str, float], str] | None = None
+        self._found: tuple[int, dict[str, float], str, str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
 
     def run(self) -> None:
@@ -67,13 +68,17 @@ class Evaluator:
         self._join()
         self._heart.start()
         self._heart.activity = WAITING
-        seen: tuple[str, int] = ("", -1)
+        seen: tuple[str, int] = ("", 0)  # as long as there is no checkpoint
         while True:
             job = self._heart.wait(
                 lambda job: job.done or bool(job.failed) or (job.checkpoint, job.checkpoint_step) != seen,  # noqa: B023
                 self._env.timeouts.evaluator_check,
             )
             raise_end(self._heart, job, self._stop)
+            if self._lost and not job.done:  # before an evaluation: a server waits at its end for pods that have joined
+                self._lost = False
+                self._join()
+                self._report()  # the server with the last report may have ended
             newest = (job.checkpoint, job.checkpoint_step)
             if job.checkpoint and newest != seen:
                 seen = newest
@@ -81,10 +86,6 @@ class Evaluator:
                 continue
             if job.done:
                 return
-            if self._lost:
-                self._lost = False
-                self._join()
-                self._report()  # the server with the last report may have ended
 
     def _join(self) -> None:
         replies = self._control.join_all(self._plan.agreement, self._stop.requested.is_set)
@@ -96,10 +97,16 @@ class Evaluator:
         self._lost = True
 
     def _one(self, checkpoint: str, step: int) -> None:
-        uri = f"{str(self._env.checkpoint_uri).rstrip('/')}/{checkpoint.rpartition('/')[2]}"
+        name = checkpoint.rpartition("/")[2]
+        uri = f"{str(self._env.checkpoint_uri).rstrip('/')}/{name}"
         error, metrics = "", {}
         self._heart.activity = TRAINING
         began = time.monotonic()
+        config = self._env.config.checkpoint
+        if config is not None and config.keep_best is not None:
+            # A lost report costs a best checkpoint only if `keep` newer ones exist before the evaluation ends.
+            with contextlib.suppress(PeerLost, Refused):
+                self._control.evaluates(step, name)
         try:
             with _instrument.span("evaluate", step):
                 found = load(uri, like=self._plan.partition.tree.shapes())
@@ -114,7 +121,7 @@ class Evaluator:
         self._heart.activity = WAITING
         self._metrics.step.set(step)
         self._metrics.evaluation_seconds.observe(time.monotonic() - began)
-        self._found = step, metrics, error
+        self._found = step, metrics, error, name
         self._report()
 
     def _report(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .._checkpoint import FolderLease, Holder, Job, PosixFolder
+from .._checkpoint import Best, FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
 from .._coordination import MODES, Coordinator, Intervals, Rules
 from .._process import SIGTERM_EXIT
@@ -47,6 +47,7 @@ def _open_storage(
     job = Job(namespace=environment.namespace, name=environment.job, uid=environment.uid)
     holder = Holder(job, environment.incarnation, environment.pod_name)
     checkpoint = environment.config.checkpoint
+    best = None if checkpoint is None else checkpoint.keep_best
     identity = Identity(
         job=job,
         incarnation=environment.incarnation,
@@ -55,6 +56,7 @@ def _open_storage(
         settings=_settings(environment, script, plan),
         any_history=checkpoint is not None and checkpoint.continue_from == "Any",
         stops=script.stop_when is not None,
+        best=None if best is None else Best(metric=best.metric, mode=best.mode),
         start_from="" if script.start_from is None else script.start_from.uri,
     )
     return ManifestStorage(

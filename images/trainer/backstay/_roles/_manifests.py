@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from .. import _instrument
 from .._checkpoint import (
+    Best,
     CheckpointStore,
     Claim,
     Contents,
+    Evaluation,
     FileInfo,
     FileRange,
     FolderLease,
@@ -25,6 +28,7 @@ from .._checkpoint import (
     Newest,
     Origin,
     describe_structure,
+    parse_manifest,
     same_place,
 )
 from .._coordination import CoordinatorState, WriteManifest
@@ -39,6 +43,7 @@ from ..errors import (
 from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
+    from .._checkpoint import ManifestName
     from .._update import Partition, TreeSpec
     from ._reports import Reports
 
@@ -53,6 +58,9 @@ KNOWN_SECONDS = 2.0
 
 _OPTIMIZER = ("optimizer", "optimizer_constants")
 
+EVALUATION_SECONDS = 2.0
+"""How long the report of an evaluation waits for the folder."""
+
 CLOSE_SECONDS = 10.0
 """How long a server that ends waits for a manifest that is being stored."""
 
@@ -66,6 +74,7 @@ class Identity:
         settings: settings that may change between two runs, as text.
         any_history: whether a history of another job or seed may be continued.
         start_from: the place of the initial parameters, as the script names it; empty: `init` returns them.
+        best: how the best checkpoint is chosen, which is kept; None: only the newest ones are.
         stops: whether the script may end training early: then a history that it has ended stays ended.
     """
 
@@ -77,6 +86,7 @@ class Identity:
     any_history: bool = False
     start_from: str = ""
     stops: bool = False
+    best: Best | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,8 @@ class ManifestStorage:
         self._up_to: tuple[int, int] | None = None  # taken over: the (term, version) that this server held then
         self._taking_over = threading.Lock()  # for `_base` and `_begun`, while `known` waits
         self._claimed: tuple[int, int] = (0, 0)  # (lease, term) of the newest claim
+        self._pinned: ManifestName | None = None  # the checkpoint that is being evaluated
+        self._last: Manifest | None = None  # the newest one that this process stored
         self.continued: Continued | None = None
         self.reports: Reports | None = None  # closed with this storage
 
@@ -148,10 +160,8 @@ class ManifestStorage:
             # Another process that took the lease before the manifest existed does not count it.
             self._lease.check()
         _instrument.reach("manifest", manifest.version)
-        try:
-            self._store.prune(keep=self._keep(), newest=manifest)
-        except CheckpointError as error:
-            _LOG.warning("old checkpoints could not be deleted: %s", error)
+        self._last = manifest
+        self._prune(manifest)
         return self._store.uri_of(manifest)
 
     def _manifest(self, order: WriteManifest) -> Manifest:
@@ -194,6 +204,49 @@ class ManifestStorage:
             structure=self._partition.structure_digest.hex(),
             settings=dict(settings),
         )
+
+    def _prune(self, newest: Manifest) -> None:
+        try:
+            self._store.prune(keep=self._keep(), newest=newest, best=self._identity.best, pinned=self._pinned)
+        except CheckpointError as error:
+            _LOG.warning("old checkpoints could not be deleted: %s", error)
+
+    def pin(self, manifest: str) -> None:
+        """Keep this checkpoint until `evaluated` is called with it, or another one is pinned."""
+        self._pinned = parse_manifest(manifest)
+
+    def evaluated(self, manifest: str, metrics: Mapping[str, float]) -> None:
+        """Store the evaluation of a checkpoint. A failure costs the evaluation, and not the training.
+
+        Args:
+            manifest: the name of the checkpoint's manifest, of any history.
+        """
+        name = parse_manifest(manifest)
+        if name is None or name.history != self._history:
+            return
+        finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+        best = self._identity.best
+        record = Evaluation(manifest=manifest, metrics=finite, best=best, unix_seconds=time.time())
+        if not self._lock.acquire(timeout=EVALUATION_SECONDS):
+            _LOG.warning("the evaluation of %s could not be stored: the folder does not answer", manifest)
+            return
+        try:
+            self._hold()
+            self._lease.check()
+            self._pinned = None
+            if self._store.write_evaluation(record) and best is not None and self._last is not None:
+                self._prune(self._last)  # another checkpoint may be the best one now
+        except BackstayError as error:
+            _LOG.warning("the evaluation of %s could not be stored: %s", manifest, error)
+        finally:
+            self._lock.release()
+        if best is not None and best.metric not in finite:
+            _LOG.warning(
+                "the evaluation of step %d has no finite number %r, which spec.checkpoint.keepBest names; it has: %s",
+                name.version,
+                best.metric,
+                ", ".join(sorted(finite)) or "none",
+            )
 
     def known(self, state: CoordinatorState) -> tuple[str, tuple[int, int]]:
         """Take the folder over in the middle of a term, from memory.
@@ -494,6 +547,12 @@ class NoStorage:
         self._start = self._start or self._fixed_start()
         term = max(above_term, self._least) + 1
         return CoordinatorState(term=term, version=0, world=self._world(), start_from=self._start), ""
+
+    def pin(self, manifest: str) -> None:
+        """See `ManifestStorage.pin`."""
+
+    def evaluated(self, manifest: str, metrics: Mapping[str, float]) -> None:
+        """See `ManifestStorage.evaluated`."""
 
     def closing(self) -> None:
         """See `ManifestStorage.closing`."""

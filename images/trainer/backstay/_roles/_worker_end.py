@@ -44,11 +44,13 @@ def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
         raise Stopped
 
 
-def report_evaluation(control: ControlClient, stop: Stop, step: int, metrics: Mapping[str, float], error: str) -> None:
+def report_evaluation(
+    control: ControlClient, stop: Stop, step: int, metrics: Mapping[str, float], error: str, checkpoint: str = ""
+) -> None:
     """Report an evaluation to shard 0, for at most 10 s. If its server is lost, the successor gets the evaluation."""
     for _ in range(40):
         try:
-            control.evaluated(step, metrics, error)
+            control.evaluated(step, metrics, error, checkpoint)
             return
         except (PeerLost, Refused) as failure:
             _LOG.debug("the evaluation could not be reported: %s", failure)

@@ -1,0 +1,54 @@
+"""`checkpoint.keepBest` in a job of real processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import backstay
+from backstay._checkpoint import CheckpointStore
+
+
+@pytest.mark.parametrize("mode", ["Max", "Min"])
+def test_t7_the_best_checkpoint_stays_though_the_server_of_shard_0_dies(job: Any, tmp_path: Path, mode: str) -> None:
+    """T6, T7: only the newest checkpoint and the best one stay, and the next server finds the evaluations."""
+    uri = str(tmp_path / "checkpoints")
+    rule = {"metric": "squares", "mode": mode}
+    tiny = job(1, 1, evaluator=True, checkpoint={"uri": uri, "every_steps": 2, "keep": 1, "keep_best": rule})
+    released = tmp_path / "let"
+    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "LET": str(released), "LEARNING_RATE": "0.3"}
+    server, worker, evaluator = tiny.server(0, 1), tiny.worker(0), tiny.start("evaluator", 0)
+    servers = [server]
+    tiny.wait_for(server, "evaluation of step 2 ")
+    released.write_text("4")
+    tiny.wait_for(server, "evaluation of step 4 ")
+    server.process.send_signal(signal.SIGKILL)
+    servers.append(tiny.server(0, 2))
+    released.write_text("8")
+    assert [pod.wait() for pod in (servers[-1], worker, evaluator)] == [0, 0, 0]
+    said = "".join(pod.output() for pod in servers)
+    values = {int(step): float(value) for step, value in re.findall(r"evaluation of step (\d+)  squares (\S+)", said)}
+    assert {2, 4, 8} <= set(values)
+    best = (max if mode == "Max" else min)(values, key=values.__getitem__)
+    assert {name.version for name in CheckpointStore(uri).contents().manifests} == {best, 8}
+    found = backstay.load(uri, best=True)
+    assert found.step == best
+    assert found.metrics["squares"] == pytest.approx(values[best], rel=1e-5)
+    assert backstay.load(uri).step == 8
+
+
+def test_a_metric_that_evaluate_does_not_return_is_named(job: Any, tmp_path: Path) -> None:
+    uri = str(tmp_path / "checkpoints")
+    rule = {"metric": "acuracy", "mode": "Max"}
+    tiny = job(1, 1, evaluator=True, checkpoint={"uri": uri, "every_steps": 4, "keep_best": rule})
+    tiny.environment = {"STEPS": "4"}
+    tiny.start_all()
+    tiny.start("evaluator", 0)
+    assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
+    assert "has no finite number 'acuracy', which spec.checkpoint.keepBest names; it has: squares" in (
+        tiny.pods[0].output()
+    )
