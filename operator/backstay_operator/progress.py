@@ -193,7 +193,8 @@ def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:
     if not reply.HasField("term_start"):
         return None
     start = reply.term_start
-    return TermStart(start.term, start.step, start.checkpoint, start.redone, tuple(start.changes))
+    texts = tuple(start.changes), tuple(start.taken_over)
+    return TermStart(start.term, start.step, start.checkpoint, start.redone, *texts)
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:

@@ -39,6 +39,7 @@ class TermStart:
         checkpoint: the URI of that version's checkpoint; empty: the initial parameters.
         redone: updates of the previous term after `step`, as far as this coordinator applied them itself.
         changes: settings that differ from those of the run that stored the checkpoint, as text.
+        taken_over: leases of the checkpoint folder that were not renewed, so that this run took the folder over.
     """
 
     term: int
@@ -46,6 +47,7 @@ class TermStart:
     checkpoint: str = ""
     redone: int = 0
     changes: tuple[str, ...] = ()
+    taken_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

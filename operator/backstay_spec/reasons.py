@@ -251,6 +251,13 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "If this is frequent, use `standbys: 1` or store checkpoints more often.",
     ),
     EventDoc(
+        "LeaseTakenOver",
+        "Warning",
+        "The folder of the checkpoints had a lease that was not renewed: of a run that was killed, or an unreadable "
+        "file. This run took the folder over.",
+        "None, if the other run has ended. Otherwise use another folder for one of the two.",
+    ),
+    EventDoc(
         "SettingsChanged",
         "Warning",
         "This run has other settings than the run that stored the checkpoint.",

@@ -12,6 +12,7 @@ import pytest
 
 from backstay._checkpoint import (
     CheckpointStore,
+    FolderLease,
     Job,
     Manifest,
     ManifestLeaf,
@@ -19,7 +20,8 @@ from backstay._checkpoint import (
     describe_structure,
 )
 from backstay._coordination import CoordinatorState
-from backstay._update import Entry
+from backstay._roles._manifests import Identity, ManifestStorage
+from backstay._update import Entry, describe
 
 HISTORY = "00000000000000aa"
 
@@ -92,6 +94,24 @@ def write_checkpoint(
         **more,
     )
     return store.write_manifest(manifest)
+
+
+@pytest.fixture(scope="session")
+def storage_of() -> Callable[..., Any]:
+    """Makes the storage of shard 0's server, for a job with one parameter `a` of four elements."""
+
+    class Layout:
+        """The attributes of a partition that `ManifestStorage` uses."""
+
+        tree = describe({"a": np.zeros(4, np.float32)})
+        digest = structure_digest = b""
+
+    def make(store: CheckpointStore, lease: FolderLease, job: Job, *, keep: int = 1) -> ManifestStorage:
+        identity = Identity(job, incarnation=1, seed=0, steps=100, settings={})
+        layout: Any = Layout()
+        return ManifestStorage(store, lease, layout, identity, keep=lambda: keep, world=lambda: 1, metrics=dict)
+
+    return make
 
 
 @pytest.fixture(scope="session")

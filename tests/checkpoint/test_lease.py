@@ -192,6 +192,53 @@ def test_t7_a_damaged_lease_does_not_block_a_writer_forever(start: Start) -> Non
     assert second.now <= TIMES.silence + 2 * TIMES.renew
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\x00" * 2048, b" " * (1 << 20)], ids=["empty", "torn", "zeros", "huge"]
+)
+def test_t8_an_unreadable_lease_is_taken_over_after_its_time_and_named(start: Start, content: bytes) -> None:
+    """For example a file of 0 bytes after a full disk. No process renews it."""
+    run = start("a", "1")
+    name = "lease-00000007-0123456789abcdef.json"
+    run.store.folder.write(name, content)
+    run.lease.acquire()
+    assert TIMES.silence <= run.now <= TIMES.silence + 2 * TIMES.renew
+    assert run.lease.taken_over == [
+        f"the lease {name} cannot be read ({len(content) if len(content) < 1 << 15 else 23} bytes), and did not change "
+        f"for {TIMES.silence:.0f} s"
+    ]
+    assert name not in run.store.folder.names()
+    run.lease.check()
+
+
+def test_t6_an_unreadable_lease_that_is_renewed_has_a_running_writer(start: Start) -> None:
+    """A later version of Backstay may write another format. The content changes, so the folder is in use."""
+    run = start("a", "1")
+    name = "lease-00000007-0123456789abcdef.json"
+    run.store.folder.write(name, b"00000")
+    run.meanwhile = lambda: run.store.folder.rewrite(name, b"%05d" % run.waits)
+    with pytest.raises(CheckpointInUse, match=f"an unknown process, whose lease {name} cannot be read"):
+        run.lease.acquire()
+    assert run.store.folder.names() == [name]
+
+
+def test_t8_unreadable_leases_that_appear_again_and_again_are_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("a", "1")
+    write = run.store.folder.write
+    written: list[str] = []
+
+    def beside(name: str, fill: bytes) -> None:
+        written.append(f"lease-{len(written) + 10:08d}-0123456789abcdef.json")
+        write(written[-1], b"")
+        write(name, fill)
+
+    monkeypatch.setattr(run.store.folder, "write", beside)
+    with pytest.raises(CheckpointInUse, match="The lease files of the other runs are lease-000000") as caught:
+        run.lease.acquire()
+    assert written[-1] in str(caught.value)
+
+
 def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) -> None:
     """A lease is rewritten in place: its file keeps its size and its blocks on the disk."""
     first = Process(str(tmp_path), "a", "1")

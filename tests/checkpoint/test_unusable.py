@@ -12,8 +12,6 @@ import pytest
 
 from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, Manifest
 from backstay._checkpoint._names import HIGHEST, ClaimName, LeaseName
-from backstay._roles._manifests import Identity, ManifestStorage
-from backstay._update import describe
 from backstay.errors import CheckpointError
 
 Write = Callable[..., Manifest]
@@ -21,19 +19,19 @@ PARAMS = {"a": np.arange(4, dtype=np.float32)}
 JOB = Job(namespace="default", name="a", uid="1")
 
 
-class Layout:
-    """The attributes of a partition that `ManifestStorage` uses."""
-
-    tree = describe(PARAMS)
-    digest = structure_digest = b""
+Open = Callable[[Path], Any]
 
 
-def storage_of(folder: Path) -> ManifestStorage:
-    store = CheckpointStore(str(folder))
-    lease = FolderLease(store, Holder(JOB, 1), lost=lambda error: None, wait=lambda seconds: False)
-    identity = Identity(JOB, incarnation=1, seed=0, steps=100, settings={})
-    layout: Any = Layout()
-    return ManifestStorage(store, lease, layout, identity, keep=lambda: 1, world=lambda: 1, metrics=dict)
+@pytest.fixture
+def open_storage(storage_of: Callable[..., Any]) -> Open:
+    """Makes the storage of a run in a folder."""
+
+    def make(folder: Path) -> Any:
+        store = CheckpointStore(str(folder))
+        lease = FolderLease(store, Holder(JOB, 1), lost=lambda error: None, wait=lambda seconds: False)
+        return storage_of(store, lease, JOB)
+
+    return make
 
 
 def names_in(folder: Path) -> list[str]:
@@ -46,7 +44,9 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "later format", "format 1", "size", "content"])
-def test_t7_a_folder_without_a_usable_checkpoint_is_refused(tmp_path: Path, write: Write, damage: str) -> None:
+def test_t7_a_folder_without_a_usable_checkpoint_is_refused(
+    tmp_path: Path, write: Write, open_storage: Open, damage: str
+) -> None:
     manifest = write(CheckpointStore(str(tmp_path)), PARAMS, version=10)
     path, arrays = tmp_path / manifest.name, tmp_path / manifest.files[0].name
     match damage:
@@ -61,7 +61,7 @@ def test_t7_a_folder_without_a_usable_checkpoint_is_refused(tmp_path: Path, writ
         case "content":
             flip(arrays)
     before = names_in(tmp_path)
-    storage = storage_of(tmp_path)
+    storage = open_storage(tmp_path)
     try:
         with pytest.raises(CheckpointError, match=r"can use none of them. Restore the files, use another") as caught:
             storage.newest(0)
@@ -74,13 +74,15 @@ def test_t7_a_folder_without_a_usable_checkpoint_is_refused(tmp_path: Path, writ
     assert damage == "content" or names_in(tmp_path) == before
 
 
-def test_t7_an_older_checkpoint_that_can_be_used_is_used(tmp_path: Path, write_named: Write) -> None:
+def test_t7_an_older_checkpoint_that_can_be_used_is_used(
+    tmp_path: Path, write_named: Write, open_storage: Open
+) -> None:
     store = CheckpointStore(str(tmp_path))
     for version in (10, 20):
         newest = write_named(store, PARAMS, version=version)
     flip(tmp_path / newest.name)
     (tmp_path / "step-30.history-7.manifest.json").write_text("{}")
-    storage = storage_of(tmp_path)
+    storage = open_storage(tmp_path)
     try:
         state, _ = storage.newest(0)
     finally:
@@ -98,10 +100,10 @@ def test_t7_an_older_checkpoint_that_can_be_used_is_used(tmp_path: Path, write_n
     ids=["term", "claim's lease", "lease"],
 )
 def test_t6_numbers_that_are_used_up_are_refused_before_anything_is_written(
-    tmp_path: Path, name: object, what: str
+    tmp_path: Path, open_storage: Open, name: object, what: str
 ) -> None:
     (tmp_path / str(name)).write_bytes(b"")
-    storage = storage_of(tmp_path)
+    storage = open_storage(tmp_path)
     with pytest.raises(CheckpointError, match=f"has the highest {what} number {HIGHEST}"):
         storage.newest(0)
     storage.close()

@@ -88,6 +88,21 @@ def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> No
     ]
 
 
+def test_a_lease_that_was_taken_over_is_named_once(running: Any) -> None:
+    """T8: also in a folder without a checkpoint."""
+    job = running()
+    text = "the lease lease-1.json cannot be read (0 bytes), and did not change for 5 s"
+    for step in (1, 20):
+        job.answer(term=1, step=step, last=(1, step), term_start=TermStart(1, 0, taken_over=(text,)))
+        job.settle()
+    job.answer(term=2, step=11, last=(2, 11), term_start=TermStart(2, 10, URI, redone=10, taken_over=(text,)))
+    job.settle()
+    assert sent_events(job, "LeaseTakenOver", "RolledBack") == [
+        ("LeaseTakenOver", f"{text}: this run writes the checkpoints now"),
+        ("RolledBack", "back to the checkpoint of step 10: 10 updates are redone"),
+    ]
+
+
 def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> None:
     job = running()
     metrics = {"mse": 0.1768481, "bad": float("nan")}

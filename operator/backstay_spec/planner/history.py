@@ -59,13 +59,13 @@ def _term(facts: Facts, progress: Progress) -> Changes:
     if redone:
         updates = "1 update is" if redone == 1 else f"{redone} updates are"
         return Changes((warning("RolledBack", f"back to {place}: {at_least}{updates} redone"),), fields)
+    events = [warning("LeaseTakenOver", f"{text}: this run writes the checkpoints now") for text in start.taken_over]
     if start.checkpoint:
-        events = [normal("Continued", f"training continues from {place}: {start.checkpoint}")]
+        events.append(normal("Continued", f"training continues from {place}: {start.checkpoint}"))
         if start.changes:
             changed = "; ".join(start.changes)
             events.append(warning("SettingsChanged", f"changed since the checkpoint of step {start.step}: {changed}"))
-        return Changes(tuple(events), fields)
-    return Changes(fields=fields)
+    return Changes(tuple(events), fields)
 
 
 def _evaluation(facts: Facts, progress: Progress) -> Changes:

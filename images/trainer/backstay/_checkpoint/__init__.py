@@ -19,7 +19,7 @@ from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._load import Checkpoint, load
 from ._manifest import Best, Claim, Evaluation, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
 from ._names import ManifestName, parse_manifest
-from ._probe import probe
+from ._probe import forbidden, probe
 from ._reader import Reader
 from ._records import Records, record_name
 from ._start import StartFrom, read_start
@@ -54,6 +54,7 @@ __all__ = [
     "describe_structure",
     "export",
     "fix",
+    "forbidden",
     "load",
     "open_folder",
     "parse_manifest",

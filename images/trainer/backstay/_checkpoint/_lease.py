@@ -36,6 +36,9 @@ _WIDTH: Final = 2048
 
 _ATTEMPTS: Final = 20
 
+_LARGEST: Final = 16 * _WIDTH
+"""Bytes of a lease file that are read. A larger file is not a lease that this code wrote."""
+
 
 class Interrupted(CheckpointError):  # noqa: N818
     """A signal to stop the process arrived while it waited."""
@@ -97,7 +100,7 @@ class _Record(BaseModel):
 
 @dataclass
 class _Watched:
-    """A lease of another run while a challenger watches it."""
+    """A lease of another run, or an unreadable one, while a challenger watches it."""
 
     content: bytes
     record: _Record | None
@@ -135,6 +138,7 @@ class FolderLease:
         self._state: Literal["held", "closing", "released"] = "held"
         self._records: dict[LeaseName, _Record | None] = {}  # as first read: their owners never change
         self._error: BackstayError | None = None
+        self.taken_over: list[str] = []  # for people: leases that were not renewed, so this process took over
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -160,6 +164,7 @@ class FolderLease:
             if self._name is not None:
                 return
             dead: set[LeaseName] = set()
+            rivals: list[LeaseName] = []
             for _ in range(_ATTEMPTS):
                 contents = self._store.contents()
                 self._not_superseded(contents)
@@ -168,7 +173,7 @@ class FolderLease:
                 # lease is lost only to a higher number.
                 name = LeaseName(contents.next_lease(self._store.uri), secrets.token_hex(8))
                 self._folder.write(str(name), self._text(name.number))
-                if self._alone(name, dead):
+                if not (rivals := self._rivals(name, dead)):
                     break
                 # Two processes wrote at the same time: both withdraw, and try again at different times.
                 self._folder.delete(str(name))
@@ -177,7 +182,8 @@ class FolderLease:
             else:
                 raise CheckpointInUse(
                     f"several runs try to write checkpoints into {self._store.uri} at the same time: a folder has one "
-                    "writer at a time; use another checkpoint.uri"
+                    f"writer at a time; use another checkpoint.uri. The lease files of the other runs are "
+                    f"{', '.join(map(str, rivals))}"
                 )
             self._name = name
             for old in self._store.contents().leases:
@@ -196,19 +202,20 @@ class FolderLease:
         with self._lock:
             self._watch(list(self._store.contents().leases))
 
-    def _alone(self, own: LeaseName, dead: set[LeaseName]) -> bool:
+    def _rivals(self, own: LeaseName, dead: set[LeaseName]) -> list[LeaseName]:
+        """Leases of other runs that were written while this process requested the folder."""
         contents = self._store.contents()
         try:
             self._not_superseded(contents)
         except Superseded:
             self._folder.delete(str(own))
             raise
-        for name in contents.leases:
-            record = self._read(name)
-            rival = name != own and name not in dead and (record is None or record.job != self._holder.job)
-            if rival and (record is None or record.state != "released"):
-                return False
-        return True
+        others = {name: self._read(name) for name in contents.leases if name != own and name not in dead}
+        return [
+            name
+            for name, record in others.items()
+            if record is None or (record.job != self._holder.job and record.state != "released")
+        ]
 
     def _not_superseded(self, contents: Contents) -> None:
         for name in contents.leases:
@@ -222,15 +229,19 @@ class FolderLease:
     def _watch(self, names: list[LeaseName]) -> set[LeaseName]:
         """Wait until every lease in `names` of another run is released or silent; returns these leases.
 
+        A lease that cannot be read, such as an empty file, may be another run's. It is watched as well.
+
         Raises:
-            CheckpointInUse: a lease of another run is renewed.
+            CheckpointInUse: a lease of another run is renewed, or the content of an unreadable one changes.
         """
         began = self._clock()
         watched: dict[LeaseName, _Watched] = {}
         for name in names:
             content = self._content(name)
+            if content is None:
+                continue
             record = _parse(content)
-            if content and (record is None or record.job != self._holder.job):
+            if record is None or record.job != self._holder.job:
                 watched[name] = _Watched(content, record, self._clock())
         while waiting := [name for name, one in watched.items() if not one.silent]:
             for name in waiting:
@@ -243,17 +254,28 @@ class FolderLease:
 
     def _look(self, name: LeaseName, one: _Watched, began: float) -> None:
         content, now = self._content(name), self._clock()
+        if content is None:
+            one.silent = True
+            return
         record = _parse(content) or one.record
-        if not content or (record is not None and record.state == "released"):
+        if record is not None and record.state == "released":
             one.silent = True
             return
         one.looks += 1
         silence = record.silence if record is not None else self.times.silence
-        who = str(record.holder) if record is not None else "an unknown process"
+        who = str(record.holder) if record is not None else f"an unknown process, whose lease {name} cannot be read"
         if content == one.content:
             # Several reads: a process that was paused between the first and the second has no evidence of silence.
             if now - one.since >= silence and one.looks >= 5:
-                _LOG.info("%s was silent for %.0f s: taking over the checkpoint folder", who, silence)
+                if record is None:
+                    text = (
+                        f"the lease {name} cannot be read ({len(content)} bytes), and did not change for "
+                        f"{silence:.0f} s"
+                    )
+                else:
+                    text = f"{who} was silent for {silence:.0f} s"
+                _LOG.warning("%s: taking over the checkpoint folder", text)
+                self.taken_over.append(text)
                 one.silent = True
             elif "wait" not in one.logged:
                 one.logged.add("wait")
@@ -381,19 +403,22 @@ class FolderLease:
     def _read(self, name: LeaseName) -> _Record | None:
         known = self._records.get(name)
         if known is None:
-            known = self._records[name] = _parse(self._content(name))
+            known = self._records[name] = _parse(self._content(name) or b"")
         return known
 
-    def _content(self, name: LeaseName) -> bytes:
-        """The content of the file; empty when it does not exist."""
-        if self._folder.size(str(name)) is None:
-            return b""
+    def _content(self, name: LeaseName) -> bytes | None:
+        """The content of the file; None when it does not exist."""
+        size = self._folder.size(str(name))
+        if size is None:
+            return None
+        if size > _LARGEST:
+            return f"a file of {size} bytes".encode()
         try:
-            return self._folder.read(str(name))[: 16 * _WIDTH]
+            return self._folder.read(str(name))
         except StorageError:
             raise
         except CheckpointError:
-            return b""
+            return None
 
     def _discard(self, name: LeaseName) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Tests with a temporary file, before training begins, that a checkpoint folder can be written and read."""
+"""Whether a checkpoint folder can be used: tried with a temporary file before training begins, and judged by errors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import errno
 import os
 import secrets
 import stat
+from pathlib import Path
 from typing import Final
 
 from ..errors import CheckpointError, CheckpointFolderUnusable, StorageError
 from ._files import Folder, PosixFolder
 
-__all__ = ["probe"]
+__all__ = ["forbidden", "probe"]
 
 _PERMANENT: Final = frozenset(
     {
@@ -51,6 +52,19 @@ def probe(folder: Folder) -> None:
         raise StorageError(f"a file that this process wrote to {folder.uri} {what}; {_who(folder)}")
 
 
+def forbidden(error: StorageError) -> CheckpointFolderUnusable | None:
+    """The error to raise instead of `error` if this user may not read a file; None if another attempt may succeed.
+
+    Only errors of a file system count. An object store may also refuse a request while a key is being renewed.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or cause.errno not in (errno.EACCES, errno.EPERM) or not cause.filename:
+        return None
+    return CheckpointFolderUnusable(
+        f"{error}; {_whose(Path(cause.filename))}: uid {os.geteuid()} must be able to read all files of the folder"
+    )
+
+
 def _is_permanent(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None:
@@ -73,11 +87,14 @@ def _is_file(folder: Folder) -> bool:
 
 def _who(folder: Folder) -> str:
     """A description of this process, and of the owner of the folder, for the person who repairs it."""
-    me = f"this process has uid {os.getuid()} and gid {os.getgid()}"
-    if not isinstance(folder, PosixFolder):
+    return _whose(folder.path if isinstance(folder, PosixFolder) else None)
+
+
+def _whose(path: Path | None) -> str:
+    me = f"this process has uid {os.geteuid()} and gid {os.getegid()}"
+    if path is None:
         return me
-    path = folder.path
-    while not path.exists() and path != path.parent:
+    while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     try:
         found = path.stat()
@@ -88,5 +105,5 @@ def _who(folder: Folder) -> str:
 
 def _advice(folder: Folder) -> str:
     if isinstance(folder, PosixFolder):
-        return f": uid {os.getuid()} must be able to create, link and delete files in {folder.path}"
+        return f": uid {os.geteuid()} must be able to create, link and delete files in {folder.path}"
     return f": the credentials must allow to write, read, list and delete objects in {folder.uri}"

@@ -157,6 +157,7 @@ def _begin(
         )
         return Driving(successor, storage, observer), False
     state, checkpoint = storage.newest(0)
+    observer.takes_over(storage.taken_over())
     first = epochs_of(script)
     state.samples = None if first is None else MODES[environment.config.mode].account(first, state)
     if checkpoint:

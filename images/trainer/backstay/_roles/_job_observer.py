@@ -89,6 +89,7 @@ class JobObserver:
         self._examples: int | None = None  # of each contribution of the newest update
         self._examples_before: int | None = None  # the same, of the run that is continued; None once it is compared
         self._changes: list[str] = []
+        self._taken_over: tuple[str, ...] = ()
         self._workers = WorkerReports()
         self._waits: Waits | None = None
 
@@ -216,6 +217,11 @@ class JobObserver:
             change = f"a contribution had {before} examples and has {self._examples} now: the batch size has changed"
             _LOG.warning("changed since the checkpoint was stored: %s", change)
             self._changes.append(change)
+
+    def takes_over(self, leases: Sequence[str]) -> None:
+        """Record the leases that were not renewed, so that this run took the checkpoint folder over, as text."""
+        with self._lock:
+            self._taken_over = tuple(leases)
 
     def continues(self, changes: Sequence[str], examples: int | None) -> None:
         """Take over how this run differs from the run that stored the checkpoint.
@@ -397,7 +403,12 @@ class JobObserver:
             changes = self._changes if self._examples_before is None else None
         if start is not None and changes is not None:
             began = TermStart(
-                term=start.term, step=start.version, checkpoint=start.checkpoint, redone=self.redone, changes=changes
+                term=start.term,
+                step=start.version,
+                checkpoint=start.checkpoint,
+                redone=self.redone,
+                changes=changes,
+                taken_over=self._taken_over,
             )
             reply.term_start.CopyFrom(began)
         with self._lock:

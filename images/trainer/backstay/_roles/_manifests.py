@@ -330,6 +330,10 @@ class ManifestStorage:
                 _LOG.warning("the start of term %d could not be stored; the server stores it later: %s", term, error)
             return state, "" if manifest is None else self._store.uri_of(manifest)
 
+    def taken_over(self) -> tuple[str, ...]:
+        """The leases that were not renewed, so that this process took the folder over, as text."""
+        return tuple(self._lease.taken_over)
+
     def closing(self) -> None:
         """Prepare for the last checkpoint: this process received SIGTERM."""
         self._lease.closing()
@@ -403,6 +407,7 @@ class ManifestStorage:
                 self._check_owner(newest.manifest)
             else:
                 self._refuse_unusable(newest)
+                self._check_claim(newest, contents)
         except CheckpointOfAnotherJob:
             patiently(self._lease.observe)  # a running writer is the better reason
             raise
@@ -442,6 +447,23 @@ class ManifestStorage:
             raise CheckpointOfAnotherJob(
                 f"the checkpoint of {theirs} is of step {manifest.version}, {mine} has only {identity.steps} steps: "
                 f"set steps to more than {manifest.version}, or use another checkpoint.uri"
+            )
+
+    def _check_claim(self, newest: Newest, contents: Contents) -> None:
+        """
+        Raises:
+            CheckpointOfAnotherJob: another job has begun a history in the folder, so the checkpoints of this job no
+                longer count. To begin with the initial parameters would drop them silently.
+        """
+        claim = self._store.newest_claim(contents)
+        if claim is None or self._is_own(claim.origin) or self._identity.start_from or self._identity.any_history:
+            return
+        mine = [name for name in contents.manifests if name.history != claim.origin.history]
+        if newest.skipped and mine:
+            raise CheckpointOfAnotherJob(
+                f"job {claim.origin.job} with seed {claim.origin.seed} has begun a history in {self._store.uri}, and "
+                f"has stored no checkpoint yet. The older checkpoints there, such as {mine[0]}, no longer count. Use "
+                f"another checkpoint.uri, or copy the files with {mine[0].history} in their names into another folder"
             )
 
     def _is_own(self, origin: Origin) -> bool:
@@ -553,6 +575,10 @@ class NoStorage:
 
     def evaluated(self, manifest: str, metrics: Mapping[str, float]) -> None:
         """See `ManifestStorage.evaluated`."""
+
+    def taken_over(self) -> tuple[str, ...]:
+        """See `ManifestStorage.taken_over`."""
+        return ()
 
     def closing(self) -> None:
         """See `ManifestStorage.closing`."""

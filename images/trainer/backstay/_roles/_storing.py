@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from backstay_rpc.control_pb2 import File, Range, Written
 
 from .. import _instrument
-from .._checkpoint import CheckpointStore, Manifest, Reader, probe
+from .._checkpoint import CheckpointStore, Manifest, Reader, forbidden, probe
 from .._coordination import Coordination
 from .._update import MODEL_STATE, ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
@@ -180,6 +180,7 @@ def patiently(
     """The result of `read`; a read that fails with `StorageError` is repeated for `seconds` (T8).
 
     Raises:
+        CheckpointFolderUnusable: this user may not read a file; another read does not help.
         StorageError: the last read failed too.
         Exception: any other that `read` raises, immediately.
     """
@@ -188,6 +189,8 @@ def patiently(
         try:
             return read()
         except StorageError as error:
+            if (refused := forbidden(error)) is not None:
+                raise refused from error
             left = seconds - (clock() - began)
             if left <= 0:
                 raise
