@@ -253,7 +253,7 @@ class Doing(_message.Message):
     def __init__(self, point: _Optional[str] = ..., step: _Optional[int] = ..., has_step: bool = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "evaluation", "clock", "spans")
+    __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "already_complete", "evaluation", "clock", "spans")
     class IncarnationsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +274,7 @@ class HeartbeatReply(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -283,10 +284,11 @@ class HeartbeatReply(_message.Message):
     failed: str
     checkpoint: str
     checkpoint_step: int
+    already_complete: bool
     evaluation: _containers.ScalarMap[str, float]
     clock: float
     spans: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ..., spans: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, world: _Optional[int] = ..., done: bool = ..., incarnations: _Optional[_Mapping[str, int]] = ..., failed: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., already_complete: bool = ..., evaluation: _Optional[_Mapping[str, float]] = ..., clock: _Optional[float] = ..., spans: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GradientId(_message.Message):
     __slots__ = ("term", "version", "rank", "key_step", "incarnation", "attempt")
@@ -591,16 +593,18 @@ class Rollback(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., world: _Optional[int] = ..., offset: _Optional[int] = ..., history: _Optional[str] = ..., start_from: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("version", "checkpoint", "failed", "reason")
+    __slots__ = ("version", "checkpoint", "failed", "reason", "already_complete")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     version: int
     checkpoint: str
     failed: str
     reason: str
-    def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    already_complete: bool
+    def __init__(self, version: _Optional[int] = ..., checkpoint: _Optional[str] = ..., failed: _Optional[str] = ..., reason: _Optional[str] = ..., already_complete: bool = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("shard", "expected_incarnation", "world", "incarnations", "checkpoint", "stall_seconds", "grace", "record", "record_id", "job_seconds")

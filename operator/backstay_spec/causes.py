@@ -105,7 +105,8 @@ SIGNALLED: Final = 128
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
-_RESULTS: Final = ("Succeeded", "AlreadyComplete", "Failed", "Refused", TRAINED, AFTER_TRAINING_FAILED)
+ALREADY_COMPLETE: Final = "AlreadyComplete"
+_RESULTS: Final = ("Succeeded", ALREADY_COMPLETE, "Failed", "Refused", TRAINED, AFTER_TRAINING_FAILED)
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
 
@@ -135,10 +136,12 @@ class Outcome:
     """The termination message of a pod.
 
     Attributes:
-        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; ``Refused``, of a pod that the servers
+        result: ``Succeeded``, ``AlreadyComplete`` or ``Failed``, of a server; the first two also of an evaluator;
+            ``Refused``, of a pod that the servers
             refused, because its parameters differ; ``Trained``, of a worker in which `train` has returned, and
             ``AfterTrainingFailed``, of a worker whose script raised an exception later.
-        reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step.
+        reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step, and
+            ``AlreadyComplete`` where it had ended before this run.
         step, term, checkpoint: the state that it reached; None or empty where the message has none.
         loss: loss of the last update; None where the message has none.
         metrics: the metrics of the last evaluation, finite values only.
@@ -165,7 +168,12 @@ class Outcome:
     @property
     def succeeded(self) -> bool:
         """Whether the job has reached its last step."""
-        return self.result in ("Succeeded", "AlreadyComplete")
+        return self.result in ("Succeeded", ALREADY_COMPLETE)
+
+    @property
+    def returned_from_train(self) -> bool:
+        """Whether it is the message of a worker in which `train` has returned."""
+        return self.result in (TRAINED, AFTER_TRAINING_FAILED)
 
 
 def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
@@ -188,7 +196,7 @@ def outcome_of(pod: Manifest) -> Outcome | None:
     message = parsed(state.get("message") or "")
     if message is None or message.get("result") not in _RESULTS:
         return None
-    if message["result"] in ("Succeeded", "AlreadyComplete") and state.get("exitCode") != 0:
+    if message["result"] in ("Succeeded", ALREADY_COMPLETE) and state.get("exitCode") != 0:
         return None
     metrics = message.get("metrics")
     return Outcome(

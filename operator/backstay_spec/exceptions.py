@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from backstay_spec.causes import Cause, outcome_of, terminated_state, verdict_of
+from backstay_spec.causes import Cause, terminated_state, verdict_of
 from backstay_spec.observed import Manifest
 
 __all__ = ["NOT_TRAINED", "Raised", "raised_by"]
@@ -86,7 +86,8 @@ def raised_by(pod: Manifest) -> Raised | None:
     """The exception that ended this pod; None where a signal or a disruption ended it, or nothing says why."""
     state = terminated_state(pod)
     cause = verdict_of(pod).cause if state is not None else None
-    if cause is Cause.EXITED_EARLY and outcome_of(pod) is None:
+    if state is not None and cause is Cause.EXITED_EARLY and not state.get("message"):
+        # Every role of `train` leaves a message. A foreign one was written by the script, maybe after training (O10).
         return Raised(NOT_TRAINED, "", _NOT_TRAINED)
     if state is None or cause is not Cause.CRASHED:
         return None

@@ -511,7 +511,7 @@ def test_t7_a_shard_that_stops_waits_until_it_has_stored_its_part(
     """An earlier checkpoint that ends meanwhile is not the one that it requested."""
     end = FakeEnd()
     with Ends(driving, monkeypatch, end) as link:
-        coordinator = RemoteCoordinator(link, Mock(timeouts=Timeouts(last_save=60.0)), HELLO.peer, None)
+        coordinator = RemoteCoordinator(link, Mock(timeouts=Timeouts(last_save=60.0)), HELLO.peer, None, 9)
         coordinator.start(Nothing())
         end.say()
         end.say(commit=Commit(term=1, version=1, checkpoint=True))

@@ -315,20 +315,19 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
 
             result = restored(environment, environment.trained, script, plan, metrics)
     except Stopped:
-        write_termination(environment.termination_log, _spent(worker))
+        write_termination(environment.termination_log, _last_message(worker))
         sys.exit(SIGTERM_EXIT)
     ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
-    ended |= _spent(worker)
-    if result.step < script.steps:
+    ended |= _last_message(worker)
+    if result.step < script.steps and "reason" not in ended:
         ended["reason"] = STOPPED_EARLY
     hand_over(environment.termination_log, ended, stop)
     _RETURNED.set()
     return result
 
 
-def _spent(worker: Worker | None) -> dict[str, Any]:
-    """The seconds in a worker's termination message."""
-    return {} if worker is None else {"workerSeconds": worker.seconds.rounded}
+def _last_message(worker: Worker | None) -> dict[str, Any]:
+    return {} if worker is None else worker.last_message
 
 
 def _wire_of(environment: Environment) -> Wire:
@@ -357,9 +356,10 @@ def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metric
         from ._roles import Evaluator, Stopped
 
         try:
-            Evaluator(environment, script, plan, metrics, stop).run()
+            ended = Evaluator(environment, script, plan, metrics, stop).run()
         except Stopped:
             end_process(SIGTERM_EXIT)
+        write_termination(environment.termination_log, ended)
         end_process(0)
     from ._roles import Server
 

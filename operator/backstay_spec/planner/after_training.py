@@ -1,7 +1,8 @@
 """Policy: the end of training, and the script of worker 0, which continues after training.
 
-Training ends with the last checkpoint: the condition Trained. The job ends when the script of worker 0 has ended. Its
-exit code counts, because exporting and uploading a model is part of the job. The job no longer needs any other pod.
+Training ends with the last checkpoint. The first message of a pod that has received the end sets the condition Trained
+(O10). The job ends when the script of worker 0 has ended. Its exit code counts, because exporting and uploading a model
+is part of the job. The job no longer needs any other pod.
 
 The final message of shard 0 names the incarnation of rank 0 that has the result (`Trained.returned`). A worker reports
 the result to that server before `train` returns. If the worker died before that, it is replaced, and its replacement
@@ -11,15 +12,15 @@ reads the last checkpoint. If it was lost after that, it is not replaced: its sc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Any, Final, TypeAlias
 
-from backstay_spec import contract, runtime, status
+from backstay_spec import runtime, status
 from backstay_spec.causes import (
     AFTER_TRAINING_FAILED,
+    ALREADY_COMPLETE,
     STOPPED_EARLY,
-    TRAINED,
     Outcome,
     outcome_of,
     parsed,
@@ -27,13 +28,13 @@ from backstay_spec.causes import (
     verdict_of,
 )
 from backstay_spec.events import normal, warning
-from backstay_spec.names import Slot
 from backstay_spec.planner import replacement
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.creating import create, look_up
 from backstay_spec.planner.effects import Decision, Effects, Failure
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.last_messages import LEADER, SHARD_0, last_messages
 from backstay_spec.planner.pods import PodView, ended_at, has_worked, is_restored
 from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status, readable
@@ -41,10 +42,11 @@ from backstay_spec.types_status import CheckpointStatus
 
 __all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "statements", "trained"]
 
-LEADER: Final = Slot(contract.ROLE_WORKER, 0)
-SHARD_0: Final = Slot(contract.ROLE_SERVER, 0)
 # Worker 0 may end before shard 0's server, whose final message has the loss and the metrics.
 LAST_MESSAGE: Final = timedelta(seconds=20)
+# Shard 0's server leaves within these times (`Timeouts.shutdown`, `result`): without a checkpoint, rank 0 needs it.
+STAYS_STORED: Final = timedelta(seconds=40)
+STAYS: Final = timedelta(seconds=160)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,10 @@ class Trained:
         fields: fields of the status, from the final messages of the pods.
         returned: the incarnation of rank 0 that has the result; 0: none has it; None: not known.
         checkpoint: the last one; None where none is stored.
-        confirmed: whether shard 0's server reported it, and not only worker 0.
+        confirmed: whether shard 0's server reported it, and not only another pod.
+        served_until: the latest time at which shard 0's server may still run. Its last message will name the
+            incarnation of rank 0 that has the result, and a worker can get the result from that server. None: the
+            server has ended.
     """
 
     reason: str
@@ -65,6 +70,7 @@ class Trained:
     returned: int | None = None
     checkpoint: CheckpointStatus | None = None
     confirmed: bool = False
+    served_until: datetime | None = None
 
     @property
     def stored(self) -> str:
@@ -86,34 +92,52 @@ Verdict: TypeAlias = Ended | Decision
 
 
 def trained(facts: Facts, record: Record) -> Trained | None:
-    """Whether training has ended: by the final message of shard 0's server or of worker 0, or by the status."""
+    """Whether training has ended: by the final message of any pod, or by the status."""
     known = facts.conditions.get(status.TRAINED)
     holds = status.holds(facts.conditions, status.TRAINED)
-    server, worker = _outcome(facts, record, SHARD_0), _outcome(facts, record, LEADER)
-    fields: dict[str, Any] = {}
-    returned: int | None = None
-    if worker is not None and worker.result in (TRAINED, AFTER_TRAINING_FAILED):
-        returned = record.current(LEADER)
-        fields = _fields(facts, worker)
-    elif not holds and (server is None or not server.succeeded):
+    said = last_messages(facts, record)
+    if not (holds or said.outcomes):
         return None
-    confirmed = server is not None and server.succeeded
-    if server is not None and confirmed:
-        fields |= _fields(facts, server)
-        returned = server.returned if returned is None else returned
-    checkpoint = fields.get("checkpoint", facts.old.checkpoint)
+    fields: dict[str, Any] = {}
+    for outcome in said.outcomes:
+        fields |= _fields(facts, outcome)
+    returned: int | None = said.returned or None
+    if said.server is not None and returned is None:
+        returned = said.server.returned
     if holds and known is not None:
-        return Trained(known.reason, known.message, fields, returned, checkpoint, confirmed)
-    step = fields.get("step", facts.old.step)
+        reason, text = known.reason, known.message
+    else:
+        reason, text = said.reason, _text(said.reason, fields, facts.old.step)
+    found = Trained(
+        reason=reason,
+        message=text,
+        fields=fields,
+        returned=returned,
+        checkpoint=fields.get("checkpoint", facts.old.checkpoint),
+        confirmed=said.server is not None,
+    )
+    return replace(found, served_until=_served_until(facts, record, found))
+
+
+def _text(reason: str, fields: Mapping[str, Any], known_step: int | None) -> str:
+    step = fields.get("step", known_step)
     stored = f", stored as {fields['checkpoint'].uri}" if "checkpoint" in fields else ""
-    if server is not None and server.result == "AlreadyComplete":
-        text = f"a checkpoint held step {step} already, so nothing was left to train{stored}"
-        return Trained("AlreadyComplete", text, fields, returned, checkpoint, confirmed)
-    outcome = server if server is not None and confirmed else worker
-    if outcome is not None and outcome.reason == STOPPED_EARLY:
-        text = f"training was stopped early, at step {step}, because stop_when returned true{stored}"
-        return Trained(STOPPED_EARLY, text, fields, returned, checkpoint, confirmed)
-    return Trained("Completed", f"trained to step {step}{stored}", fields, returned, checkpoint, confirmed)
+    if reason == ALREADY_COMPLETE:
+        return f"a checkpoint held step {step} already, so nothing was left to train{stored}"
+    if reason == STOPPED_EARLY:
+        return f"training was stopped early, at step {step}, because stop_when returned true{stored}"
+    return f"trained to step {step}{stored}"
+
+
+def _begun(facts: Facts) -> datetime:
+    """When the end of training was observed; now, if it is observed for the first time."""
+    since = facts.conditions.get(status.TRAINED)
+    return since.last_transition_time if since is not None and since.status == "True" else facts.now
+
+
+def _served_until(facts: Facts, record: Record, end: Trained) -> datetime | None:
+    server = facts.pod(SHARD_0, record.current(SHARD_0))
+    return None if end.confirmed or server is None or not server.alive else _decided_by(facts, end)
 
 
 def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
@@ -123,12 +147,10 @@ def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
         return verdict
     if verdict.effects.failure is not None:
         return _failed(end, verdict.effects.failure.message)
-    since = facts.conditions.get(status.TRAINED)
-    begun = since.last_transition_time if since is not None and since.status == "True" else facts.now
     seconds = facts.spec.run_policy.after_training_seconds
-    deadline = begun + timedelta(seconds=seconds)
+    deadline = _begun(facts) + timedelta(seconds=seconds)
     if facts.now < deadline:
-        return verdict.also(Effects(wake=deadline))
+        return verdict.also(Effects(wake=deadline)).also(Effects(wake=_decided_by(facts, end)))
     late = f"the script of worker 0 has not ended within spec.runPolicy.afterTrainingSeconds ({seconds} s)"
     return _failed(end, late)
 
@@ -156,8 +178,8 @@ def interrupted(end: Trained, failure: Failure) -> Ended:
 
 
 def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:
-    """How a worker that is created now gets the result; None: no checkpoint has it."""
-    if end.checkpoint is None or not end.checkpoint.uri:
+    """How a worker that is created now gets the result; None: from the servers, or no checkpoint has it."""
+    if end.checkpoint is None or not end.checkpoint.uri or end.served_until is not None:
         return None
     metrics = end.fields.get("metrics", facts.old.metrics)
     return runtime.Trained(step=end.checkpoint.step, checkpoint=end.checkpoint.uri, metrics=dict(metrics))
@@ -167,6 +189,11 @@ def _judge_leader(facts: Facts, record: Record, end: Trained) -> Verdict:
     current = record.current(LEADER)
     pod = facts.pod(LEADER, current)
     waits = record.waits_until(LEADER.key) is not None
+    if end.served_until is not None and not end.returned and not _has_ended_in_order(pod):
+        return replacement.judge(facts, record, LEADER)  # as before the end: the servers have the result
+    before = facts.pod(LEADER, end.returned) if end.returned else None
+    if before is not None and before.ended and _exit_code(before) == 0 and not before.deleting:
+        return _complete(facts, record, end, before)
     if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
         return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
     if waits:
@@ -179,13 +206,32 @@ def _judge_leader(facts: Facts, record: Record, end: Trained) -> Verdict:
             return Decision(record, look_up(facts, LEADER, current))
         return _lost(end, f"worker 0 (pod {name}) no longer exists")
     if pod.alive:
-        if _lacks_result(end, pod):
+        if _lacks_result(facts, end, pod):
             return _replaced(facts, record, end, pod)
         return Decision(record)
     return _judge_dead(facts, record, end, pod)
 
 
-def _lacks_result(end: Trained, pod: PodView) -> bool:
+def _has_ended_in_order(pod: PodView | None) -> bool:
+    """Whether `train` has returned in this pod, by its message, or by its exit code where the script has replaced the
+    message."""
+    if pod is None or not pod.ended:
+        return False
+    found = outcome_of(pod.raw)
+    return found.returned_from_train if found is not None else _exit_code(pod) == 0 and not pod.deleting
+
+
+def _exit_code(pod: PodView) -> Any:
+    return (terminated_state(pod.raw) or {}).get("exitCode")
+
+
+def _decided_by(facts: Facts, end: Trained) -> datetime | None:
+    """When it is certain that a worker 0 that never was Ready gets nothing from the servers; None: it is certain."""
+    until = _begun(facts) + (STAYS if end.checkpoint is None else STAYS_STORED)
+    return until if facts.now < until else None
+
+
+def _lacks_result(facts: Facts, end: Trained, pod: PodView) -> bool:
     """Whether this living pod waits for servers that have left.
 
     A server that finds the training complete does not know whether worker 0 has reported to a previous one. But a pod
@@ -193,19 +239,20 @@ def _lacks_result(end: Trained, pod: PodView) -> bool:
     """
     if is_restored(pod):
         return False
-    return end.returned == 0 or (end.returned is None and end.reason == "AlreadyComplete" and not has_worked(pod, None))
+    if end.returned is None and not has_worked(pod, None):
+        return end.reason == ALREADY_COMPLETE or _decided_by(facts, end) is None
+    return end.returned == 0
 
 
 def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
     verdict = verdict_of(pod.raw)
     found, state = outcome_of(pod.raw), terminated_state(pod.raw)
-    code = state.get("exitCode") if state is not None else None
-    returned = found is not None and found.result in (TRAINED, AFTER_TRAINING_FAILED)
+    returned = found is not None and found.returned_from_train
     # A message that the script has overwritten is not the trainer's; then shard 0's message counts.
     returned = returned or (found is None and end.returned == pod.incarnation and not _failed_in_train(state))
     # A worker that was created after training is Ready as soon as it has the result.
     may_have = returned or end.returned is None or (is_restored(pod) and has_worked(pod, None))
-    if code == 0 and not pod.deleting and may_have:
+    if _exit_code(pod) == 0 and not pod.deleting and may_have:
         return _complete(facts, record, end, pod)
     if not verdict.cause.charged and may_have:
         return _lost(end, f"worker 0 (pod {pod.name}) was lost before its script had ended: {verdict.text}")
@@ -261,14 +308,6 @@ def _failed(end: Trained, why: str, detail: str = "") -> Ended:
 def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
     """Whether the final message is the trainer's about an exception inside `train`."""
     return "reason" in (parsed((state or {}).get("message") or "") or {})
-
-
-def _outcome(facts: Facts, record: Record, slot: Slot) -> Outcome | None:
-    """The final message of a slot's current pod. Messages before a suspension do not count: the job begins again."""
-    pod = facts.pod(slot, record.current(slot))
-    if pod is None or not pod.ended or facts.outlived_suspension(slot):
-        return None
-    return outcome_of(pod.raw)
 
 
 def _fields(facts: Facts, found: Outcome) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from backstay_spec.exceptions import NOT_TRAINED, Raised, raised_by
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import Failure
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, created_at
+from backstay_spec.planner.pods import PodView, created_at, has_worked
 
 __all__ = ["REASON", "judge"]
 
@@ -52,13 +52,19 @@ def _last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
     if not pods or pods[-1].ready:
         return []
     dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting]
-    found = [raised_by(pod.raw) for pod in dead if (made := created_at(pod)) is not None and made >= start]
+    dead = [pod for pod in dead if (made := created_at(pod)) is not None and made >= start]
+    found = [raised_by(pod.raw) for pod in dead]
     lasting = []
-    for raised in found:
-        if raised is None or raised.transient:
+    for pod, raised in zip(dead, found, strict=True):
+        if raised is None or raised.transient or (raised.type == NOT_TRAINED and _has_served(pod)):
             break
         lasting.append(raised)
     return lasting
+
+
+def _has_served(pod: PodView) -> bool:
+    """Whether it is a server that was Ready: its script has called `train`, and its last message is lost (O10)."""
+    return pod.slot.role == contract.ROLE_SERVER and has_worked(pod, None)
 
 
 def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: str) -> Failure | None:

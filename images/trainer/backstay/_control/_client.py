@@ -59,6 +59,7 @@ class JobState:
     checkpoint_step: int = 0
     evaluation: Mapping[str, float] = field(default_factory=dict)
     world: int = 0
+    already_complete: bool = False  # with `done`: nothing was left to train
 
 
 class ControlClient:
@@ -409,6 +410,7 @@ class Heartbeats:
             before = self._job
             self._job = JobState(
                 done=before.done or (reply.done and shard == 0),  # shard 0 reports the last checkpoint too
+                already_complete=before.already_complete or reply.already_complete,
                 failed=before.failed or reply.failed,
                 checkpoint=reply.checkpoint or before.checkpoint,
                 checkpoint_step=reply.checkpoint_step if reply.checkpoint else before.checkpoint_step,

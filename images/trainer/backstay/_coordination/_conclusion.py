@@ -23,6 +23,7 @@ class _Ending:
     stored: bool
     evaluated: bool
     patience: float  # for the evaluation
+    began_complete: bool = False
     store_again_at: float | None = None
     pause: float = 0.5
     error: str = ""
@@ -194,7 +195,7 @@ class Conclusion:
             return []
         if self._ending is None:
             # The job started at a checkpoint at or past the end: an earlier run evaluated it.
-            self._ending = _Ending(now, stored=True, evaluated=True, patience=self._rules.timeouts.evaluation)
+            self._ending = _Ending(now, stored=True, evaluated=True, patience=0.0, began_complete=True)
         ending = self._ending
         out: list[Decision] = []
         if not ending.stored and self._checkpoint_version >= self._history.state.version:
@@ -231,4 +232,10 @@ class Conclusion:
         finished = self.finished
         assert finished is not None
         failed = finished.why or finished.reason
-        return Done(version=finished.version, checkpoint=self.checkpoint, failed=failed, reason=finished.reason)
+        return Done(
+            version=finished.version,
+            checkpoint=self.checkpoint,
+            failed=failed,
+            reason=finished.reason,
+            already_complete=not failed and self._ending is not None and self._ending.began_complete,
+        )

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from ._after import AFTER_TRAINING_FAILED, STOPPED_EARLY, hand_over
+from ._after import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY, hand_over
 from ._bar import Bar, on_terminal
 from ._compiling import one_compiles
 from ._environment import Environment
@@ -23,6 +23,7 @@ from ._title import show_role
 
 __all__ = [
     "AFTER_TRAINING_FAILED",
+    "ALREADY_COMPLETE",
     "NO_LINGER",
     "SIGTERM_EXIT",
     "STOPPED_EARLY",

@@ -18,11 +18,12 @@ from typing import Any, Final, TextIO
 from ._exit import Stop, write_termination
 from ._failure import describe
 
-__all__ = ["AFTER_TRAINING_FAILED", "STOPPED_EARLY", "TRAINED", "hand_over"]
+__all__ = ["AFTER_TRAINING_FAILED", "ALREADY_COMPLETE", "STOPPED_EARLY", "TRAINED", "hand_over"]
 
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
+ALREADY_COMPLETE: Final = "AlreadyComplete"
 _KEPT: Final = 1000
 
 

@@ -23,6 +23,7 @@ from backstay_spec import contract
 
 from .._control import Driving, Link
 from .._coordination import Coordinator, Intervals, Liveness, Report, ShardSink
+from .._process import ALREADY_COMPLETE, STOPPED_EARLY
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
 from ._job_observer import JobObserver
@@ -73,7 +74,6 @@ class LocalCoordinator:
     Attributes:
         driving: the coordinator.
         observer: its observer.
-        already_complete: whether the training was complete when this server started.
     """
 
     def __init__(
@@ -100,11 +100,12 @@ class LocalCoordinator:
         """
         self.shard, self.incarnation, self._times = environment.index, environment.incarnation, environment.timeouts
         self._ending, self._desired, self._held, self._tracing = ending, desired, held, tracing
+        self._steps = script.steps
         leaves = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
         batches = script.batches_of_update
         self.observer = JobObserver(liveness, lock, metrics, script.steps, script.log_every, leaves, batches=batches)
         self._running: Driving | None = None  # for a folder that is lost while it is read
-        self._storage, self.driving, self.already_complete = begin_history(
+        self._storage, self.driving = begin_history(
             environment,
             script,
             plan,
@@ -178,7 +179,7 @@ class LocalCoordinator:
             _LOG.warning("step %d is not stored: the server of shard %d left earlier", max(steps), gone[0])
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
-        return _failure(done) if done.failed else self.observer.outcome(done, term, complete=self.already_complete)
+        return outcome(done, term, self._steps) | ({} if done.failed else self.observer.measured())
 
     # ---- Workers, evaluators and the operator ----
 
@@ -240,14 +241,15 @@ class LocalCoordinator:
 class RemoteCoordinator:
     """The coordinator in shard 0's server, over a link. See `CoordinatorAccess`."""
 
-    def __init__(self, link: Link, environment: Environment, peer: Peer, held: Held | None) -> None:
+    def __init__(self, link: Link, environment: Environment, peer: Peer, held: Held | None, steps: int) -> None:
         """
         Args:
             link: the link to the coordinator, not started yet.
             peer: this server.
             held: what this server held as its shard's standby.
+            steps: the number of updates that training makes.
         """
-        self._link, self._env, self._peer = link, environment, peer
+        self._link, self._env, self._peer, self._steps = link, environment, peer, steps
         self._saved = threading.Event()
         if held is not None:
             link.inherit(held.term, held.engine.version, held.last, held.contributions)
@@ -284,9 +286,25 @@ class RemoteCoordinator:
         time.sleep(0.5)  # the link sends the end to the coordinator
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
-        del term
-        return _failure(done)
+        return outcome(done, term, self._steps)
 
 
-def _failure(done: Done) -> dict[str, Any]:
-    return {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
+def outcome(done: Done, term: int, steps: int) -> dict[str, Any]:
+    """How the job ended, for the termination message of every server: one message is enough for the operator (O10).
+
+    Args:
+        term: the term of the last update; 0: this server received none.
+        steps: the number of updates that training was to make.
+    """
+    if done.failed:
+        return {"result": "Failed", "reason": done.reason, "message": done.failed, "step": done.version}
+    fields: dict[str, Any] = {
+        "result": ALREADY_COMPLETE if done.already_complete else "Succeeded",
+        "step": done.version,
+        "checkpoint": done.checkpoint,
+    }
+    if term:
+        fields["term"] = term
+    if done.version < steps and not done.already_complete:
+        fields["reason"] = STOPPED_EARLY
+    return fields

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from typing import Any
 
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
 
 from .. import _instrument
 from .._checkpoint import load
-from .._control import ControlClient, Heartbeats
-from .._process import Environment, Stop
+from .._control import ControlClient, Heartbeats, JobState
+from .._process import ALREADY_COMPLETE, Environment, Stop
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
 from ._metrics import HttpPort, Metrics
 from ._script import Plan, Script, evaluation_of
@@ -49,22 +50,24 @@ class Evaluator:
         self._found: tuple[int, dict[str, float], str, str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
 
-    def run(self) -> None:
-        """Evaluate until the job is done.
+    def run(self) -> dict[str, Any]:
+        """Evaluate until the job is done; returns this pod's termination message.
 
         Raises:
             Stopped, JobFailed, Refused, WaitedTooLong: for the same reasons as in a worker.
         """
         _instrument.follow_this_thread()
         try:
-            self._run()
+            job = self._run()
         finally:
             self._heart.close()
             self._control.leave()
             self._control.close()
             self._http.close()
+        result = ALREADY_COMPLETE if job.already_complete else "Succeeded"
+        return {"result": result, "step": job.checkpoint_step, "checkpoint": job.checkpoint}
 
-    def _run(self) -> None:
+    def _run(self) -> JobState:
         self._join()
         self._heart.start()
         self._heart.activity = WAITING
@@ -85,7 +88,7 @@ class Evaluator:
                 self._one(job.checkpoint, job.checkpoint_step)
                 continue
             if job.done:
-                return
+                return job
 
     def _join(self) -> None:
         replies = self._control.join_all(self._plan.agreement, self._stop.requested.is_set)

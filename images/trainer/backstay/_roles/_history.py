@@ -98,8 +98,8 @@ def begin_history(
     stop: Stop,
     lost: Callable[[BackstayError], None],
     desired: Desired,
-) -> tuple[ManifestStorage | NoStorage, Driving, bool]:
-    """The storage; the coordinator, not started yet; and whether the job was complete already.
+) -> tuple[ManifestStorage | NoStorage, Driving]:
+    """The storage, and the coordinator, which is not started yet.
 
     Args:
         store: None for a job that stores nothing.
@@ -117,14 +117,14 @@ def begin_history(
     storage = _open_storage(environment, script, plan, observer, store, stop, lost, desired)
     observer.reports = storage.reports = _reports(environment, script, store)
     try:
-        driving, complete = _begin(environment, script, observer, storage, held, desired)
+        driving = _begin(environment, script, observer, storage, held, desired)
         observer.reports.stop = partial(driving.do, Coordinator.stop_early)
     except BaseException:
         storage.close()
         if stop.requested.is_set():
             raise SystemExit(SIGTERM_EXIT) from None
         raise
-    return storage, driving, complete
+    return storage, driving
 
 
 def _begin(
@@ -134,7 +134,7 @@ def _begin(
     storage: ManifestStorage | NoStorage,
     held: Held | None,
     desired: Desired,
-) -> tuple[Driving, bool]:
+) -> Driving:
     now = time.monotonic()
     rules, intervals = rules_of(environment, script), _intervals(environment)
     if held is not None and held.coordinator is not None and held.start is not None:
@@ -155,7 +155,7 @@ def _begin(
             intervals=intervals,
             now=now,
         )
-        return Driving(successor, storage, observer), False
+        return Driving(successor, storage, observer)
     state, checkpoint = storage.newest(0)
     observer.takes_over(storage.taken_over())
     first = epochs_of(script)
@@ -168,7 +168,7 @@ def _begin(
     coordinator = Coordinator(
         rules, state, checkpoint=checkpoint, desired_world=desired.world, intervals=intervals, now=now
     )
-    return Driving(coordinator, storage, observer), bool(checkpoint) and coordinator.over
+    return Driving(coordinator, storage, observer)
 
 
 def _reports(environment: Environment, script: Script, store: CheckpointStore | None) -> Reports:

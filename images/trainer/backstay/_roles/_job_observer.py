@@ -15,7 +15,6 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import (
     CheckpointReport,
-    Done,
     EvaluatedRequest,
     GradientInfo,
     HeartbeatRequest,
@@ -27,7 +26,7 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
-from .._process import STOPPED_EARLY, Reporter
+from .._process import Reporter
 from .._update import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
@@ -359,18 +358,9 @@ class JobObserver:
             known = {"loss": self._loss, "examplesPerSecond": self._per_second}
         return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
 
-    def outcome(self, done: Done, term: int, *, complete: bool) -> dict[str, Any]:
-        """The termination message of a job that has succeeded; `complete`: it was already, before this process."""
-        fields: dict[str, Any] = {
-            "result": "AlreadyComplete" if complete else "Succeeded",
-            "step": done.version,
-            **({"term": term} if term else {}),
-            "checkpoint": done.checkpoint,
-            "metrics": self.evaluation(),
-            **self.last(),
-        }
-        if done.version < self._steps and not complete:
-            fields["reason"] = STOPPED_EARLY
+    def measured(self) -> dict[str, Any]:
+        """The part of a successful job's termination message that shard 0 measured."""
+        fields: dict[str, Any] = {"metrics": self.evaluation(), **self.last()}
         if error := self.evaluation_error():
             fields["evaluationError"] = error
         return fields

@@ -97,7 +97,7 @@ class Server:
             )
             self._links = Links(self._local, peers, times)
         else:
-            self._coordinator = RemoteCoordinator(self._link, environment, peer, held)
+            self._coordinator = RemoteCoordinator(self._link, environment, peer, held, script.steps)
         self.served = ServedShard(
             environment,
             script,
@@ -175,6 +175,9 @@ class Server:
         try:
             while True:
                 self._ending.wait(1.0)
+                if self._ending.done is not None:  # then an error cannot change how the job ended
+                    self._tracing.ending()
+                    return self._end(self._ending.done)
                 if self._ending.error is not None:
                     if isinstance(self._ending.error, Superseded):
                         self._tracing.records.lost()
@@ -184,14 +187,11 @@ class Server:
                     if self._link.error is not None:
                         raise self._link.error
                 self._tick()
-                if self._ending.done is not None:
-                    self._tracing.ending()
-                    return self._end(self._ending.done)
                 if self._stop.requested.is_set():
                     self._tracing.ending()
                     _LOG.info("SIGTERM: storing step %d", self.served.runtime.version)
                     self._coordinator.save_and_wait()
-                    return SIGTERM_EXIT
+                    return SIGTERM_EXIT if self._ending.done is None else self._end(self._ending.done)
                 self._check_shard()
         finally:
             self._close()
@@ -218,16 +218,14 @@ class Server:
                 raise JobFailed("ShardFailed", failed)
 
     def _end(self, done: Done) -> int:
-        complete = self._local is not None and self._local.already_complete
-        if not done.failed and not complete:
+        # Every server reports it, and before anything else: the operator may read only one server's end (O10).
+        self._write_outcome(done)
+        if not done.failed and not done.already_complete:
             wait_applied(self.served.runtime, done.version, self._times.shutdown)
         _instrument.reach("done", done.version)
-        # Any server reports a failure: the operator may read another server's end before shard 0's.
-        if self._local is not None or done.failed:
-            self._write_outcome(done)
         self._shutdown.wait(self._stop.requested, self._awaited, stored=bool(done.checkpoint or done.failed))
         if self._local is not None and not done.failed:
-            self._write_outcome(done, self._shutdown.end(already_complete=complete))
+            self._write_outcome(done, self._shutdown.end(already_complete=done.already_complete))
         return 1 if done.failed else 0
 
     def _write_outcome(self, done: Done, last: Mapping[str, Any] | None = None) -> None:
@@ -246,6 +244,15 @@ class Server:
         return now < self._newcomers_until or bool(pods) or linked
 
     def _close(self) -> None:
+        """Close the parts. After the end of the job, a failure here must not replace the server's last message."""
+        try:
+            self._close_parts()
+        except Exception:
+            if self._ending.done is None:
+                raise
+            _LOG.exception("closing the server failed after the end of the job")
+
+    def _close_parts(self) -> None:
         self.served.ready = False
         self._arbiter.close()
         self._coordinator.close()

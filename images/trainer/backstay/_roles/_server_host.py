@@ -120,6 +120,8 @@ class ServerHost:
             failed=self._ending.failed,
             clock=time.monotonic(),
         )
+        if reply.done and self._ending.done is not None:
+            reply.already_complete = self._ending.done.already_complete
         if self._coordinator is not None:
             self._coordinator.answer(reply, self._served.runtime.version)
         if request.peer.role == contract.ROLE_WORKER:

@@ -35,7 +35,7 @@ from .._compute import Contribution, Encoder, Placement, Sending, Start, Summary
 from .._control import ControlClient, Heartbeats
 from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
 from .._data import BatchKey, Prefetcher
-from .._process import SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
+from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
 from .._result import Result
 from .._update import ZeroLeaves, parts_of_leaves
 from .._wire import Arrangement, ParamBuffers, Pulled, PullKind, Push, ShardedClient, connect, record_exchange
@@ -132,6 +132,7 @@ class Worker:
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
         self._moved = False  # a joined server was lost
         self._returns = False  # `run` returns a result: the pod continues
+        self._already_complete = False  # nothing was left to train
         self._end = WorkerEnd(environment, script, self._control, self._heart, self.seconds, stop)
         self._gone = threading.Event()
         stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
@@ -153,6 +154,12 @@ class Worker:
             return self._run()
         finally:
             self._close()
+
+    @property
+    def last_message(self) -> dict[str, Any]:
+        """This worker's part of the termination message."""
+        fields: dict[str, Any] = {"workerSeconds": self.seconds.rounded}
+        return fields | ({"reason": ALREADY_COMPLETE} if self._already_complete else {})
 
     def _leave(self) -> None:
         """SIGTERM: drop the contribution, and leave although the script may still be computing it."""
@@ -489,6 +496,7 @@ class Worker:
         job = self._end.wait(pulled.version, lambda: self._moved)
         if job is None:
             return None
+        self._already_complete = job.already_complete
         return Result(
             params=params,
             state=state,

@@ -1,0 +1,72 @@
+"""Facts: the end of training, as the termination messages of a job's pods report it (O10).
+
+Every pod that receives the end of the job reports it when it ends: each server, each worker in which `train` returns,
+and the evaluator. One of these messages is enough, in any order, and no answer to a call is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backstay_spec import contract
+from backstay_spec.causes import ALREADY_COMPLETE, STOPPED_EARLY, Outcome, outcome_of
+from backstay_spec.names import Slot
+from backstay_spec.planner.facts import Facts
+from backstay_spec.planner.pods import PodView, created_at
+from backstay_spec.planner.record import Record
+
+__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages"]
+
+LEADER = Slot(contract.ROLE_WORKER, 0)
+SHARD_0 = Slot(contract.ROLE_SERVER, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LastMessages:
+    """The messages of pods that ended after training.
+
+    Attributes:
+        outcomes: all of them; those of worker 0 and then of shard 0's server last, because they have more fields.
+        server: the message of shard 0's server.
+        returned: the newest incarnation of rank 0 whose message says that `train` had returned; 0: none.
+    """
+
+    outcomes: tuple[Outcome, ...] = ()
+    server: Outcome | None = None
+    returned: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why training ended: ``AlreadyComplete``, ``StoppedEarly`` or ``Completed``."""
+        if any(ALREADY_COMPLETE in (found.result, found.reason) for found in self.outcomes):
+            return ALREADY_COMPLETE
+        return STOPPED_EARLY if any(found.reason == STOPPED_EARLY for found in self.outcomes) else "Completed"
+
+
+def last_messages(facts: Facts, record: Record) -> LastMessages:
+    """The messages that count: no pod of an earlier run, and no pod that a newer incarnation replaced in time (T6)."""
+    found = [
+        (slot, pod, outcome)
+        for slot, pods in sorted(facts.pods.items())
+        if not facts.outlived_suspension(slot)
+        for pod in pods
+        if (outcome := outcome_of(pod.raw)) is not None
+        and (outcome.succeeded or outcome.returned_from_train)
+        and _counts(facts, record, pod, outcome)
+    ]
+    found.sort(key=lambda each: (each[0] == LEADER) + 2 * (each[0] == SHARD_0))
+    current = record.current(SHARD_0)
+    return LastMessages(
+        tuple(outcome for _, _, outcome in found),
+        next((outcome for slot, pod, outcome in found if slot == SHARD_0 and pod.incarnation == current), None),
+        max((pod.incarnation for slot, pod, _ in found if slot == LEADER), default=0),
+    )
+
+
+def _counts(facts: Facts, record: Record, pod: PodView, outcome: Outcome) -> bool:
+    """A pod that was replaced counts where a checkpoint of this run has the result. Otherwise its successor may have
+    begun another history."""
+    if pod.incarnation >= record.current(pod.slot):
+        return True
+    made, start = created_at(pod), facts.old.start_time
+    return bool(outcome.checkpoint) and made is not None and start is not None and made >= start

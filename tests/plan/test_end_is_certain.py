@@ -1,0 +1,134 @@
+"""O10: a job whose last update was made never becomes Failed for it, in any order of the ends of its pods."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backstay_spec import contract
+
+SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
+RETURNED = 1
+
+
+@st.composite
+def ends(draw):
+    """A job, and the end of its pods: their order, which messages arrive, and what the operator observes meanwhile."""
+    servers, workers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    stores = draw(st.booleans())
+    spec = {
+        "parameterServers": {"replicas": servers, "standbys": draw(st.integers(0, 1))},
+        "workers": {"replicas": workers},
+        "checkpoint": {"uri": "file:///ckpt"} if stores else {},
+    }
+    slots = [(SERVER, i) for i in range(servers)] + [(WORKER, i) for i in range(workers)]
+    if stores and draw(st.booleans()):
+        spec["evaluator"] = {}
+        slots.append((EVALUATOR, 0))
+    order = draw(st.permutations(slots))
+    ready = draw(st.booleans())  # a short job ends before the kubelet reports its pods as ready
+    whole = draw(st.sampled_from(slots))
+    lost = {slot for slot in slots if slot != whole and ready and draw(st.integers(0, 3)) == 0}
+    pauses = [draw(st.sampled_from(["none", "seen", "polled", "late", "minute"])) for _ in order]
+    return spec, order, ready, lost, pauses
+
+
+def last_message(slot, stores):
+    role, index = slot
+    said = {"step": 30, "checkpoint": "file:///ckpt/30" if stores else ""}
+    if role == WORKER:
+        return {"result": "Trained", **said}
+    return {
+        "result": "Succeeded",
+        "term": 1,
+        **said,
+        **({"returned": RETURNED} if (role, index) == (SERVER, 0) else {}),
+    }
+
+
+def pause(cluster, kind):
+    """The operator observes nothing, or the end: immediately, after a poll, before the next poll, or after a pause."""
+    if kind == "none":
+        return
+    cluster.tick({"seen": 0.2, "polled": 0.2, "late": 1.5, "minute": 60}[kind])
+    if kind == "polled":
+        cluster.answer(step=30, goal_steps=30, term=1, coordinator=1)
+    cluster.settle()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@given(ends())
+def test_o10_the_order_of_the_ends_never_fails_a_job(make_cluster, drawn):
+    """O10: any order, any subset of the polls and, but for one of them, of the messages."""
+    spec, order, ready, lost, pauses = drawn
+    cluster = make_cluster(spec)
+    cluster.settle()
+    cluster.tick(2)
+    if ready:
+        cluster.run_all()
+        cluster.tick(1)
+        cluster.run_all()
+        cluster.settle()
+    for slot, kind in zip(order, pauses, strict=True):
+        foreign = "written by the script" if slot[0] == WORKER else ""
+        text = foreign if slot in lost else json.dumps(last_message(slot, "uri" in spec["checkpoint"]))
+        cluster.end(cluster.named(*slot, incarnation=1), 0, text)
+        pause(cluster, kind)
+    for _ in range(6):
+        cluster.settle()
+        cluster.tick(10)
+        again = cluster.named(WORKER, 0)  # of a pod that was paused for long, and never was ready
+        if again in cluster.living():
+            cluster.end(again, 0, json.dumps(last_message((WORKER, 0), "uri" in spec["checkpoint"])))
+    assert cluster.status["phase"] == "Succeeded", cluster.status["conditions"]
+    assert cluster.condition("AfterTrainingComplete")["status"] == "True"
+    assert not {"Failed", "TrainingInterrupted"} & {reason for reason, _ in cluster.events}
+
+
+@pytest.mark.parametrize("seen_first", [(SERVER, 0), (SERVER, 1), (SERVER, 2), (WORKER, 0), (WORKER, 1)])
+def test_o10_the_first_end_that_is_seen_says_that_the_job_is_trained(make_cluster, seen_first):
+    """O10: before any answer of a server, and before any pod was seen to be ready."""
+    spec = {"parameterServers": {"replicas": 3}, "workers": {"replicas": 2}, "checkpoint": {"uri": "file:///ckpt"}}
+    cluster = make_cluster(spec)
+    cluster.settle()
+    cluster.end(cluster.named(*seen_first), 0, json.dumps(last_message(seen_first, stores=True)))
+    cluster.settle()
+    assert cluster.condition("Trained")["message"] == "trained to step 30, stored as file:///ckpt/30"
+    assert not cluster.deaths
+
+
+def test_o10_an_older_incarnation_counts_with_the_checkpoint_of_this_run_only(running):
+    """O10, T6: a drained pod may end with the result after it was replaced; without a checkpoint, its successor may
+    have begun again."""
+    for stores in (True, False):
+        cluster = running({"parameterServers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"} if stores else {}})
+        old = cluster.named(SERVER, 1)
+        cluster.disrupt(old, "EvictionByEvictionAPI")
+        cluster.settle()
+        assert cluster.status["incarnations"]["parameter-server-1"] == 2
+        cluster.end(old, 0, json.dumps(last_message((SERVER, 1), stores)))
+        cluster.settle()
+        found = [c for c in cluster.status["conditions"] if c["type"] == "Trained"]
+        assert [c["status"] for c in found] == (["True"] if stores else [])
+
+
+def test_t8_a_server_that_hangs_at_the_end_does_not_keep_the_job(running):
+    """O10, T8: worker 0 could not report its result to a stopped server; its replacement reads the checkpoint."""
+    cluster = running({"parameterServers": {"replicas": 2}, "checkpoint": {"uri": "file:///ckpt"}})
+    cluster.end(cluster.named(SERVER, 1), 0, json.dumps(last_message((SERVER, 1), stores=True)))
+    cluster.settle()
+    cluster.tick(20)
+    cluster.end(cluster.named(WORKER, 0), 1, json.dumps({"reason": "WaitedTooLong", "message": "shard 0"}))
+    cluster.settle()
+    assert cluster.status["incarnations"]["worker-0"] == 2
+    cluster.tick(25)
+    cluster.settle()
+    restored = cluster.pods[cluster.named(WORKER, 0)]
+    assert "BACKSTAY_TRAINED" in {v["name"] for v in restored["spec"]["containers"][0]["env"]}
+    cluster.end(cluster.named(WORKER, 0), 0, json.dumps(last_message((WORKER, 0), stores=True)))
+    cluster.tick(20)
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
