@@ -70,6 +70,9 @@ ENV_KEEP: Final = "BACKSTAY_KEEP"
 # Set by an embedded cluster for a dry run: `train` makes at most this number of updates.
 ENV_MOST_STEPS: Final = "BACKSTAY_MOST_STEPS"
 
+# Set by a user for one process, not in a pod: the folder of its checkpoints.
+ENV_CHECKPOINT: Final = "BACKSTAY_CHECKPOINT"
+
 SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secret
 
 # How a server's report of a worker begins whose heartbeats have stopped.

@@ -342,7 +342,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     ),
 )
 
-_SCRIPT: Final = "Correct the script. `python train.py` runs the same checks in one process."
+_SCRIPT: Final = "Correct the script. `python train.py` makes these checks in one process."
 
 FAILURES: Final[tuple[FailureDoc, ...]] = (
     FailureDoc("InvalidSpec", "The TrainingJob is invalid.", "Run `backstay validate`. It names each mistake."),

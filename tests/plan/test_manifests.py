@@ -77,7 +77,7 @@ def test_the_environment_is_the_contracts():
     assert said["BACKSTAY_SERVERS"] == "10.0.0.1:7077,10.0.0.2:7077"
     assert said["BACKSTAY_POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
     assert said["BACKSTAY_TOKEN"] == {"secretKeyRef": {"name": names.secret_name("mnist", "u-1"), "key": "token"}}
-    of_kubelets = {contract.ENV_BIND, contract.ENV_KEEP, contract.ENV_MOST_STEPS}
+    of_kubelets = {contract.ENV_BIND, contract.ENV_KEEP, contract.ENV_MOST_STEPS, contract.ENV_CHECKPOINT}
     every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", *of_kubelets}
     assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED} <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"

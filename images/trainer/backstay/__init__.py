@@ -17,7 +17,7 @@ from ._lazy import lazily
 
 if TYPE_CHECKING:
     from . import errors
-    from ._checkpoint import Checkpoint, StartFrom, export, load
+    from ._checkpoint import Checkpoint, StartFrom, StoreTo, export, load
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import Result
     from ._train import train
@@ -33,6 +33,7 @@ __all__ = [
     "LocalSteps",
     "Result",
     "StartFrom",
+    "StoreTo",
     "TokenFile",
     "Wire",
     "errors",
@@ -50,6 +51,7 @@ _HOMES: Final = {
     "LocalSteps": "._update",
     "Result": "._result",
     "StartFrom": "._checkpoint",
+    "StoreTo": "._checkpoint",
     "TokenFile": "._data",
     "export": "._checkpoint",
     "Wire": "._update",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from backstay_spec import contract
 from backstay_spec.names import ROLE_OF_LABEL
@@ -23,6 +24,7 @@ from ._process import (
     STOPPED_EARLY,
     Bar,
     Environment,
+    Interrupts,
     Reporter,
     Stop,
     configure,
@@ -36,15 +38,15 @@ from ._process import (
     write_termination,
 )
 from ._result import Result
-from ._roles import Script, evaluation_of
+from ._roles import Script
 from ._update import LocalSteps, default_outer
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
     import optax
 
-    from ._checkpoint import StartFrom
-    from ._roles import Metrics, OnUpdate, Plan, StopWhen, Worker
+    from ._checkpoint import StartFrom, StoreTo
+    from ._roles import AloneStorage, InterruptedAt, Metrics, OnUpdate, Plan, StopWhen, Worker
     from ._update import Wire
 
 __all__ = ["train"]
@@ -52,6 +54,7 @@ __all__ = ["train"]
 _LOG = logging.getLogger(__name__)
 _CALLED: list[int] = []  # the process that called `train`; a process that it forks inherits it
 _RETURNED = threading.Event()
+_NOTICE: Final = "backstay: training stores a checkpoint after this update, and ends. Press Ctrl-C again to end now."
 
 
 def train(
@@ -69,6 +72,7 @@ def train(
     deterministic: bool = False,
     log_every: float = 5.0,
     start_from: str | os.PathLike[str] | StartFrom | None = None,
+    checkpoint: str | os.PathLike[str] | StoreTo | None = None,
     on_update: OnUpdate | None = None,
     stop_when: StopWhen | None = None,
     evaluate_every: int | None = None,
@@ -106,6 +110,9 @@ def train(
             file or a folder of them, or an Orbax checkpoint. The parameters are found by their names. `StartFrom` maps
             names, or loads a part. The optimizer's state is new, and the first update makes version 1. A job that
             already has its own checkpoints continues from those.
+        checkpoint: in a single process, the folder for checkpoints, or a `StoreTo`. The same script, started again,
+            continues from the newest one. Ctrl-C and SIGTERM store one. Without this argument, the environment variable
+            ``BACKSTAY_CHECKPOINT`` can name the folder. In a job, `spec.checkpoint` decides instead.
         on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update. In a
             job, the server of shard 0 calls it in another thread, so it does not delay updates. `metrics` is the mean
             over the ranks of the update of the metrics that `loss` returned.
@@ -129,7 +136,9 @@ def train(
 
     Raises:
         ConfigurationError: an argument is invalid.
-        CheckpointError: in a single process, `start_from` cannot be read, or does not fit `init`.
+        CheckpointError: in a single process, `start_from` or the folder of `checkpoint` cannot be used, or does not fit
+            `init`.
+        KeyboardInterrupt: in a single process with `checkpoint`, Ctrl-C. The message names the checkpoint.
         JobFailed: in a single process, when gradients are not finite.
     """
     began = time.monotonic()
@@ -165,8 +174,8 @@ def train(
             average=average,
         )
         if environment is None:
-            return _alone(script)
-        return _in_pod(environment, script, began)
+            return _alone(script, _store_to(checkpoint))
+        return _in_pod(environment, script, began, checkpoint)
     except Exception as error:
         if environment is None:
             raise
@@ -221,44 +230,83 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
     return start_from if isinstance(start_from, StartFrom) else StartFrom(os.fspath(start_from))
 
 
-def _alone(script: Script) -> Result:
+def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | None:
+    """Where one process stores checkpoints; None: it stores none."""
+    checkpoint = checkpoint or os.environ.get(contract.ENV_CHECKPOINT) or None
+    if checkpoint is None:
+        return None
+    from ._checkpoint import StoreTo
+
+    return checkpoint if isinstance(checkpoint, StoreTo) else StoreTo(os.fspath(checkpoint))
+
+
+def _explain_unused(environment: Environment, checkpoint: object) -> None:
+    """In a job, only the TrainingJob selects the folder, because the operator mounts and watches it."""
+    if checkpoint is None or environment.role != contract.ROLE_SERVER or environment.index != 0:
+        return
+    if environment.checkpoint_uri is None:
+        _LOG.warning(
+            "this job stores no checkpoints: the argument checkpoint of train is for a single process. Set "
+            "spec.checkpoint of the TrainingJob, or use backstay run --checkpoint"
+        )
+    else:
+        _LOG.info(
+            "the argument checkpoint of train is for a single process: this job stores checkpoints in %s, as "
+            "spec.checkpoint says",
+            environment.checkpoint_uri,
+        )
+
+
+def _alone(script: Script, to: StoreTo | None) -> Result:
     from ._coordination import Rate
-    from ._roles import Report, Throttle, epochs_of, train_alone
+    from ._roles import AloneStorage, InterruptedAt, Report, Throttle, check_alone, evaluated, train_alone
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
     configure("text", "", "", bar)
     batches = script.batches_of_update
     reporter, rate, throttle = Reporter(script.log_every, script.steps, batches, bar), Rate(), Throttle()
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
-    samples = epochs_of(script)
+    evaluation: dict[str, float] = {}
 
     def on_update(update: Report) -> bool:
-        nonlocal samples
+        nonlocal evaluation
         now = time.monotonic()
         rate.add(now, update.examples if update.applied else 0)
         stops, last = False, update.step == script.steps
         if update.model is not None and not last:
-            assert script.evaluate is not None
             params, state = update.model
             with reporter.without_bar():
-                metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
-                _log_evaluation(update.step, metrics)
-                stops = script.stop_when is not None and bool(script.stop_when(metrics))
+                metrics = evaluated(script, params, state)
+                if metrics:
+                    evaluation = metrics
+                    _log_evaluation(update.step, metrics)
+                    stops = script.stop_when is not None and bool(script.stop_when(metrics))
         if last or stops or reporter.due(now):  # reading the loss takes its time
             reporter.report(now, update.step, update.loss, rate.per_second(now), update.metrics, force=last or stops)
         if script.on_update is not None and throttle.due(now, force=last or stops):
             with reporter.without_bar():
                 script.on_update(update.step, update.loss, update.metrics)
-        if samples is not None:
-            samples, ended = samples.add((update.step - 1) * batches, [update.applied] * batches, 0)
-            for epoch in ended:
-                _LOG.info("%s (step %d)", epoch, update.step)
+        for epoch in update.ended:
+            _LOG.info("%s (step %d)", epoch, update.step)
         if stops:
             _LOG.info("stop_when ends training: the evaluation of step %d", update.step)
         return stops
 
     try:
-        result = train_alone(script, model_every=every, on_update=on_update)
+        plan = check_alone(script, stores=to is not None)
+        if to is None or plan is None:
+            result = train_alone(script, model_every=every, on_update=on_update)
+        else:
+            with AloneStorage(script, plan, to, metrics=lambda: evaluation) as storage:
+                result = train_alone(
+                    script,
+                    model_every=every,
+                    on_update=on_update,
+                    storage=storage,
+                    interrupts=Interrupts(_NOTICE),
+                )
+    except InterruptedAt as signalled:
+        _leave(signalled, storage)
     finally:
         if bar is not None:
             bar.leave()
@@ -267,15 +315,35 @@ def _alone(script: Script) -> Result:
     return result
 
 
+def _leave(signalled: InterruptedAt, storage: AloneStorage) -> NoReturn:
+    """End after a signal.
+
+    Raises:
+        KeyboardInterrupt: the signal was Ctrl-C. Its message is the last line of the traceback.
+        SystemExit: the signal was SIGTERM.
+    """
+    step = signalled.step
+    if storage.stored == step:
+        text = f"training ended after step {step}, which is stored in {storage.newest}: the same command continues"
+    else:
+        kept = f"the newest checkpoint is of step {storage.stored}" if storage.newest else "there is no checkpoint"
+        text = f"training ended after step {step}, which could not be stored: {storage.error}; {kept}"
+    if signalled.number == signal.SIGINT:
+        raise KeyboardInterrupt(text) from None
+    _LOG.info("%s", text)
+    raise SystemExit(SIGTERM_EXIT) from None
+
+
 def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
     shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
     _LOG.info("evaluation of step %d  %s", step, shown)
 
 
-def _in_pod(environment: Environment, script: Script, began: float) -> Result:
-    from ._roles import Metrics, process_age
+def _in_pod(environment: Environment, script: Script, began: float, checkpoint: object) -> Result:
+    from ._roles import Metrics, process_age, warn_of_several
 
     configure(environment.config.log_format, environment.name, environment.job)
+    _explain_unused(environment, checkpoint)
     if environment.most_steps is not None:
         script = replace(script, steps=min(script.steps, environment.most_steps))
     _faults.install(environment, os.environ)
@@ -298,6 +366,8 @@ def _in_pod(environment: Environment, script: Script, began: float) -> Result:
         open_folder(environment.checkpoint_uri)
     _share_compilations()
     plan = script.plan(environment.config.shards, _wire_of(environment))
+    if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
+        warn_of_several(plan)
     now = time.monotonic()
     _LOG.debug("planned after %.2f s", now - began)
     _instrument.record("start", now - process_age(), now)

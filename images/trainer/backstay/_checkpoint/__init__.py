@@ -7,6 +7,7 @@ Readers read only files that a manifest names.
 - `_lease`: which process may write; `_probe`: whether the folder can be written and read.
 - `_store`: the newest checkpoint of a history, and the best one (`_best`).
 - `_reader`: ranges of arrays, for another number of shards.
+- `_store_to`: the settings of one process.
 - `_start`: initial parameters from another place, by name (`_arrays`, `_orbax`).
 """
 
@@ -24,6 +25,7 @@ from ._reader import Reader
 from ._records import Records, record_name
 from ._start import StartFrom, read_start
 from ._store import CheckpointStore, Contents, Newest
+from ._store_to import StoreTo
 from ._structure import describe_structure, rebuild
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Reader",
     "Records",
     "StartFrom",
+    "StoreTo",
     "describe_structure",
     "export",
     "fix",

@@ -378,15 +378,7 @@ class CheckpointStore:
         newest = self.newest(verify=False, contents=contents).manifest
         if newest is None:
             raise CheckpointError(f"there is no complete checkpoint in {self.uri}")
-        claims = self._readable_claims(contents)
-        inside = [
-            name
-            for name in contents.manifests
-            if name.history == newest.origin.history and excluded(name, claims) is None
-        ]
-        evaluations = self.evaluations(contents, inside)
-        rules = [evaluations[name].best for name in inside if name in evaluations]
-        rule = next((rule for rule in rules if rule is not None), None)
+        evaluations, rule = self._evaluated(contents, newest.origin.history)
         while rule is not None and (name := best_of(evaluations, rule)) is not None:
             try:
                 return self.open(str(name), verify=False)
@@ -399,6 +391,23 @@ class CheckpointStore:
         else:
             why = f"no evaluation of a complete checkpoint has the metric {rule.metric!r}"
         raise CheckpointError(f"there is no best checkpoint in {self.uri}: {why}")
+
+    def rule_of_best(self) -> Best | None:
+        """The rule by which the newest history keeps its best checkpoint; None without one.
+
+        Raises:
+            StorageError: the folder cannot be listed, or a file in it cannot be read.
+        """
+        contents = self.contents()
+        newest = self.newest(verify=False, contents=contents).manifest
+        return None if newest is None else self._evaluated(contents, newest.origin.history)[1]
+
+    def _evaluated(self, contents: Contents, history: str) -> tuple[dict[ManifestName, Evaluation], Best | None]:
+        claims = self._readable_claims(contents)
+        inside = [name for name in contents.manifests if name.history == history and excluded(name, claims) is None]
+        evaluations = self.evaluations(contents, inside)
+        rules = [evaluations[name].best for name in inside if name in evaluations]
+        return evaluations, next((rule for rule in rules if rule is not None), None)
 
     def newest_claim(self, contents: Contents) -> Claim | None:
         """The newest claim that is not damaged. Raises `StorageError`."""

@@ -25,6 +25,7 @@ from ._ledger import identity
 from ._liveness import Liveness
 from ._mode import UpdateMode, held_by_shard
 from ._modes import MODES
+from ._one_process import advance, begin_alone
 from ._rate import Rate
 from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
@@ -61,7 +62,9 @@ __all__ = [
     "UpdateMode",
     "Updated",
     "WriteManifest",
+    "advance",
     "after",
+    "begin_alone",
     "held_by_shard",
     "identity",
 ]

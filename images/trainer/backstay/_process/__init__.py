@@ -2,7 +2,7 @@
 
 - `Environment` is what the operator gives a pod; `show_role` shows it in the list of processes.
 - `Stop` receives SIGTERM; `write_termination`, `end_process` and `hand_over` end a pod, and `describe` and `printed`
-  report its exception.
+  report its exception. `Interrupts` keeps Ctrl-C until one process has stored a checkpoint.
 - `configure`, `Reporter` and `Bar` write log lines and progress; `keep_output` keeps the end of them for a report.
 - `listening_socket`, `ConnectionGuard` and `reset_peers` work on sockets of any library.
 """
@@ -17,6 +17,7 @@ from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
 from ._hanging import keep_output, output_end, stacks
+from ._interrupts import Interrupts
 from ._logs import Reporter, configure
 from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_peers, socket_address
 from ._title import show_role
@@ -31,6 +32,7 @@ __all__ = [
     "Bar",
     "ConnectionGuard",
     "Environment",
+    "Interrupts",
     "Reporter",
     "Stop",
     "Warnings",

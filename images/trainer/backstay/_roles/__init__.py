@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._alone import Report, train_alone
-    from ._epochs import epochs_of
+    from ._alone import InterruptedAt, Report, train_alone
+    from ._alone_storage import AloneStorage
     from ._evaluator import Evaluator
     from ._local import train_local
     from ._metrics import Metrics
     from ._reports import OnUpdate, StopWhen, Throttle
     from ._restored import restored
-    from ._script import Plan, Script, evaluation_of
+    from ._script import Plan, Script, check_alone, evaluated, warn_of_several
     from ._server import Server
     from ._standby import Standby
     from ._worker import Worker
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from ._worker_seconds import process_age
 
 __all__ = [
+    "AloneStorage",
     "Evaluator",
+    "InterruptedAt",
     "Metrics",
     "OnUpdate",
     "Plan",
@@ -41,16 +43,19 @@ __all__ = [
     "Stopped",
     "Throttle",
     "Worker",
-    "epochs_of",
-    "evaluation_of",
+    "check_alone",
+    "evaluated",
     "process_age",
     "restored",
     "train_alone",
     "train_local",
+    "warn_of_several",
 ]
 
 _HOMES: Final = {
+    "AloneStorage": "._alone_storage",
     "Evaluator": "._evaluator",
+    "InterruptedAt": "._alone",
     "Metrics": "._metrics",
     "OnUpdate": "._reports",
     "Plan": "._script",
@@ -62,12 +67,13 @@ _HOMES: Final = {
     "Stopped": "._worker_end",
     "Throttle": "._reports",
     "Worker": "._worker",
-    "epochs_of": "._epochs",
-    "evaluation_of": "._script",
+    "check_alone": "._script",
+    "evaluated": "._script",
     "process_age": "._worker_seconds",
     "restored": "._restored",
     "train_alone": "._alone",
     "train_local": "._local",
+    "warn_of_several": "._script",
 }
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -11,9 +11,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 
 from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
+from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import BatchKey, Prefetcher
 from .._result import Result
 from .._update import (
@@ -38,9 +40,14 @@ from .._update import (
     warning,
 )
 from ..errors import JobFailed
-from ._script import Script, evaluation_of
+from ._epochs import epochs_of
+from ._script import Script, evaluated
 
-__all__ = ["Lead", "Report", "train_alone"]
+if TYPE_CHECKING:
+    from .._process import Interrupts
+    from ._alone_storage import AloneStorage
+
+__all__ = ["InterruptedAt", "Lead", "Report", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,6 +55,14 @@ _LEAD_SECONDS: Final = 0.02
 _LEAD_STEPS: Final = 16
 
 _NO_WORDS: Final = np.zeros(2, np.uint32)
+
+
+class InterruptedAt(Exception):  # noqa: N818
+    """A signal, with this number, ended training after update `step`, which is stored if the storage works."""
+
+    def __init__(self, step: int, number: int) -> None:
+        super().__init__(f"signal {number} ended training after step {step}")
+        self.step, self.number = step, number
 
 
 class Report:
@@ -58,7 +73,10 @@ class Report:
         examples: the number of examples in the batch.
         model: parameters and state after the update, after every `model_every` steps, else None; valid until
             `on_update` returns.
+        ended: the accounts of the epochs that ended with the update.
     """
+
+    ended: tuple[EpochEnded, ...] = ()
 
     def __init__(self, step: int, examples: int, outcome: Mapping[str, Any], model: tuple[Any, Any] | None) -> None:
         self.step = step
@@ -94,6 +112,8 @@ def train_alone(
     devices: Any = None,
     model_every: int = 0,
     on_update: Callable[[Report], bool] | None = None,
+    storage: AloneStorage | None = None,
+    interrupts: Interrupts | None = None,
 ) -> Result:
     """Train in this process.
 
@@ -105,75 +125,108 @@ def train_alone(
             has one.
         on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
             True for a report with a model.
+        storage: stores checkpoints; training continues from the one that it found.
+        interrupts: keeps signals during training; None: they have their usual effect.
 
     Raises:
+        CheckpointInUse: another process has taken the folder of `storage`.
         ConfigurationError: a function of the script returns an invalid value.
+        InterruptedAt: a signal arrived during training.
         JobFailed: ``NonFiniteGradients``.
     """
-    model = script.initial()
+    if storage is None:
+        state, model = CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script)), script.initial()
+    else:
+        state, model = storage.state.copy(), storage.model(script)
+    begin_alone(state, script.batches_of_update)
     tree = describe(model, has_state=script.has_state)
     placement = Placement(devices)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
-    carry = _first(model, tree, script, placement, rounding)
+    carry = _first(model, tree, script, placement, rounding, storage)
     step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
-    fetch, close = _fetching(script, placement)
-    judge, lead = _Judge(tree, max_non_finite), Lead()
+    fetching = _fetching(script, placement)
+    judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
     waiting: deque[Report] = deque()
     newest: Report | None = None
 
     def settle() -> bool:
         report = waiting.popleft()
         judge.examine(report)
+        report.ended = advance(state, applied=report.applied)
         lead.settled()
         return on_update is not None and on_update(report)
 
-    ended = script.steps
-    try:
-        for number in range(script.steps):
-            key = BatchKey(step=number, rank=0, world=1, seed=script.seed)
+    def store() -> None:
+        if storage is not None and storage.stored != state.version:
+            storage.store([*carry["params"], *carry["state"]], carry["optimizer"], state)
+
+    def leaves() -> bool:
+        return interrupts is not None and interrupts.arrived != 0
+
+    begun, end = state.version, state.last or script.steps
+    with interrupts or nullcontext(), fetching as fetch:
+        for number in range(begun, end):
+            # Several ranks are in force only in the first update after a job's checkpoint, which is waited for below.
+            key = BatchKey(step=number, rank=0, world=state.world, seed=script.seed, offset=state.offset)
             carry, outcome, examples = step(carry, key, fetch)
             shown = bool(model_every) and (number + 1) % model_every == 0
+            stored = storage is not None and number + 1 < end and storage.due(number + 1)
             newest = Report(number + 1, examples, outcome, _model(carry, tree) if shown else None)
             waiting.append(newest)
             stops = False
-            while len(waiting) > (0 if shown else lead.steps):
+            while len(waiting) > (0 if shown or stored or leaves() or state.world != 1 else lead.steps):
                 stops = settle()
             newest.model = None  # the next step consumes it
             if shown and stops:
-                ended = number + 1
+                end = number + 1
+            if number + 1 == end or leaves():
                 break
+            if stored:
+                store()
         while waiting:
             settle()
-    finally:
-        close()
-    params, state = _model(carry, tree)
+        if begun < state.version == end:
+            state.last = end
+        if storage is not None:
+            if leaves():
+                storage.closing()
+            if begun < state.version:
+                store()
+            storage.finish()  # before `evaluate`, which may end this process
+        if interrupts is not None and interrupts.arrived:
+            raise InterruptedAt(state.version, interrupts.arrived)
+    params, model_state = _model(carry, tree)
     average = average_of(carry["optimizer"], tree)
-    metrics: Mapping[str, float] = {}
-    if script.evaluate is not None:
-        metrics = evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+    metrics = evaluated(script, params, model_state)
     return Result(
         params=params,
-        state=state,
-        step=ended,
+        state=model_state,
+        step=state.version,
         loss=math.nan if newest is None else newest.loss,
         metrics=metrics,
+        checkpoint=None if storage is None else storage.newest,
         train_metrics={} if newest is None else newest.metrics,
         average=average,
     )
 
 
-def _fetching(script: Script, placement: Placement) -> tuple[Callable[[BatchKey], Any], Callable[[], None]]:
-    """A function of a key that gives its batch, on the devices; and one that ends it.
+@contextmanager
+def _fetching(script: Script, placement: Placement) -> Iterator[Callable[[BatchKey], Any]]:
+    """A function of a key that gives its batch, on the devices.
 
     The host is ahead of the devices, so one thread prepares batches beside the computation without a second one.
     """
     batches = placement.placing(script.batches)
     if getattr(batches, "workers", 1) <= 1:
-        return batches, lambda: None
+        yield batches
+        return
     prefetcher = Prefetcher(batches)
     last = script.steps * script.batches_of_update - 1
-    return lambda key: prefetcher.get(key, last), prefetcher.close
+    try:
+        yield lambda key: prefetcher.get(key, last)
+    finally:
+        prefetcher.close()
 
 
 def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
@@ -183,7 +236,12 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
 
 
 def _first(
-    model: Any, tree: TreeSpec, script: Script, placement: Placement, rounding: Rounding | None
+    model: Any,
+    tree: TreeSpec,
+    script: Script,
+    placement: Placement,
+    rounding: Rounding | None,
+    storage: AloneStorage | None,
 ) -> dict[str, Any]:
     """The values that each step passes to the next, copied, because their memory is donated."""
     count = len(tree.parameters.leaves)
@@ -195,7 +253,10 @@ def _first(
     held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
     # The optimizer's state may be the same arrays as the parameters.
     held = jax.tree_util.tree_map(lambda leaf: leaf.copy(), held)
-    carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": jnp.uint32(0)}
+    if storage is not None:
+        held = storage.optimizer_state(held)
+    number = jnp.uint32(0 if storage is None else storage.state.version)
+    carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": number}
     carry["residual"] = [] if rounding is None else rounding.no_residual(leaves[:count])
     placed: dict[str, Any] = jax.device_put(carry, placement.everywhere)
     return placed
@@ -381,10 +442,11 @@ class Lead:
 class _Judge:
     """Ends training after too many gradients that are not finite, and warns of leaves that no gradient reaches."""
 
-    def __init__(self, tree: TreeSpec, max_non_finite: int) -> None:
+    def __init__(self, tree: TreeSpec, max_non_finite: int, in_a_row: int) -> None:
+        """`in_a_row`: how many of the newest updates before the first one had such a gradient."""
         self._tree = tree
         self._most = max_non_finite
-        self._in_a_row = 0
+        self._in_a_row = in_a_row
         self._zero, self._untrained = ZeroLeaves(tree), Untrained()
 
     def examine(self, report: Report) -> None:

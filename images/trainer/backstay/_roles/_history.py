@@ -13,9 +13,10 @@ from .._control import Driving
 from .._coordination import MODES, Coordinator, Intervals, Rules
 from .._process import SIGTERM_EXIT
 from ..errors import BackstayError
+from ._continued import Continued, log_continued
 from ._epochs import epochs_of
 from ._event_files import EventFiles
-from ._manifests import Continued, Identity, ManifestStorage, NoStorage
+from ._manifests import Identity, ManifestStorage, NoStorage
 from ._reports import FLUSH_REMOTE_SECONDS, FLUSH_SECONDS, Reports
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _open_storage(
         incarnation=environment.incarnation,
         seed=script.seed,
         steps=script.steps,
-        settings=_settings(environment, script, plan),
+        settings=script.settings(plan, environment.config),
         any_history=checkpoint is not None and checkpoint.continue_from == "Any",
         stops=script.stop_when is not None,
         best=None if best is None else Best(metric=best.metric, mode=best.mode),
@@ -70,22 +71,6 @@ def _open_storage(
         examples=observer.examples,
         fixed_start=script.fixed_start,
     )
-
-
-def _settings(environment: Environment, script: Script, plan: Plan) -> dict[str, str]:
-    """Settings that a user may change between two runs; a change is reported."""
-    config, program = environment.config, plan.rule.program
-    return {
-        "optimizer": program.sha256.hex(),
-        "optimizer_constants": " ".join(program.constants),
-        "steps": str(script.steps),
-        "clip_norm": str(script.clip_norm),
-        "update.mode": config.mode,
-        "update.weighting": config.weighting,
-        "update.stalenessDamping": str(script.damping(config)),
-        **plan.wire.settings(),
-        **{name: text for name, text in plan.arguments.items() if name.startswith("local.")},
-    }
 
 
 def begin_history(
@@ -182,24 +167,7 @@ def _reports(environment: Environment, script: Script, store: CheckpointStore | 
 
 def _report(continued: Continued, observer: JobObserver) -> None:
     """Log which run stored the checkpoint that training continues from, and the user's changes since."""
-    origin = continued.origin
-    if not continued.own:
-        _LOG.warning(
-            "the checkpoint of step %d belongs to job %s with seed %d: a new history begins with its state, because "
-            "checkpoint.continueFrom is Any",
-            continued.step,
-            origin.job,
-            origin.seed,
-        )
-    elif not continued.same_run:
-        _LOG.info(
-            "this run of job %s continues the run with uid %s at step %d",
-            origin.job,
-            origin.job.uid or "unknown",
-            continued.step,
-        )
-    for change in continued.changes:
-        _LOG.warning("changed since the checkpoint of step %d: %s", continued.step, change)
+    log_continued(continued)
     observer.continues(continued.changes, None if continued.same_run else continued.examples)
 
 

@@ -40,6 +40,7 @@ from ..errors import (
     StorageError,
     Superseded,
 )
+from ._continued import Continued, changes_of
 from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from .._update import Partition, TreeSpec
     from ._reports import Reports
 
-__all__ = ["Continued", "Identity", "ManifestStorage", "NoStorage"]
+__all__ = ["Identity", "ManifestStorage", "NoStorage"]
 
 _TERMS_OF_ONE_SERVER = 1_000_000  # more rollbacks than one server process can have
 _SHOWN = 3
@@ -55,8 +56,6 @@ _LOG = logging.getLogger(__name__)
 
 KNOWN_SECONDS = 2.0
 """How long a server that takes over waits for the name of the newest checkpoint."""
-
-_OPTIMIZER = ("optimizer", "optimizer_constants")
 
 EVALUATION_SECONDS = 2.0
 """How long the report of an evaluation waits for the folder."""
@@ -87,25 +86,6 @@ class Identity:
     start_from: str = ""
     stops: bool = False
     best: Best | None = None
-
-
-@dataclass(frozen=True)
-class Continued:
-    """The checkpoint that training continues from.
-
-    Attributes:
-        own: whether the checkpoint is of this job and seed.
-        same_run: whether the checkpoint is of this run: the job's uid is equal.
-        changes: settings that differ from those of the run that stored it, as text.
-        examples: number of examples of one contribution of the checkpoint's last update; None: unknown.
-    """
-
-    step: int
-    origin: Origin
-    own: bool
-    same_run: bool
-    changes: tuple[str, ...]
-    examples: int | None
 
 
 class ManifestStorage:
@@ -441,7 +421,7 @@ class ManifestStorage:
             raise CheckpointOfAnotherJob(
                 f"the checkpoints in {self._store.uri} belong to {theirs} (step {manifest.version}), this is {mine}. "
                 "Use another checkpoint.uri, or set checkpoint.continueFrom: Any (--continue-from Any of backstay run) "
-                "to continue them in a new history"
+                "to continue them in a new history. In one process, use StoreTo(continue_from='Any')"
             )
         if manifest.version >= identity.steps:
             raise CheckpointOfAnotherJob(
@@ -523,18 +503,6 @@ class ManifestStorage:
             examples=int(examples) if examples.isascii() and examples.isdigit() else None,
         )
         return state
-
-
-def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """The differences between the settings of two runs, as text; settings that only one of them has are left out."""
-    different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
-    changes = [f"{name} was {before[name]} and is {now[name]}" for name in different if name not in _OPTIMIZER]
-    if different and "optimizer" in different:
-        mine, theirs = now.get("optimizer_constants", "").split(), before.get("optimizer_constants", "").split()
-        old, new = [one for one in theirs if one not in mine], [one for one in mine if one not in theirs]
-        shown = f": {' '.join(old) or 'nothing'} was replaced by {' '.join(new) or 'nothing'}" if old or new else ""
-        changes.insert(0, f"the optimizer computes another update{shown}")
-    return tuple(changes)
 
 
 class NoStorage:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,7 +11,7 @@ from .._checkpoint import load
 from .._result import Result
 from ..errors import CheckpointError
 from ._metrics import HttpPort, Metrics
-from ._script import evaluation_of
+from ._script import evaluated
 from ._storing import patiently
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
     params, state = jax.device_put((checkpoint.params, checkpoint.state))
     metrics.step.set(checkpoint.step)
-    evaluation = trained.metrics or _evaluated(script, params, state)
+    evaluation = trained.metrics or evaluated(script, params, state)
     ready = True
     _LOG.info("training has ended: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(
@@ -60,13 +59,3 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
         rank=environment.index,
         average=jax.device_put(checkpoint.average),
     )
-
-
-def _evaluated(script: Script, params: Any, state: Any) -> Mapping[str, float]:
-    if script.evaluate is None:
-        return {}
-    try:
-        return evaluation_of(script.evaluate, params, state, has_state=script.has_state)
-    except Exception:  # noqa: BLE001  # an error of the script costs the metrics, as after the last update
-        _LOG.exception("evaluate raised")
-        return {}

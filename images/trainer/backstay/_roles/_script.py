@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Leaf
 
 from .._data import BatchKey
 from .._update import LocalSteps, local_settings
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, OptimizerError
 
 if TYPE_CHECKING:
     import optax
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
     from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
     from ._reports import OnUpdate, StopWhen
 
-__all__ = ["Plan", "Script", "evaluation_of"]
+__all__ = ["Plan", "Script", "check_alone", "evaluated", "evaluation_of", "warn_of_several"]
+
+
+_LOG = logging.getLogger(__name__)
+
+CHECKED_LEAVES: Final = 512
+"""One process checks the optimizer of a model with at most this many leaves: the check of 600 takes 2 to 6 s."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,25 @@ class Script:
         """How many batches each rank draws for an update."""
         return 1 if self.local is None else self.local.batches
 
+    def settings(self, plan: Plan, config: RuntimeConfig | None = None) -> dict[str, str]:
+        """The settings that a user may change between two runs, as text; a change is reported.
+
+        Args:
+            config: the settings of the job; None: one process.
+        """
+        program = plan.rule.program
+        return {
+            "optimizer": program.sha256.hex(),
+            "optimizer_constants": " ".join(program.constants),
+            "steps": str(self.steps),
+            "clip_norm": str(self.clip_norm),
+            "update.mode": "Sync" if config is None else config.mode,
+            "update.weighting": "Equal" if config is None else config.weighting,
+            "update.stalenessDamping": str(config is not None and self.damping(config)),
+            **plan.wire.settings(),
+            **{name: text for name, text in plan.arguments.items() if name.startswith("local.")},
+        }
+
     def damping(self, config: RuntimeConfig) -> bool:
         """Whether Async updates weigh contributions by their staleness."""
         return config.staleness_damping or self.damps
@@ -290,3 +316,58 @@ def evaluation_of(
         except (TypeError, ValueError):
             raise ConfigurationError(f"evaluate returned {name!r}: {type(value).__name__}: must be a number") from None
     return metrics
+
+
+def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
+    """The result of the script's `evaluate` after training; empty without one. A failure of it costs only the metrics:
+    the log has the exception."""
+    if script.evaluate is None:
+        return {}
+    try:
+        return evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+    except Exception:  # noqa: BLE001  # an error of the script
+        _LOG.exception("evaluate raised: this evaluation has no metrics")
+        return {}
+
+
+def check_alone(script: Script, *, stores: bool) -> Plan | None:
+    """Check before training in one process what a job would refuse. Without checkpoints this is only a warning.
+
+    Args:
+        stores: whether the process stores checkpoints, which have the form of a job's.
+
+    Returns:
+        The plan for one shard; None for a large model that stores nothing, which is not checked.
+
+    Raises:
+        OptimizerError: the process stores checkpoints, and a server cannot compute the optimizer at all.
+        TreeError: `init` returned something that cannot be trained.
+    """
+    import jax
+
+    leaves = len(jax.tree.leaves(jax.eval_shape(script.init, jax.random.key(script.seed))))
+    if not stores and leaves > CHECKED_LEAVES:
+        _LOG.info(
+            "whether a job can compute this optimizer is not checked: the model has %d leaves, more than %d. "
+            "backstay run --dry-run checks it",
+            leaves,
+            CHECKED_LEAVES,
+        )
+        return None
+    try:
+        plan = script.plan(1, script.wire)
+    except OptimizerError as error:
+        if stores:
+            raise
+        _LOG.warning("a job cannot compute this optimizer: %s", error)
+        return None
+    warn_of_several(plan)
+    return plan
+
+
+def warn_of_several(plan: Plan) -> None:
+    """Warn if only one parameter server can compute the optimizer."""
+    try:
+        plan.rule.check(2)
+    except OptimizerError as error:
+        _LOG.warning("this works with one parameter server only: %s", error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from backstay_rpc.control_pb2 import File, Range, Written
 
 from .. import _instrument
-from .._checkpoint import CheckpointStore, Manifest, Reader, forbidden, probe
+from .._checkpoint import CheckpointStore, FileInfo, Manifest, Reader, forbidden, probe
 from .._coordination import Coordination
 from .._update import MODEL_STATE, ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .._process import Environment
     from .._update import Partition, Rule
 
-__all__ = ["CheckpointWriter", "check_fits", "open_store", "patiently", "restore"]
+__all__ = ["CheckpointWriter", "check_fits", "file_of", "open_store", "patiently", "restore"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -110,11 +110,15 @@ class CheckpointWriter:
             else:
                 self._metrics.checkpoint_seconds.observe(time.monotonic() - began)
                 self._metrics.checkpoint_bytes.inc(info.size)
-                ranges = [Range(key=part.key, start=part.start, stop=part.stop) for part in info.ranges]
-                file = File(name=info.name, size=info.size, sha256=info.sha256, ranges=ranges)
-                written = Written(term=term, version=version, files=[file])
+                written = Written(term=term, version=version, files=[file_of(info)])
             del snapshot
             self._coordination.report(written)
+
+
+def file_of(info: FileInfo) -> File:
+    """A stored file, as the coordinator gets it."""
+    ranges = [Range(key=part.key, start=part.start, stop=part.stop) for part in info.ranges]
+    return File(name=info.name, size=info.size, sha256=info.sha256, ranges=ranges)
 
 
 def check_fits(manifest: Manifest, partition: Partition) -> None:

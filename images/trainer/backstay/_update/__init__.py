@@ -4,7 +4,8 @@ The names that other rooms use, in the order in which a job uses them:
 
 - `describe` gives the `TreeSpec` of a model, `analyse` the `Rule` of an optimizer on it, `partition` the `Partition`
   into shards and blocks;
-- a `ShardEngine` holds the state of one shard and applies updates; `Snapshot` and `array_specs` are for checkpoints;
+- a `ShardEngine` holds the state of one shard and applies updates; `Snapshot` and `array_specs` are for checkpoints,
+  and `entries_of` for those of one process;
 - `Tree` adds many contributions in a fixed order; `mean` and `state_mean` add those of one update, and `clip_factor`
   bounds its norm;
 - `Wire` selects codecs, and `shard_wires` gives the form of each block on the wire;
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ._sums import BRANCHES, Tree
     from ._tree import MODEL_STATE, PARAMS, LeafSpec, TreeSpec, describe, leaf_names
     from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
+    from ._whole_state import entries_of, model_from, optimizer_state_from
 
 __all__ = [
     "AVERAGE",
@@ -76,10 +78,13 @@ __all__ = [
     "default_outer",
     "describe",
     "enable_x64",
+    "entries_of",
     "fragments_of",
     "leaf_names",
     "local_settings",
     "mean",
+    "model_from",
+    "optimizer_state_from",
     "partition",
     "parts_of_leaves",
     "seed_of",
@@ -126,10 +131,13 @@ _HOMES: Final = {
     "default_outer": "._local_steps",
     "describe": "._tree",
     "enable_x64": "._kernels",
+    "entries_of": "._whole_state",
     "fragments_of": "._fragments",
     "leaf_names": "._tree",
     "local_settings": "._local_steps",
     "mean": "._kernels",
+    "model_from": "._whole_state",
+    "optimizer_state_from": "._whole_state",
     "partition": "._partition",
     "parts_of_leaves": "._partition",
     "seed_of": "._codecs",

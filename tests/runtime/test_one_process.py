@@ -1,0 +1,444 @@
+"""T4, T6, T7: checkpoints of training in one process, and of a job that has the same files."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import backstay
+from backstay import StoreTo, testing
+from backstay._checkpoint import Best, CheckpointStore, Evaluation
+from backstay._coordination import CoordinatorState, Samples, advance, begin_alone
+from backstay.errors import (
+    CheckpointError,
+    CheckpointInUse,
+    CheckpointOfAnotherJob,
+    ConfigurationError,
+    JobFailed,
+    OptimizerError,
+)
+
+JOB = "tested"  # the name that `backstay.testing` gives to every job
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def init(key):
+    params = {"dense": {"kernel": jax.random.normal(key, (40, 30)), "bias": jnp.zeros(30)}, "out": jnp.ones((30, 2))}
+    return params, {"mean": jnp.zeros(40), "batches": jnp.int32(0)}
+
+
+def loss(params, state, batch, key):
+    kept = jnp.where(jax.random.bernoulli(key, 0.8, batch.shape), batch - state["mean"], 0)
+    hidden = jnp.tanh(kept @ params["dense"]["kernel"] + params["dense"]["bias"])
+    new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch, axis=0), "batches": state["batches"] + 1}
+    return jnp.mean((hidden @ params["out"] - 1.0) ** 2), new, {"kept": jnp.mean(kept)}
+
+
+def schedule():
+    return optax.adamw(optax.cosine_decay_schedule(1e-2, 100))
+
+
+CASES = {
+    "gradients": lambda: {"optimizer": schedule(), "average": 0.9},
+    # The optimizer has a random key and weakly typed numbers in its state.
+    "noise": lambda: {"optimizer": optax.chain(optax.add_noise(0.1, 0.55, 3), optax.sgd(1e-2, momentum=0.9))},
+    "local steps": lambda: {"local": backstay.LocalSteps(3, optax.adamw(1e-2), inner_state="reset")},
+}
+
+
+def arguments(case: str = "gradients", **more):
+    jax.config.update("jax_enable_x64", True)
+    return {
+        "init": init,
+        "loss": loss,
+        "batches": lambda key: key.rng.normal(size=(4, 40)),
+        "steps": 9,
+        "has_state": True,
+        "has_rng": True,
+        **CASES[case](),
+        **more,
+    }
+
+
+def script():
+    """One pod of a job. `STEPS` and `CASE` come from the test."""
+    backstay.train(**arguments(os.environ["CASE"], steps=int(os.environ["STEPS"]), checkpoint="not-used"))
+
+
+def run_job(folder: Path, case: str, steps: int, **options) -> testing.JobResult:
+    variables = {"CASE": case, "STEPS": str(steps)}
+    return testing.run(script, env=variables, folder=folder, checkpoint_every=2, **options)
+
+
+def stored_in(folder: Path, **more) -> StoreTo:
+    return StoreTo(str(folder / "checkpoints"), **{"every_steps": 2, "job": JOB, **more})
+
+
+def assert_same(one: backstay.Result, other: backstay.Result, rtol: float = 0) -> None:
+    trees = [(result.params, result.state, result.average) for result in (one, other)]
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+    for left, right in zip(*map(jax.tree.leaves, trees), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_allclose(left, right, rtol=rtol, atol=rtol * 1e-3)
+
+
+# ---- One process after another one ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_t4_a_process_that_continues_computes_the_bits_of_one_that_was_not_interrupted(case: str, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    backstay.train(**arguments(case, steps=4, checkpoint=folder))
+    continued = backstay.train(**arguments(case, checkpoint=folder))
+    assert_same(continued, backstay.train(**arguments(case)))
+    stored = backstay.load(str(folder))
+    assert (stored.step, stored.uri) == (9, continued.checkpoint)
+    again = backstay.train(**arguments(case, checkpoint=folder, evaluate=lambda params, state: {"value": 1.0}))
+    assert_same(again, continued)
+    assert (again.step, again.metrics, math.isnan(again.loss)) == (9, {"value": 1.0}, True)
+
+
+def test_t7_it_keeps_some_checkpoints_and_the_environment_names_the_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("BACKSTAY_CHECKPOINT", str(tmp_path / "named"))
+    result = backstay.train(**arguments())
+    assert result.checkpoint.startswith(str(tmp_path / "named"))
+    backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path / "folder"), every_steps=1, keep=2)))
+    versions = [name.version for name in CheckpointStore(str(tmp_path / "folder")).contents().manifests]
+    assert versions[0] == 9
+    assert len(versions) == 2
+
+
+def test_t7_the_best_checkpoint_of_a_job_is_not_deleted(tmp_path) -> None:
+    to = StoreTo(str(tmp_path), every_steps=1, keep=1)
+    first = backstay.train(**arguments(steps=2, checkpoint=to))
+    name = str(first.checkpoint).rpartition("/")[2]
+    rule = Best(metric="accuracy", mode="Max")
+    record = Evaluation(manifest=name, metrics={"accuracy": 0.5}, best=rule, unix_seconds=1.0)
+    assert CheckpointStore(str(tmp_path)).write_evaluation(record)
+    backstay.train(**arguments(checkpoint=to))
+    assert backstay.load(str(tmp_path)).step == 9
+    assert backstay.load(str(tmp_path), best=True).step == 2
+
+
+def test_t7_a_checkpoint_that_does_not_belong_to_the_script_is_refused(tmp_path) -> None:
+    backstay.train(**arguments(steps=2, checkpoint=tmp_path))
+    with pytest.raises(
+        CheckpointOfAnotherJob, match=r"with seed 0 .step 2., this is job local/one-process with seed 7"
+    ):
+        backstay.train(**arguments(checkpoint=tmp_path, seed=7))
+    with pytest.raises(CheckpointOfAnotherJob, match=r"continue_from='Any'"):
+        backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other")))
+    with pytest.raises(CheckpointError, match="optimizer"):
+        backstay.train(**arguments(checkpoint=tmp_path, optimizer=optax.sgd(0.1)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        backstay.train(**arguments(checkpoint=tmp_path / "file" / "folder"))
+    other = backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other", continue_from="Any")))
+    assert_same(other, backstay.train(**arguments()))
+
+
+def test_t8_training_ends_with_its_result_though_the_folder_fails(tmp_path, capsys) -> None:
+    folder = tmp_path / "folder"
+
+    def full(step, loss, metrics):
+        if folder.is_dir():
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+            folder.write_text("no folder")
+
+    result = backstay.train(**arguments(checkpoint=StoreTo(str(folder), every_seconds=0), on_update=full))
+    assert "the checkpoint of step 9 could not be stored: " in capsys.readouterr().err
+    assert (result.step, result.checkpoint) == (9, None)
+    assert_same(result, backstay.train(**arguments()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"uri": ""},
+        {"every_steps": 0},
+        {"every_steps": True},
+        {"every_seconds": -1},
+        {"every_seconds": math.nan},
+        {"keep": 0},
+        {"continue_from": "any"},
+        {"job": "a/b/c"},
+        {"job": "/a"},
+    ],
+)
+def test_settings_are_checked(fields) -> None:
+    with pytest.raises(ConfigurationError, match=f"checkpoint.* {next(iter(fields))}"):
+        StoreTo(**{"uri": "folder", **fields})
+
+
+# ---- A job and one process ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_t4_a_job_of_three_servers_continues_one_process_and_the_other_way_round(case: str, tmp_path) -> None:
+    """Parameters, model state, the optimizer's state and the average; the last part is trained in one process again."""
+    backstay.train(**arguments(case, steps=3, checkpoint=stored_in(tmp_path)))
+    job = run_job(tmp_path, case, 6, servers=3)
+    leader = next(log for name, log in job.logs.items() if name.startswith("parameter-server-0"))
+    assert "continuing from the checkpoint of step 3: " in leader
+    assert "the argument checkpoint of train is for a single process: this job stores checkpoints in " in leader
+    assert_same(job.result, backstay.train(**arguments(case, steps=6)), 1e-9)
+    continued = backstay.train(**arguments(case, checkpoint=stored_in(tmp_path)))
+    assert_same(continued, backstay.train(**arguments(case)), 1e-9)
+    assert backstay.load(str(tmp_path / "checkpoints")).step == 9
+    assert len({name.history for name in CheckpointStore(str(tmp_path / "checkpoints")).contents().manifests}) == 1
+
+
+def epochs():
+    jax.config.update("jax_enable_x64", True)
+    data = {"x": np.arange(24.0)}
+    backstay.train(**of_epochs(data, steps=int(os.environ["STEPS"])))
+
+
+def of_epochs(data, **more):
+    return {
+        "init": lambda key: {"w": jnp.zeros(24)},
+        # The parameters are the sum of the samples, as one-hot vectors.
+        "loss": lambda params, batch: -jnp.sum(jax.nn.one_hot(batch["x"].astype(int), 24) @ params["w"]),
+        "batches": backstay.from_dataset(data, batch_size=2),
+        "optimizer": optax.sgd(1.0),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_t9_every_sample_counts_when_one_process_continues_several_workers(workers: int, tmp_path, capsys) -> None:
+    """The first update of the process takes the batch of rank 0 in the job's world, and all ranks after it leave."""
+    testing.run(epochs, env={"STEPS": "2"}, folder=tmp_path, checkpoint_every=1, workers=workers)
+    before = backstay.load(str(tmp_path / "checkpoints")).params["w"] * workers
+    left = (24 - 2 * 2 * workers) // 2
+    result = backstay.train(**of_epochs({"x": np.arange(24.0)}, steps=2 + left, checkpoint=stored_in(tmp_path)))
+    after = result.params["w"] - before / workers
+    np.testing.assert_allclose(before + after, np.ones(24), atol=1e-6)
+    assert "epoch 0 has ended: 24 samples: 24 used, 0 dropped, 0 repeated" in capsys.readouterr().err
+
+
+def test_t9_the_account_of_one_process_is_that_of_a_job() -> None:
+    """Numbers of batches after a job with three ranks and two batches for each contribution."""
+    state = CoordinatorState(term=4, version=5, world=3, samples=Samples(40, 2), batches=2)
+    begin_alone(state, 2)
+    assert (state.world, state.offset) == (3, 0)
+    assert advance(state, applied=True) == ()
+    # Rank 0 took the batches 30 and 31 of the world of three ranks.
+    assert (state.version, state.world, state.offset + 6 * 2 * 1) == (6, 1, 32)
+    assert state.key_steps[0] == 6
+    assert state.samples is not None
+    for _ in range(4):
+        ended = advance(state, applied=False)
+    assert state.non_finite_run == 4
+    assert [(epoch.epoch, epoch.used, epoch.dropped) for epoch in ended] == [(1, 4, 16)]
+
+
+# ---- Signals, by real processes ----
+
+PROGRAM = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may ignore it
+import jax.numpy as jnp, optax, backstay
+
+place = pathlib.Path(sys.argv[1])
+
+def batches(key):
+    (place / "at").write_text(str(key.step))
+    while key.step >= int((place / "hold").read_text() or 0):
+        time.sleep(0.01)
+    return key.rng.normal(size=(4, 8)).astype("float32")
+
+def evaluate(params):
+    (place / "at").write_text("evaluate")
+    while (place / "evaluate").exists():
+        time.sleep(0.01)
+    return {"value": 1.0}
+
+result = backstay.train(
+    init=lambda key: {"w": jnp.zeros(8)},
+    loss=lambda params, batch: jnp.mean((batch @ params["w"] - batch.sum(axis=1)) ** 2),
+    batches=batches,
+    optimizer=optax.adam(1e-2),
+    steps=20,
+    evaluate=evaluate,
+    checkpoint=backstay.StoreTo(str(place / "folder"), every_seconds=0),
+)
+print("RESULT", result.step, result.params["w"].tolist())
+"""
+
+
+class Run:
+    """The program in a process, which stops where a batch waits."""
+
+    def __init__(self, place: Path, hold: int = 100) -> None:
+        self.place = place
+        (place / "program.py").write_text(PROGRAM)
+        self.hold(hold)
+        (place / "at").write_text("")
+        self.process = subprocess.Popen(
+            [sys.executable, str(place / "program.py"), str(place)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def hold(self, step: int) -> None:
+        (self.place / "new").write_text(str(step))
+        (self.place / "new").rename(self.place / "hold")
+
+    def until(self, at: str) -> None:
+        deadline = time.monotonic() + 120
+        while (self.place / "at").read_text() != at:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def output_until(self, words: str) -> str:
+        """The output up to the line with `words`."""
+        assert self.process.stdout is not None
+        seen = ""
+        for line in self.process.stdout:
+            seen += line
+            if words in line:
+                return seen
+        raise AssertionError(seen)
+
+    def end(self) -> tuple[int, str]:
+        output = self.process.communicate(timeout=120)[0]
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def run(tmp_path):
+    runs = []
+
+    def start(hold: int = 100) -> Run:
+        runs.append(Run(tmp_path, hold))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp_path) -> None:
+    first = run(hold=7)
+    first.until("7")
+    first.process.send_signal(signal.SIGINT)
+    noticed = first.output_until("Press Ctrl-C again to end now")
+    first.hold(8)
+    code, output = first.end()
+    assert code == -signal.SIGINT, noticed + output
+    assert "KeyboardInterrupt: training ended after step 8, which is stored in " in output
+    assert output.rstrip().endswith(": the same command continues")
+    assert backstay.load(str(tmp_path / "folder")).step == 8
+    second = run()
+    code, output = second.end()
+    assert code == 0, output
+    assert "continuing from the checkpoint of step 8: " in output
+    assert "waiting" not in output, "the first process released the folder"
+    (tmp_path / "plain").mkdir()
+    plain = Run(tmp_path / "plain").end()[1]
+    assert output.partition("RESULT")[2] == plain.partition("RESULT")[2]
+
+
+def test_t8_a_second_ctrl_c_ends_immediately_and_sigterm_has_the_exit_code_of_a_pod(run, tmp_path) -> None:
+    first = run(hold=7)
+    first.until("7")
+    first.process.send_signal(signal.SIGINT)
+    first.output_until("Press Ctrl-C again to end now")
+    first.process.send_signal(signal.SIGINT)
+    code, output = first.end()
+    assert code == -signal.SIGINT, output
+    assert "is stored in" not in output
+    second = run(hold=5)
+    second.until("5")
+    second.process.send_signal(signal.SIGTERM)
+    second.output_until("training stores a checkpoint after this update")
+    second.hold(6)
+    code, output = second.end()
+    assert code == 143, output
+    assert "training ended after step 6, which is stored in" in output
+    assert "Traceback" not in output
+
+
+def test_t7_ctrl_c_in_the_last_evaluation_finds_the_last_update_stored(run, tmp_path) -> None:
+    (tmp_path / "evaluate").write_text("")
+    first = run()
+    first.until("evaluate")
+    assert backstay.load(str(tmp_path / "folder")).step == 20
+    first.process.send_signal(signal.SIGINT)
+    code, output = first.end()
+    assert code == -signal.SIGINT, output
+
+
+def test_t7_two_processes_do_not_share_a_folder(run, tmp_path) -> None:
+    first = run(hold=3)
+    first.until("3")
+    options = arguments(steps=2, checkpoint=StoreTo(str(tmp_path / "folder"), job="team/other"))
+    with pytest.raises(CheckpointInUse, match=r"process \d+ on .* writes checkpoints into"):
+        backstay.train(**options)
+    first.hold(100)
+    assert first.end()[0] == 0
+
+
+# ---- What one process checks ----
+
+
+def test_an_evaluation_that_fails_costs_only_its_metrics(capsys) -> None:
+    def evaluate(params, state):
+        raise KeyError("accuracy")
+
+    result = backstay.train(**arguments(evaluate=evaluate, evaluate_every=4))
+    assert_same(result, backstay.train(**arguments()))
+    assert result.metrics == {}
+    assert capsys.readouterr().err.count("evaluate raised: this evaluation has no metrics") == 3
+
+
+def clipped():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+def one_server():
+    backstay.train(**arguments(optimizer=clipped(), average=None))
+
+
+def test_one_process_and_one_server_warn_of_what_several_servers_refuse(tmp_path, capsys) -> None:
+    backstay.train(**arguments(optimizer=clipped(), average=None))
+    assert capsys.readouterr().err.count("this works with one parameter server only: optimizer: leaf") == 1
+    job = testing.run(one_server, folder=tmp_path)
+    logs = [log for name, log in job.logs.items() if name.startswith("parameter-server-0")]
+    assert logs[0].count("this works with one parameter server only: optimizer: leaf") == 1
+    with pytest.raises(JobFailed, match="depends on leaf"):
+        testing.run(one_server, servers=2)
+
+
+def test_one_process_warns_of_an_optimizer_that_no_server_computes_and_refuses_to_store_it(tmp_path, capsys) -> None:
+    def update(gradients, state, params=None):
+        return jax.tree.map(lambda leaf: -1e-2 * leaf, gradients), state.astype(jnp.float64) + 1.0
+
+    strange = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.float32), update)
+    backstay.train(**arguments(optimizer=strange, average=None))
+    assert "a job cannot compute this optimizer: " in capsys.readouterr().err
+    with pytest.raises(OptimizerError):
+        backstay.train(**arguments(optimizer=strange, average=None, checkpoint=tmp_path / "folder"))
+    assert not (tmp_path / "folder").exists()
